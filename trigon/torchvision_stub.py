@@ -1,0 +1,34 @@
+"""Lets a CUDA build of torchvision be imported beside a CPU build of torch.
+
+Where an index has no CPU build of torchvision, its CUDA build is installed instead. It cannot load its own operators under CPU
+torch and then fails to import, because it describes two of them to the compiler. Declaring them first is enough: image
+processors and vLLM use nothing of torchvision that needs them. Registered as a vLLM plugin as well, since vLLM's helper processes
+import torchvision on their own. Knows torch; imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+_library: Any = None  # the declarations live as long as this object does
+
+
+def declare_operators() -> None:
+    """Declare torchvision's compiled operators if its own extension cannot. Safe to call twice, and before or after it is imported."""
+    global _library
+    import torch
+
+    package = importlib.util.find_spec("torchvision")
+    if _library is not None or torch.version.cuda is not None or package is None or package.origin is None:
+        return
+    for extension in Path(package.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(extension)  # a CPU build declares its operators by itself
+            return
+        except OSError:  # a CUDA build wants libraries that a CPU build of torch does not bring
+            continue
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

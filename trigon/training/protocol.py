@@ -1,0 +1,50 @@
+"""The seam to whatever learns. Knows types only; one process, many GPUs and the fake satisfy it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from trigon.metrics import Metrics
+from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+
+
+class LogprobEngine(Protocol):
+    """Scores completions under fixed weights: the reference policy, or the trainer before an update."""
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """Return for each group, for each of its rollouts, float32 [R] log-probabilities on the CPU, without gradient."""
+        ...
+
+
+class TrainEngine(LogprobEngine, Protocol):
+    """Owns the policy and its optimizer."""
+
+    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+        """Make one optimizer update from these groups (one mini-batch) and return its metrics.
+
+        An update whose gradient is not finite is skipped, and counted in actor/skipped_updates.
+        """
+        ...
+
+    def weights(self) -> NamedTensors:
+        """Iterate over the policy's weights under their Hugging Face checkpoint names; nothing is copied."""
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule into an existing empty folder, as safetensors and JSON only."""
+        ...
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what save_state wrote, bit for bit.
+
+        Raises: CheckpointError unless every tensor matches by name, shape and dtype, none missing and none left over.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. The engine cannot be used afterwards."""
+        ...
