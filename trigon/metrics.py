@@ -1,4 +1,5 @@
-"""Metrics that carry their own reduction, so that merging over micro-batches, ranks and steps cannot change their meaning.
+"""Metrics that carry their own reduction, so that merging over micro-batches, ranks and steps cannot change their
+meaning.
 
 Knows arithmetic only: no loggers, no collectives, no tensors.
 """

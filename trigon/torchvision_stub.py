@@ -1,9 +1,9 @@
 """Lets a CUDA build of torchvision be imported beside a CPU build of torch.
 
-Where an index has no CPU build of torchvision, its CUDA build is installed instead. It cannot load its own operators under CPU
-torch and then fails to import, because it describes two of them to the compiler. Declaring them first is enough: image
-processors and vLLM use nothing of torchvision that needs them. Registered as a vLLM plugin as well, since vLLM's helper processes
-import torchvision on their own. Knows torch; imports nothing of ours.
+Where an index has no CPU build of torchvision, its CUDA build is installed instead. It cannot load its own operators
+under CPU torch and then fails to import, because it describes two of them to the compiler. Declaring them first is
+enough: image processors and vLLM use nothing of torchvision that needs them. Registered as a vLLM plugin as well, since
+vLLM's helper processes import torchvision on their own. Knows torch; imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _library: Any = None  # the declarations live as long as this object does
 
 
 def declare_operators() -> None:
-    """Declare torchvision's compiled operators if its own extension cannot. Safe to call twice, and before or after it is imported."""
+    """Declare torchvision's compiled operators if its own extension cannot.
+
+    Safe to call twice, and before or after it is imported.
+    """
     global _library
     import torch
 
@@ -25,10 +28,10 @@ def declare_operators() -> None:
         return
     for extension in Path(package.origin).parent.glob("_C*.so"):
         try:
-            torch.ops.load_library(extension)  # a CPU build declares its operators by itself
+            torch.ops.load_library(extension)  # type: ignore[no-untyped-call]  # a CPU build declares its operators by itself
             return
         except OSError:  # a CUDA build wants libraries that a CPU build of torch does not bring
             continue
-    _library = torch.library.Library("torchvision", "FRAGMENT")
+    _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length"]
 """stop: the model ended the answer itself; length: the answer reached its token limit and was cut."""
 
 ScoreOutcome = Literal["ok", "failed", "timeout"]
-"""ok: the grader answered; failed: it raised, crashed or returned nonsense; timeout: it was killed at its time limit."""
+"""ok: the grader answered; failed: it raised, crashed or returned nonsense; timeout: it was killed at its limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,8 +102,8 @@ class Score:
     """What one answer is worth.
 
     overall: the reward. parts: every number the reward function returned, "overall" among them.
-    outcome: anything but "ok" means that the grader, not the answer, failed; overall is then 0.0, parts is empty, and the
-    rollout is left out of its group's statistics and of the loss. error: one line saying why, empty when ok.
+    outcome: anything but "ok" means that the grader, not the answer, failed; overall is then 0.0, parts is empty, and
+    the rollout is left out of its group's statistics and of the loss. error: one line saying why, empty when ok.
     """
 
     overall: float
@@ -122,7 +122,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """A prompt with its n scored completions: the unit in which everything travels. All groups of a step have the same n."""
+    """A prompt with its n scored completions: the unit in which everything travels. All groups of a step share n."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -178,9 +178,10 @@ class PackedGroups:
         spans     prompt  completions     prompt completion
 
     token_ids: [T] int64. position_ids: [3, T] int64 for m-RoPE models, [1, T] otherwise; completions continue their
-    prompt's positions. spans: one for each group, in row order. Responses are counted along the row: S is the total number of completion
-    tokens, and every [S] tensor of a micro-batch lists them in row order.
-    pixel_values, grid_thw: the groups' Vision concatenated ([patches, D] and [images, 3]), or None when no group has one.
+    prompt's positions. spans: one for each group, in row order. Responses are counted along the row: S is the total
+    number of completion tokens, and every [S] tensor of a micro-batch lists them in row order.
+    pixel_values, grid_thw: the groups' Vision concatenated ([patches, D] and [images, 3]), or None when no group has
+    one.
     """
 
     token_ids: Tensor

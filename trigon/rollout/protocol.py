@@ -15,8 +15,9 @@ class RolloutEngine(Protocol):
     def awake(self, weights: NamedTensors, *, version: int) -> AbstractContextManager[None]:
         """Return a context in which the engine holds memory and exactly these weights.
 
-        On entry: wakes, loads the weights, forgets every cache (prefix, encoder) made under older ones. On exit: sleeps.
-        Entering with the version that is already held skips the loading. Raises: EngineError if a tensor is missing.
+        On entry: wakes, loads the weights, forgets every cache (prefix, encoder) made under older ones. On exit:
+        sleeps. Entering with the version that is already held skips the loading.
+        Raises: EngineError if a tensor is missing.
         """
         ...
 

@@ -16,7 +16,7 @@ class LogprobEngine(Protocol):
     """Scores completions under fixed weights: the reference policy, or the trainer before an update."""
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """Return for each group, for each of its rollouts, float32 [R] log-probabilities on the CPU, without gradient."""
+        """Return for each group, for each rollout, float32 [R] log-probabilities on the CPU, without gradient."""
         ...
 
 
