@@ -27,8 +27,8 @@ def declare_operators() -> None:
     if _library is not None or torch.version.cuda is not None or package is None or package.origin is None:
         return
     for extension in Path(package.origin).parent.glob("_C*.so"):
-        try:
-            torch.ops.load_library(extension)  # type: ignore[no-untyped-call]  # a CPU build declares its operators by itself
+        try:  # a CPU build declares its operators by itself
+            torch.ops.load_library(extension)  # type: ignore[no-untyped-call]
             return
         except OSError:  # a CUDA build wants libraries that a CPU build of torch does not bring
             continue

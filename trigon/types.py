@@ -9,9 +9,10 @@ t describes token t, and `logprobs[t] = log p(token_t | tokens_<t)`. This module
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -222,3 +223,11 @@ class TokenLogprobs:
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]
 """Weights on their way to the rollout engine: (Hugging Face checkpoint name, tensor), one at a time."""
+
+
+class Phase(Protocol):
+    """Announces a stretch of work: shows its progress and adds its wall-clock time to the step's timings."""
+
+    def __call__(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
+        """Return a context that yields advance(k), to be called as k more of total are done."""
+        ...

@@ -1,0 +1,1 @@
+"""EasyR1's module path, and nothing else."""

@@ -34,8 +34,8 @@ class TrainEngine(LogprobEngine, Protocol):
         """Iterate over the policy's weights under their Hugging Face checkpoint names; nothing is copied."""
         ...
 
-    def save_state(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into an existing empty folder, as safetensors and JSON only."""
+    def save_state(self, folder: Path, *, model_only: bool) -> None:
+        """Write weights, and unless model_only the optimizer, into an existing folder, as safetensors and JSON only."""
         ...
 
     def load_state(self, folder: Path) -> None:

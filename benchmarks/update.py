@@ -1,0 +1,185 @@
+"""How much faster one update is when a group is packed: forward and backward, packed against a padded Hugging Face batch.
+
+    python benchmarks/update.py
+
+One prompt of 322 tokens, 256 of them an image, with 8 completions, on a random Qwen2.5-VL of about 35 M parameters,
+float32 on one CPU thread. The padded side is a fair one: transformers' own forward with SDPA, right-padded, logits of
+response tokens only. Prints for each response length the median seconds of both, their ratio, and the largest
+difference of a log-probability and of a gradient (relative, the worst parameter), so that nothing is compared that
+does not compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trigon.models.attention import use_group_attention
+from trigon.models.families import family_of
+from trigon.models.policy import Policy
+from trigon.models.positions import completion_positions, prompt_positions
+from trigon.torchvision_stub import declare_operators
+from trigon.types import GroupSpan, PackedGroups
+
+VOCABULARY = 8192
+IMAGE_GRID = (1, 32, 32)  # patches, so 256 image tokens
+PROMPT_TOKENS = 322
+IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = range(VOCABULARY - 4, VOCABULARY)
+
+
+def make_model() -> Any:
+    """Return a random Qwen2.5-VL whose vision tower takes about as large a share of the work as in the 7B model."""
+    declare_operators()
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]},
+    }
+    vision = {
+        "depth": 4,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_heads": 4,
+        "out_hidden_size": 512,
+        "window_size": 112,
+        "fullatt_block_indexes": [1, 3],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+    )
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+
+
+def make_group(completion_lengths: list[int]) -> tuple[list[int], list[list[int]], Tensor, Tensor]:
+    """Return (prompt, completions, pixel_values, grid_thw) drawn at random."""
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> list[int]:
+        return torch.randint(0, VOCABULARY - 4, (length,), generator=generator).tolist()
+
+    _, height, width = IMAGE_GRID
+    image = [VISION_START, *[IMAGE_TOKEN] * (height * width // 4), VISION_END]
+    prompt = text(8) + image + text(PROMPT_TOKENS - 8 - len(image))
+    pixel_values = torch.randn(height * width, 3 * 2 * 14 * 14, generator=generator)
+    return prompt, [text(length) for length in completion_lengths], pixel_values, torch.tensor([IMAGE_GRID])
+
+
+def packed_group(
+    model: Any, prompt: list[int], completions: list[list[int]], pixel_values: Tensor, grid_thw: Tensor
+) -> PackedGroups:
+    """Lay one group out in a row."""
+    positions = prompt_positions(torch.tensor(prompt), grid_thw, family_of(model.config), model.config)
+    spans, token_ids = [], list(prompt)
+    for completion in completions:
+        spans.append((len(token_ids), len(token_ids) + len(completion)))
+        token_ids += completion
+    return PackedGroups(
+        token_ids=torch.tensor(token_ids),
+        position_ids=torch.cat([positions, *(completion_positions(positions, len(c)) for c in completions)], 1),
+        spans=(GroupSpan(prompt=(0, len(prompt)), completions=tuple(spans)),),
+        pixel_values=pixel_values,
+        grid_thw=grid_thw,
+    )
+
+
+def padded_logprobs(
+    model: Any, prompt: list[int], completions: list[list[int]], pixel_values: Tensor, grid_thw: Tensor
+) -> Tensor:
+    """Return all completions' log-probabilities from one right-padded batch."""
+    count, longest = len(completions), max(map(len, completions))
+    token_ids = torch.zeros(count, len(prompt) + longest, dtype=torch.int64)
+    attention_mask = torch.zeros_like(token_ids)
+    for row, completion in enumerate(completions):
+        token_ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+        attention_mask[row, : len(prompt) + len(completion)] = 1
+    logits = model(
+        input_ids=token_ids,
+        attention_mask=attention_mask,
+        pixel_values=pixel_values.repeat(count, 1),
+        image_grid_thw=grid_thw.repeat(count, 1),
+        mm_token_type_ids=(token_ids == IMAGE_TOKEN).int(),
+        use_cache=False,
+        logits_to_keep=torch.arange(len(prompt) - 1, len(prompt) + longest - 1),
+    ).logits
+    table = logits.log_softmax(-1).gather(2, token_ids[:, len(prompt) :, None])[..., 0]
+    return torch.cat([table[row, : len(completion)] for row, completion in enumerate(completions)])
+
+
+def run_once(model: Any, forward: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """Return the seconds of one forward and backward, and the log-probabilities."""
+    model.zero_grad()
+    start = time.perf_counter()
+    logprobs = forward()
+    logprobs.mean().backward()
+    return time.perf_counter() - start, logprobs.detach()
+
+
+def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str, float]:
+    """Return seconds of both, their ratio and their differences, for one group."""
+    grouped = copy.deepcopy(plain)
+    family = family_of(grouped.config)
+    use_group_attention(grouped, family)
+    policy = Policy(grouped, family, temperature=1.0, banned_token_ids=())
+    group = make_group(completion_lengths)
+    packed = packed_group(grouped, *group)
+
+    def run_packed() -> tuple[float, Tensor]:
+        return run_once(grouped, lambda: policy(packed).logprobs)
+
+    def run_padded() -> tuple[float, Tensor]:
+        return run_once(plain, lambda: padded_logprobs(plain, *group))
+
+    ours, theirs = run_packed()[1], run_padded()[1]  # also warms both up
+    gradients = zip(grouped.parameters(), plain.parameters(), strict=True)
+    worst = max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in gradients)
+    seconds = [
+        (run_packed()[0], run_padded()[0]) for _ in range(repeats)
+    ]  # in turn, so that both meet the same machine
+    packed_seconds, padded_seconds = (statistics.median(side) for side in zip(*seconds, strict=True))
+    return {
+        "packed": packed_seconds,
+        "padded": padded_seconds,
+        "ratio": padded_seconds / packed_seconds,
+        "logprob": float((ours - theirs).abs().max()),
+        "gradient": worst,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = make_model()
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, prompt {PROMPT_TOKENS}, 8 completions")
+    print("response tokens   padded s   packed s   ratio   |logprob diff|   gradient error")
+    for name, lengths in {"64": [64] * 8, "160": [160] * 8, "16 to 128": list(range(16, 129, 16))}.items():
+        row = compare(model, lengths, arguments.repeats)
+        print(
+            f"{name:>15}   {row['padded']:8.2f}   {row['packed']:8.2f}   {row['ratio']:5.2f}   "
+            f"{row['logprob']:14.1e}   {row['gradient']:14.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

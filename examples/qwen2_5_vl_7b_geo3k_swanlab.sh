@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Qwen2.5-VL-7B on Geometry3K by GRPO, followed in SwanLab (pip install -e '.[swanlab]', then swanlab login).
+# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+#     bash examples/qwen2_5_vl_7b_geo3k_swanlab.sh trainer.max_steps=10
+set -euo pipefail
+
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}  # a hub id or a local folder
+
+python3 -m trigon.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=hiyouga/geometry3k@train \
+    data.val_files=hiyouga/geometry3k@test \
+    worker.actor.model.model_path="${MODEL_PATH}" \
+    worker.actor.fsdp.torch_dtype=bf16 \
+    worker.actor.optim.strategy=adamw_bf16 \
+    trainer.experiment_name=qwen2_5_vl_7b_geo_grpo \
+    'trainer.logger=[console,file,swanlab]' \
+    trainer.n_gpus_per_node=1 \
+    "$@"

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# Makes (or completes) a virtual environment with everything the CPU set-up needs, in the versions that were tested.
+#
+#   scripts/setup.sh VENV [CONSTRAINTS]      scripts/setup.sh .venv constraints/cpu.txt
+#
+# Needs Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a package index. No root, no compiler.
+#
+#   PYTHON=...       the interpreter to use; without it the first that fits of python3, python3.13, python3.12, python3.11
+#   TORCH_INDEX=...  where the CPU builds of torch and torchvision come from. Without it: the package sources that pip is set up
+#                    with, where they offer a CPU build of torch, or else PyTorch's own index.
+set -euo pipefail
+
+VENV=${1:?usage: scripts/setup.sh VENV [CONSTRAINTS]}
+CONSTRAINTS=${2:-constraints/cpu.txt}
+PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
+LOG=$VENV/setup.log
+
+fail() {
+    printf '\n%s\n' "$*" >&2
+    exit 1
+}
+
+pinned() { # the version that the constraints give one package
+    sed -n "s/^$1==//p" "$CONSTRAINTS"
+}
+
+fits() { # an interpreter that the pinned wheels exist for, and that can make an environment with pip in it
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+find_python() {
+    if [[ -n ${PYTHON:-} ]]; then
+        fits "$PYTHON" || fail "PYTHON=$PYTHON does not fit: it must be Python 3.11, 3.12 or 3.13, with the venv module."
+        echo "$PYTHON"
+        return
+    fi
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if fits "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "No Python 3.11, 3.12 or 3.13 with the venv module was found (python3 is $(python3 --version 2>&1 || echo missing)).
+Install one and name it: make quickstart PYTHON=/path/to/python3.11
+Without root: 'uv python install 3.12', or conda. On Debian and Ubuntu the venv module is the package python3-venv."
+}
+
+# Runs pip into the log. A terminal sees one line that counts the packages; a file sees only what this script says.
+pip_install() {
+    local status=0
+    if [[ -t 1 ]]; then
+        PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar off -c "$CONSTRAINTS" "$@" 2>&1 | tee -a "$LOG" |
+            awk '/^(Collecting|Requirement already)/ { sub(/[(<>=!~;].*/, ""); printf "\r\033[K      %d  %s", ++n, $NF; fflush() }
+                 /^Installing collected/ { printf "\r\033[K      unpacking"; fflush() }
+                 END { printf "\r\033[K" }' || status=$?
+    else
+        "$VENV/bin/python" -m pip install --progress-bar off -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1 || status=$?
+    fi
+    if [[ $status != 0 ]]; then
+        grep -E '^ *(ERROR|error)|No space left' "$LOG" | tail -n 5 >&2 || true
+        fail "The installation failed. The whole story is in $LOG.
+If a package index was out of reach, try again, or point pip at yours (pip config set global.index-url ...);
+if it was torch: TORCH_INDEX=URL names another source of its CPU builds (now: ${torch_source[*]:-pip\'s own sources});
+if the disk is full: the environment needs about 5 GB. What is installed already is kept: run the same command again."
+    fi
+}
+
+cd "$(dirname "$0")/.."
+[[ -f $CONSTRAINTS ]] || fail "There is no constraints file $CONSTRAINTS."
+case "$(uname -s)-$(uname -m)" in
+    Linux-x86_64 | Linux-aarch64 | Linux-arm64) ;;
+    *) fail "vLLM has CPU wheels for Linux on x86-64 and ARM64 only; this is $(uname -s) on $(uname -m).
+Without it, in an environment of your own: pip install -e \".[dev]\", and worker.rollout.name=transformers." ;;
+esac
+
+if [[ -e $VENV ]] && ! fits "$VENV/bin/python"; then
+    [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away, or give another name."
+    rm -rf "$VENV" # its interpreter is gone, or too old
+fi
+if [[ ! -e $VENV ]]; then
+    python=$(find_python)
+    echo "[1/3] $VENV: a virtual environment with $("$python" --version)"
+    "$python" -m venv "$VENV"
+else
+    echo "[1/3] $VENV: completing the environment with $("$VENV/bin/python" --version)"
+fi
+: >"$LOG"
+
+torch=$(pinned torch) torchvision=$(pinned torchvision)
+torch_source=()
+if [[ -n ${TORCH_INDEX:-} ]]; then
+    torch_source=(--extra-index-url "$TORCH_INDEX")
+elif ! "$VENV/bin/python" -m pip install --quiet --dry-run --no-deps "torch==$torch+cpu" >>"$LOG" 2>&1; then
+    torch_source=(--extra-index-url "$PYTORCH_INDEX")
+fi
+echo "[2/3] torch $torch and torchvision $torchvision for the CPU${torch_source[1]:+ from ${torch_source[1]}}"
+# The local version +cpu keeps out the CUDA builds, and with them several GB. torchvision's CUDA build brings nothing along, and
+# works (trigon/torchvision_stub.py) where a source has no CPU build of it; where there is one, it sorts first.
+pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
+
+echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
+pip_install --editable ".[cpu,dev]"
+
+VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - <<'PYTHON' 2>>"$LOG" || fail "The environment is complete but does not import: see $LOG."
+from trigon.torchvision_stub import declare_operators
+
+declare_operators()
+import torch, torchvision, transformers, vllm
+
+print(f"      torch {torch.__version__}, torchvision {torchvision.__version__}, transformers {transformers.__version__}, vllm {vllm.__version__}")
+PYTHON

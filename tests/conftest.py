@@ -1,0 +1,66 @@
+"""What every test stands on: one thread, no network, no settings of the user's, and tiny models made once.
+
+Imports nothing heavy, so that tests of pure Python start at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_hugging_face_home = tempfile.TemporaryDirectory(prefix="trigon-tests-")  # removed when the process ends
+
+# Before torch, transformers or vLLM are imported, and for the processes that tests start.
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",  # sums come in one order
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # it warns after a fork
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": _hugging_face_home.name,  # neither reads nor fills the user's caches
+        "PYTHONNOUSERSITE": "1",
+        "MPLBACKEND": "Agg",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    """Repeatable kernels in every test that has torch; seeds are each test's own."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that makes a tiny model's folder on first use, and returns the same one afterwards.
+
+    Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of trigon.models.tiny.
+    Nobody may write into the folder.
+    """
+    made: dict[tuple[str, int, bool], Path] = {}
+
+    def make(model_type: str = "qwen2_5_vl", *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
+        from trigon.models.tiny import make_tiny
+
+        key = (model_type, seed, tie_word_embeddings)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"tiny-{model_type}", numbered=True)
+            made[key] = make_tiny(folder, model_type=model_type, seed=seed, tie_word_embeddings=tie_word_embeddings)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_vlm(tiny_model: Callable[..., Path]) -> Path:
+    """Return the folder of a tiny Qwen2.5-VL, the embedded default. Do not write into it."""
+    return tiny_model("qwen2_5_vl")

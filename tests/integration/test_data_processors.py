@@ -1,0 +1,86 @@
+"""A prompt built here is the one that Hugging Face's own processor builds of the same messages and images."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trigon.data.prompts import PromptBuilder
+from trigon.models.load import load_processors
+
+SYSTEM = "Be brief."
+
+
+def noise(size, seed):
+    width, height = size
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def png(image):
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def part(text):
+    return {"type": "text", "text": text}
+
+
+IMAGE = {"type": "image"}
+
+CASES = [
+    ("What is 1 + 1?", [], [part("What is 1 + 1?")]),
+    ("<image>What is it?", [(56, 56)], [IMAGE, part("What is it?")]),
+    (
+        "Look: <image>\nand <image>. Alike?",
+        [(300, 40), (17, 90)],
+        [part("Look: "), IMAGE, part("\nand "), IMAGE, part(". Alike?")],
+    ),
+    ("<image><image><image>", [(1, 1), (500, 400), (64, 64)], [IMAGE, IMAGE, IMAGE]),
+    ("Grüße, 数学, \U0001f600 <image> end ", [(80, 120)], [part("Grüße, 数学, \U0001f600 "), IMAGE, part(" end ")]),
+]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("problem", "sizes", "content"), CASES)
+@pytest.mark.parametrize("pixels", [None, (6_000, 20_000)])
+def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_type, problem, sizes, content, pixels):
+    folder = str(tiny_model(model_type))
+    min_pixels, max_pixels = pixels or (None, None)
+    processors = load_processors(
+        folder, min_pixels=min_pixels, max_pixels=max_pixels
+    )  # declares what transformers wants
+    from transformers import AutoProcessor
+
+    theirs = AutoProcessor.from_pretrained(folder)
+    if pixels is not None:
+        theirs.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    images = [noise(size, seed) for seed, size in enumerate(sizes)]
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=SYSTEM,
+        max_prompt_length=4096,
+        max_image_pixels=1_000_000,
+        limit_images=0,
+    )
+    row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
+    prompt = builder.build(row, "train:0")
+    assert builder.count(row) == len(prompt.token_ids)
+
+    messages = [{"role": "system", "content": [part(SYSTEM)]}, {"role": "user", "content": content}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = theirs(text=[text], images=images or None, return_tensors="pt")
+    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    if images:
+        assert torch.equal(prompt.vision.pixel_values, expected["pixel_values"])
+        assert torch.equal(prompt.vision.grid_thw, expected["image_grid_thw"])
+    else:
+        assert prompt.vision is None
+        assert "pixel_values" not in expected

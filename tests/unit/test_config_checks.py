@@ -1,0 +1,182 @@
+"""What no option can know alone."""
+
+from pathlib import Path
+
+import pytest
+
+from trigon.config.load import load_config
+from trigon.errors import ConfigError
+
+NEEDED = (
+    "data.train_files=owner/train",
+    "data.val_files=owner/val",
+    "worker.actor.model.model_path=owner/model",
+    "worker.reward.reward_function=math",
+    "worker.rollout.n=4",
+)
+
+
+def problem(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, (*NEEDED, *overrides))
+    return str(caught.value)
+
+
+def warnings(*overrides: str) -> tuple[str, ...]:
+    return load_config(None, (*NEEDED, *overrides)).warnings
+
+
+def test_what_is_needed_passes_without_a_warning():
+    assert warnings() == ()
+
+
+def test_defaults_alone_say_everything_that_is_missing():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ())
+    assert [line.partition(" ")[0] for line in str(caught.value).split("\n  - ")[1:]] == [
+        "worker.rollout.n",
+        "worker.actor.model.model_path",
+        "worker.reward.reward_function",
+        "data.train_files",
+        "data.val_files",
+    ]
+
+
+@pytest.mark.parametrize("key", ["trainer.nnodes", "trainer.n_gpus_per_node", "worker.rollout.tensor_parallel_size"])
+def test_many_devices_are_refused(key):
+    assert problem(f"{key}=2") == (
+        f"{key} is 2, but this version runs in one process on one device, and has no training on many yet; set {key}=1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("per_step", "per_update", "proposals"),
+    [
+        (100, 64, "data.rollout_batch_size=64 or 128, or worker.actor.global_batch_size=50 or 100"),
+        (512, 96, "data.rollout_batch_size=480 or 576, or worker.actor.global_batch_size=64 or 128"),
+        (7, 2, "data.rollout_batch_size=6 or 8, or worker.actor.global_batch_size=1 or 7"),
+        (16, 64, "data.rollout_batch_size=64, or worker.actor.global_batch_size=16"),
+    ],
+)
+def test_updates_must_share_out_a_step(per_step, per_update, proposals):
+    assert problem(f"data.rollout_batch_size={per_step}", f"worker.actor.global_batch_size={per_update}") == (
+        f"data.rollout_batch_size ({per_step} prompts a step) is not a multiple of worker.actor.global_batch_size "
+        f"({per_update} prompts an update); nearest that work: {proposals}"
+    )
+
+
+def test_grpo_needs_two_answers_to_compare_but_validation_does_not():
+    assert "set worker.rollout.n to at least 2" in problem("worker.rollout.n=1")
+    assert warnings("worker.rollout.n=1", "trainer.val_only=true") == ()
+
+
+def test_an_engine_needs_room_for_prompt_and_answer():
+    assert problem("worker.rollout.max_model_len=1000") == (
+        "worker.rollout.max_model_len is 1000, but a prompt (512) and its answer can have 1024 tokens together; set it "
+        "to at least 1024, or leave it out"
+    )
+    assert "set it to at least 1524" in problem(
+        "worker.rollout.max_model_len=1024", "worker.rollout.val_override_config.max_tokens=1012"
+    )
+    assert warnings("worker.rollout.max_model_len=1024") == ()
+
+
+def test_vllm_must_take_a_sequence_whole_unless_it_may_split_it():
+    small = ("worker.rollout.max_num_batched_tokens=1000",)
+    assert "set it to at least 1024, or worker.rollout.enable_chunked_prefill=true" in problem(*small)
+    assert "set it to at least 9000" in problem("worker.rollout.max_model_len=9000")
+    assert warnings(*small, "worker.rollout.enable_chunked_prefill=true") == ()
+    assert warnings(*small, "worker.rollout.name=transformers") == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("worker.rollout.top_k=0", "worker.rollout.top_k is 0, which samples from no token; -1 samples from all"),
+        ("worker.rollout.val_override_config.top_k=0", "worker.rollout.val_override_config.top_k is 0"),
+        ("data.val_batch_size=0", "data.val_batch_size is 0; set -1"),
+        ("data.min_pixels=5000000", "data.min_pixels (5000000) is above data.max_pixels (4194304)"),
+    ],
+)
+def test_numbers_that_mean_nothing(override, part):
+    assert part in problem(override)
+
+
+def test_validation_needs_prompts_only_if_it_is_wanted():
+    without = ("data.val_files=",)
+    off = ("trainer.val_before_train=false", "trainer.val_freq=-1")
+    assert "switch validation off with trainer.val_before_train=false trainer.val_freq=-1" in problem(*without)
+    assert "data.val_files is not set" in problem(*without, off[0], "trainer.val_freq=5")
+    assert "data.val_files is not set" in problem(*without, *off, "trainer.val_only=true")
+    assert warnings(*without, *off) == ()
+
+
+def test_training_prompts_are_not_needed_to_validate():
+    assert "data.train_files is not set" in problem("data.train_files=")
+    assert warnings("data.train_files=", "trainer.val_only=true") == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "missing"),
+    [
+        ("data.format_prompt", "prompt.jinja", "prompt.jinja"),
+        ("data.override_chat_template", "chat.jinja", "chat.jinja"),
+        ("data.train_files", "rows.parquet", "rows.parquet"),
+        ("data.train_files", "rows/a.jsonl@train", "rows/a.jsonl"),
+        ("data.val_files", "./rows", "./rows"),
+        ("data.val_files", "a/b/c@test", "a/b/c"),
+        ("data.image_dir", "pictures", "pictures"),
+        ("worker.actor.model.model_path", "./model", "./model"),
+        ("worker.actor.model.model_path", "/nowhere/model", "/nowhere/model"),
+        ("worker.reward.reward_function", "score.py:compute", "score.py"),
+        ("worker.reward.reward_function", "maths", "maths"),
+        ("trainer.load_checkpoint_path", "runs/global_step_3", "runs/global_step_3"),
+    ],
+)
+def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch, key, value, missing):
+    monkeypatch.chdir(tmp_path)
+    assert problem(f"{key}={value}").startswith(f"{key}: there is no {missing} (looked for {tmp_path / missing})")
+
+
+def test_a_path_may_start_from_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    key = "worker.actor.model.model_path"
+    assert problem(f"{key}=~/model") == f"{key}: there is no ~/model (looked for {tmp_path / 'model'})"
+    (tmp_path / "model").mkdir()
+    assert warnings(f"{key}=~/model") == ()
+
+
+def test_files_that_are_there_and_hub_ids_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.parquet", "score.py", "prompt.jinja", "odd@name.json"):
+        Path(name).touch()
+    Path("model").mkdir()
+    overrides = (
+        "data.train_files=rows.parquet@train",
+        "data.val_files=odd@name.json",
+        "data.format_prompt=prompt.jinja",
+        "data.override_chat_template={{ messages }}",
+        "worker.actor.model.model_path=./model",
+        "worker.actor.model.tokenizer_path=Qwen/Qwen2.5-VL-3B-Instruct",
+        "worker.reward.reward_function=score.py:compute",
+    )
+    assert warnings(*overrides) == ()
+    assert warnings(*overrides, "worker.reward.reward_function=score.py", "data.train_files=owner/data@train") == ()
+
+
+def test_a_template_in_place_is_no_file():
+    assert warnings("data.format_prompt={{ content }} Answer: please.") == ()
+
+
+def test_doubtful_wishes_are_warned_of():
+    in_the_loss = "algorithm.use_kl_loss=true"
+    assert "gradient of zero on average" in warnings(in_the_loss)[0]
+    assert warnings(in_the_loss, "algorithm.kl_penalty=low_var_kl") == ()
+    assert (
+        "only the KL in the reward"
+        in warnings(in_the_loss, "algorithm.kl_penalty=mse", "algorithm.kl_type=adaptive")[0]
+    )
+    assert warnings("algorithm.kl_type=adaptive") == ()
+    assert warnings(in_the_loss, "algorithm.disable_kl=true") == ()
+    assert "cut to the likeliest tokens" in warnings("worker.rollout.top_p=0.9")[0]
+    assert "cut to the likeliest tokens" in warnings("worker.rollout.top_k=20")[0]

@@ -1,0 +1,328 @@
+"""From files and command lines to a configuration."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from trigon.config.load import dump_config, load_config, split_arguments
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+
+NEEDED = (
+    "data.train_files=owner/train",
+    "data.val_files=owner/val",
+    "worker.actor.model.model_path=owner/model",
+    "worker.reward.reward_function=math",
+    "worker.rollout.n=4",
+)
+
+
+def load(*overrides: str, yaml: str | None = None, folder: Path | None = None) -> Config:
+    path = None
+    if yaml is not None:
+        assert folder is not None
+        path = folder / "run.yaml"
+        path.write_text(yaml, encoding="utf-8")
+    return load_config(path, (*NEEDED, *overrides)).config
+
+
+def problem(*overrides: str, yaml: str | None = None, folder: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, yaml=yaml, folder=folder)
+    return str(caught.value)
+
+
+def test_command_line_beats_yaml_and_yaml_beats_defaults(tmp_path):
+    config = load("data.seed=3", yaml="data:\n  seed: 2\n  max_prompt_length: 100\n", folder=tmp_path)
+    assert (config.data.seed, config.data.max_prompt_length, config.data.max_response_length) == (3, 100, 512)
+
+
+def test_the_last_of_several_command_line_values_counts():
+    assert load("data.seed=3", "data.seed=4").data.seed == 4
+
+
+def test_an_older_name_on_the_command_line_beats_todays_name_in_yaml(tmp_path):
+    config = load("trainer.total_episodes=2", yaml="trainer: {total_epochs: 9}", folder=tmp_path)
+    assert config.trainer.total_epochs == 2
+
+
+def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path):
+    assert load(yaml="", folder=tmp_path) == load(yaml="data:\nworker:\n  actor:\n", folder=tmp_path) == load()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("worker.actor.optim.lr=1e-6", 1e-6),
+        ("worker.actor.optim.lr=1.0e-6", 1e-6),
+        ("worker.actor.optim.lr=1", 1.0),
+        ("worker.actor.optim.lr=.5", 0.5),
+        ("data.max_pixels=4e6", 4_000_000),
+        ("data.max_pixels=4_000_000", 4_000_000),
+        ("data.max_pixels=null", None),
+        ("data.max_pixels=", None),
+        ("data.shuffle=False", False),
+        ("data.image_dir=null", None),
+        ("data.image_dir=", None),
+        ("trainer.experiment_name=007", "007"),
+        ("trainer.experiment_name=true", "true"),
+        ("trainer.project_name=a=b", "a=b"),
+        ('data.system_prompt=Answer: in {braces}, "quoted" # and\nmore', 'Answer: in {braces}, "quoted" # and\nmore'),
+        ("trainer.logger=wandb", ("wandb",)),
+        ("trainer.logger=[console, file]", ("console", "file")),
+        ("trainer.logger=['console',\"wandb\"]", ("console", "wandb")),
+        ("worker.actor.optim.betas=[0.9, 0.95]", (0.9, 0.95)),
+        ("worker.rollout.dtype=bfloat16", "bf16"),
+        ("worker.actor.fsdp.torch_dtype=float32", "fp32"),
+        ("worker.rollout.val_override_config.top_p=0.9", 0.9),
+    ],
+)
+def test_values_of_the_command_line(override, expected):
+    value = load(override)
+    for key in override.partition("=")[0].split("."):
+        value = getattr(value, key)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_yaml_reads_numbers_without_a_point_and_keeps_texts_as_written(tmp_path):
+    yaml = "worker: {actor: {optim: {lr: 1e-6}}}\ntrainer: {experiment_name: 0042, project_name: yes}\n"
+    config = load(yaml=yaml, folder=tmp_path)
+    assert config.worker.actor.optim.lr == 1e-6
+    assert (config.trainer.experiment_name, config.trainer.project_name) == ("0042", "yes")
+
+
+def test_dotted_sections_in_yaml(tmp_path):
+    config = load(yaml="worker.actor:\n  optim.lr: 2e-6\nworker.ref.fsdp.torch_dtype: fp32\n", folder=tmp_path)
+    assert config.worker.actor.optim.lr == 2e-6
+    assert config.worker.ref.fsdp.torch_dtype == "fp32"
+
+
+def test_a_section_on_the_command_line_is_merged():
+    config = load("worker.rollout.val_override_config={temperature: 0, top_p: 0.9}")
+    assert (config.worker.rollout.val_override_config.temperature, config.worker.rollout.n) == (0.0, 4)
+
+
+def test_free_mappings_are_merged_key_by_key(tmp_path):
+    yaml = "worker: {reward: {reward_function_kwargs: {weight: 1e-1, kinds: {a.b: 1, empty: {}}, gone: 1}}}"
+    key = "worker.reward.reward_function_kwargs"
+    config = load(f"{key}.weight=0.5", f"{key}.kinds.c=[1, x]", f"{key}.gone=null", yaml=yaml, folder=tmp_path)
+    assert config.worker.reward.reward_function_kwargs == {
+        "weight": 0.5,
+        "kinds": {"a.b": 1, "empty": {}, "c": [1, "x"]},
+        "gone": None,
+    }
+
+
+def test_in_a_free_mapping_a_value_takes_the_place_of_a_mapping_and_back():
+    key = "worker.actor.model.override_config"
+    assert load(f"{key}.a.b=1", f"{key}.a=2").worker.actor.model.override_config == {"a": 2}
+    assert load(f"{key}.a=2", f"{key}.a.b=1").worker.actor.model.override_config == {"a": {"b": 1}}
+    assert load(f"{key}={{}}", f"{key}=null").worker.actor.model.override_config == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("data.max_pixel", "data.max_pixels"),
+        ("data.max_promt_length", "data.max_prompt_length"),
+        ("lr", "worker.actor.optim.lr"),
+        ("worker.optim.lr", "worker.actor.optim.lr"),
+        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
+        ("rollout.temperature", "worker.rollout.temperature"),
+        ("workers.actor", "worker.actor"),
+        ("algorithm.kl_coeff", "algorithm.kl_coef"),
+        ("data.seed.x", "data.seed"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(key, nearest):
+    assert problem(f"{key}=1") == f"{key} (command line) is unknown; did you mean {nearest}?"
+
+
+def test_a_problem_names_file_and_line(tmp_path):
+    message = problem(yaml="data:\n  seed: 1\n  max_pixel: 3\n", folder=tmp_path)
+    assert message == f"data.max_pixel ({tmp_path / 'run.yaml'}, line 3) is unknown; did you mean data.max_pixels?"
+
+
+NUMBER = "a number, above 0"
+WHOLE = "a whole number, at least 0"
+BETAS = "a list of 2, each a number, at least 0 and below 1"
+SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
+
+
+@pytest.mark.parametrize(
+    ("override", "shown", "expected"),
+    [
+        ("worker.rollout.temperature=hot", "'hot'", NUMBER),
+        ("worker.rollout.temperature=0", "0", NUMBER),
+        ("worker.rollout.temperature=nan", "'nan'", NUMBER),
+        ("worker.rollout.temperature=.inf", "inf", NUMBER),
+        ("worker.rollout.top_p=1.5", "1.5", "a number, above 0 and at most 1"),
+        ("worker.actor.clip_ratio_low=1", "1", "a number, at least 0 and below 1"),
+        ("data.seed=1.5", "1.5", WHOLE),
+        ("data.seed=true", "true", WHOLE),
+        ("data.seed=[1]", "[1]", WHOLE),
+        ("data.seed=", "null", WHOLE),
+        ("data.seed=-1", "-1", WHOLE),
+        ("data.shuffle=1", "1", "true or false"),
+        ("data.max_pixels=0", "0", "a whole number, at least 1, or null"),
+        ("worker.rollout.dtype=fp8", "'fp8'", "one of fp32, bf16, fp16"),
+        ("worker.actor.optim.betas=0.9", "0.9", BETAS),
+        ("worker.actor.optim.betas=[0.9, 1]", "[0.9, 1]", BETAS),
+        ("worker.actor.optim.betas=[0.9, 0.9, 0.9]", "[0.9, 0.9, 0.9]", BETAS),
+        ("trainer.logger=[console,tb]", "['console', 'tb']", SINKS),
+        ("trainer.project_name=", "''", "text, not empty"),
+        ("worker.reward.reward_function_kwargs=3", "3", "a mapping"),
+    ],
+)
+def test_a_mistyped_value_is_named_with_what_is_expected(override, shown, expected):
+    assert problem(override) == f"{override.partition('=')[0]} is {shown} (command line), but must be {expected}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data=3", "data is 3 (command line), but it is a section that holds keys"),
+        ("data.seed=[1", "data.seed is '[1' (command line), which is not valid YAML"),
+        ("data.seed=!x 1", "data.seed is '!x 1' (command line), which is not valid YAML"),
+    ],
+)
+def test_a_value_that_cannot_be_read(override, message):
+    assert problem(override) == message
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    message = problem(
+        "lr=1",
+        "worker.actor.model.lora.rank=8",
+        yaml="data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n",
+        folder=tmp_path,
+    )
+    lines = message.split("\n  - ")
+    assert lines[0] == "7 problems in the configuration:"
+    found = ("data.seed is given twice", "trainer.nodes", "lr (command line)", "lora.rank", "data.seed is 'x'")
+    for part in (*found, "data.max_pixels is 0", "trainer.val_freq is 'often'"):
+        assert sum(part in line for line in lines[1:]) == 1, part
+
+
+def test_checks_of_several_keys_are_reported_at_once():
+    message = problem("data.rollout_batch_size=100", "worker.actor.global_batch_size=64", "trainer.n_gpus_per_node=8")
+    assert message.startswith("2 problems in the configuration:\n  - trainer.n_gpus_per_node is 8")
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    ["data:\n  seed: 1\n  seed: 2\n", "data:\n  seed: 1\ndata.seed: 1\n", "data: {seed: 1}\ndata: {shuffle: true}\n"],
+)
+def test_a_key_given_twice_in_a_file_is_an_error(tmp_path, yaml):
+    assert "is given twice" in problem(yaml=yaml, folder=tmp_path)
+
+
+def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
+    same = "trainer: {total_episodes: 3, total_epochs: 3}"
+    assert load(yaml=same, folder=tmp_path).trainer.total_epochs == 3
+    message = problem(yaml="trainer:\n  total_episodes: 3\n  total_epochs: 4\n", folder=tmp_path)
+    assert message == (
+        "trainer.total_epochs is given twice, as trainer.total_episodes and as trainer.total_epochs "
+        f"({tmp_path / 'run.yaml'}, lines 2 and 3): keep one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("yaml", "part"),
+    [
+        ("data: [1\n", "is not valid YAML: while parsing a flow sequence"),
+        ("data: {seed: !!python/name:os.system }\n", "is not valid YAML: could not determine a constructor"),
+        ("- data\n", "must hold sections"),
+        ("data: 3\n", "data is 3 (/"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path, yaml, part):
+    assert part in problem(yaml=yaml, folder=tmp_path)
+
+
+def test_a_missing_file_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Path("confg.yaml"), ())
+    assert str(caught.value) == (
+        f"no configuration file at confg.yaml (looked for {tmp_path / 'confg.yaml'}); there is config.yaml"
+    )
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        load_config(tmp_path, ())
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        load_config(Path("config.yaml"), ())
+
+
+def test_a_dumped_configuration_is_read_back_as_it_was(tmp_path):
+    config = load(
+        "data.system_prompt=Think: {first}\n  and 'then' — answer # here",
+        "worker.actor.optim.lr=1e-6",
+        "worker.reward.reward_function_kwargs={weight: 0.1, kinds: [a, {b: null}]}",
+        "trainer.experiment_name=1e3",
+        "worker.rollout.val_override_config.temperature=0",
+    )
+    path = tmp_path / "dumped.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    loaded = load_config(path, ())
+    assert loaded.config == config
+    assert loaded.warnings == ()
+
+
+def test_a_configuration_is_frozen_and_knows_no_other_key():
+    config = Config()
+    with pytest.raises(ValidationError):
+        config.data.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        Config.model_validate({"data": {"sed": 1}})
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "overrides"),
+    [
+        ([], None, []),
+        (["a.b=1"], None, ["a.b=1"]),
+        (["run.yaml", "a.b=1"], "run.yaml", ["a.b=1"]),
+        (["a.b=1", "config=x/run.yml"], "x/run.yml", ["a.b=1"]),
+        (["runs/lr=1/run.yaml"], "runs/lr=1/run.yaml", []),
+        (["data.format_prompt=a b=c"], None, ["data.format_prompt=a b=c"]),
+        (["data.train_files=x.yaml"], None, ["data.train_files=x.yaml"]),
+        (["a.b="], None, ["a.b="]),
+    ],
+)
+def test_arguments_are_split(argv, path, overrides):
+    assert split_arguments(argv) == (None if path is None else Path(path), overrides)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["a.b=1", "run.yaml"], "cannot read the argument 'run.yaml': write config=run.yaml, or key=value"),
+        (["--lr", "3"], "cannot read the argument '--lr'"),
+        (["=3"], "cannot read the argument '=3'"),
+        (["config="], "cannot read the argument 'config='"),
+        (["a.b=1", " "], "a line of the script ends in a backslash and a space"),
+        (["a.yaml", "config=b.yaml"], "two configuration files are named, a.yaml and b.yaml"),
+    ],
+)
+def test_arguments_that_are_none(argv, message):
+    with pytest.raises(ConfigError) as caught:
+        split_arguments(argv)
+    assert message in str(caught.value)
+
+
+def test_loading_a_configuration_imports_nothing_heavy():
+    script = (
+        "import sys; from trigon.config.load import load_config; from trigon.errors import ConfigError\n"
+        "try: load_config(None, ())\n"
+        "except ConfigError: pass\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    modules = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    for heavy in ("torch", "ray", "vllm", "transformers", "datasets", "numpy", "PIL", "rich", "jinja2"):
+        assert f"'{heavy}'" not in modules

@@ -1,0 +1,217 @@
+"""No key may exist that nothing reads.
+
+Follows the schema's types through the package's syntax trees, importing none of it: from a parameter, a field or a
+return value annotated with a section (`config: Config`, `def load_config(...) -> LoadedConfig`), through attributes
+(`config.worker.actor.optim.lr`) and plain assignments (`actor = config.worker.actor`, `a, b = x.data, x.trainer`). What
+it cannot follow does not count as read: `getattr`, `model_dump`, loops over sections, names only in strings.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trigon
+from trigon.config.options import options, sections
+
+PACKAGE = Path(trigon.__file__).parent
+SECTIONS = {section.__name__: (path, section) for path, section in sections()}
+ABOUT_ALL_KEYS = {"schema.py", "legacy.py", "options.py", "load.py", "document.py"}
+"""Files of trigon/config that treat every key alike, and so do not read any."""
+
+Scope = dict[str, str]
+"""Variables whose type is known: name -> name of a class."""
+
+
+class Reads:
+    """What a set of modules reads of the configuration: option names by the file that reads them."""
+
+    def __init__(self, modules: dict[str, str]) -> None:
+        self.by_file: dict[str, set[str]] = {}
+        self._fields: dict[tuple[str, str], str] = {}
+        self._returns: dict[str, str] = {}
+        trees = {name: ast.parse(source) for name, source in modules.items()}
+        for _ in range(2):  # a class may hold a class that is declared later
+            for tree in trees.values():
+                self._declare(tree)
+        for name, tree in trees.items():
+            self._file = self.by_file.setdefault(name, set())
+            self._follow(tree.body, {}, owner=None)
+
+    def _declare(self, tree: ast.Module) -> None:
+        """Learn the types of fields and of return values."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in SECTIONS:
+                for statement in node.body:
+                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                        self._learn(self._fields, (node.name, statement.target.id), statement.annotation)
+                    elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+                        parameters = self._parameters(statement, owner=node.name)
+                        for target, value in _assignments(statement.body):
+                            kind = self._type(value, parameters)
+                            if isinstance(target, ast.Attribute) and kind is not None:
+                                self._fields[node.name, target.attr] = kind
+            elif isinstance(node, ast.FunctionDef) and node.returns is not None:
+                self._learn(self._returns, node.name, node.returns)
+
+    def _learn(self, table: dict, key: object, annotation: ast.expr) -> None:
+        kind = self._annotated(annotation)
+        if kind is not None:
+            table[key] = kind
+
+    def _annotated(self, annotation: ast.expr | None) -> str | None:
+        """Return the class an annotation names, if it leads to the configuration."""
+        match annotation:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                known = name in SECTIONS or any(owner == name for owner, _ in self._fields)
+                return name if known else None
+            case ast.Constant(value=str(text)):
+                return self._annotated(ast.parse(text, mode="eval").body)
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return self._annotated(left) or self._annotated(right)
+            case _:
+                return None
+
+    def _parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, owner: str | None) -> Scope:
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        scope = {argument.arg: self._annotated(argument.annotation) for argument in arguments}
+        if owner is not None and arguments:
+            scope[arguments[0].arg] = owner
+        return {name: kind for name, kind in scope.items() if kind is not None}
+
+    def _follow(self, body: list[ast.stmt], outer: Scope, owner: str | None) -> None:
+        """Record what a body reads; functions inside it see its variables."""
+        scope = dict(outer)
+        for _ in range(3):  # an assignment may use a later one, in a loop
+            for target, value in _assignments(body):
+                kind = self._type(value, scope)
+                if isinstance(target, ast.Name) and kind is not None:
+                    scope[target.id] = kind
+            for node in _own(body):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    self._learn(scope, node.target.id, node.annotation)
+        for node in _own(body):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                section = self._type(node.value, scope)
+                if section in SECTIONS and node.attr in SECTIONS[section][1].model_fields:
+                    self._file.add(".".join((*SECTIONS[section][0], node.attr)))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._follow(node.body, {**scope, **self._parameters(node, owner)}, owner=None)
+            elif isinstance(node, ast.Lambda):
+                self._follow([ast.Expr(node.body)], {**scope, **self._parameters(node, None)}, owner=None)
+            elif isinstance(node, ast.ClassDef):
+                self._follow(node.body, scope, owner=node.name)
+
+    def _type(self, expression: ast.expr, scope: Scope) -> str | None:
+        match expression:
+            case ast.Name(id=name):
+                return scope.get(name)
+            case ast.NamedExpr(value=value):
+                return self._type(value, scope)
+            case ast.Attribute(value=value, attr=attribute):
+                owner = self._type(value, scope)
+                if owner in SECTIONS:
+                    field = SECTIONS[owner][1].model_fields.get(attribute)
+                    name = getattr(field.annotation, "__name__", "") if field else ""
+                    return name if name in SECTIONS else None
+                return self._fields.get((owner, attribute)) if owner else None
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                return self._returns.get(name)
+            case _:
+                return None
+
+
+def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield the nodes of a body: functions, lambdas and classes in it, but not what they hold."""
+    waiting: list[ast.AST] = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                waiting += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+            case ast.Lambda() | ast.ClassDef():
+                pass
+            case _:
+                waiting += ast.iter_child_nodes(node)
+
+
+def _assignments(body: list[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield (target, value) of every assignment of a body; tuples are taken apart."""
+    for node in _own(body):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                yield from zip(targets, values, strict=False)
+            case ast.Assign(targets=targets, value=value):
+                yield from ((target, value) for target in targets)
+            case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
+                yield target, value
+            case _:
+                pass
+
+
+@pytest.fixture(scope="module")
+def reads() -> Reads:
+    files = [
+        path for path in PACKAGE.rglob("*.py") if not (path.parent.name == "config" and path.name in ABOUT_ALL_KEYS)
+    ]
+    return Reads({str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in files})
+
+
+def test_every_key_is_read(reads):
+    read = set().union(*reads.by_file.values())
+    assert [option.name for option in options().values() if option.name not in read] == []
+
+
+def test_only_the_keys_of_one_device_are_read_by_nothing_but_the_checks(reads):
+    elsewhere = set().union(*(names for file, names in reads.by_file.items() if file != "config/checks.py"))
+    only_checked = {option.name for option in options().values()} - elsewhere
+    # Their one permitted value asks for what happens anyway; the check is what makes that sure.
+    assert only_checked == {
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "worker.rollout.tensor_parallel_size",
+    }
+
+
+def test_each_section_class_stands_at_one_place():
+    assert len(SECTIONS) == len(list(sections()))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(config: Config): return config.worker.actor.optim.lr", {"worker.actor.optim", "worker.actor.optim.lr"}),
+        ("def f(data: schema.DataConfig | None): return data.seed", {"data.seed"}),
+        ("def f(data: 'DataConfig'):\n  x = data\n  return [x.seed for _ in y]", {"data.seed"}),
+        ("def f(c: Config):\n  a, b = c.data, c.trainer\n  def g(): return a.seed\n  return b.device", {"data.seed"}),
+        ("def f(c: Config):\n  if (r := c.worker.rollout).n: return lambda: r.top_p", {"worker.rollout.top_p"}),
+        (
+            "class L:\n  config: Config\ndef g() -> L: ...\ndef f():\n  x = g()\n  return x.config.data.seed",
+            {"data.seed"},
+        ),
+        (
+            "class R:\n  def __init__(self, c: Config): self.c = c\n  def f(self): return self.c.data.seed",
+            {"data.seed"},
+        ),
+    ],
+)
+def test_the_search_follows(source, expected):
+    assert expected <= Reads({"m.py": source}).by_file["m.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(config): return config.data.seed",
+        "def f(config: Config): return 'data.seed'",
+        "def f(config: Config): config.data.model_dump()",
+        "def f(data: Other): return data.seed",
+        "def f(data: DataConfig): ...\ndef g(data): return data.seed",
+    ],
+)
+def test_the_search_does_not_take_for_read(source):
+    assert "data.seed" not in Reads({"m.py": source}).by_file["m.py"]

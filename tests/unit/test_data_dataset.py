@@ -1,0 +1,229 @@
+"""Every row is looked at before anything begins: the good ones are numbered, the bad ones named and counted."""
+
+import io
+import json
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from trigon.data.bad_rows import UnusableRow
+from trigon.data.dataset import open_prompts
+from trigon.data.prompts import PromptBuilder
+from trigon.errors import DataError
+from trigon.models.load import load_processors
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm):
+    return load_processors(str(tiny_vlm))
+
+
+def png(width=56, height=56, seed=0):
+    stream = io.BytesIO()
+    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(stream, "PNG")
+    return stream.getvalue()
+
+
+GEOMETRY3K = datasets.Features(
+    {
+        "images": datasets.List(datasets.Image()),
+        "problem": datasets.Value("string"),
+        "answer": datasets.Value("string"),
+    }
+)
+
+
+def write_parquet(path, rows):
+    """Write (images, problem, answer) rows with geometry3k's schema."""
+    columns = {
+        "images": [[{"bytes": data, "path": None} for data in images] for images, _, _ in rows],
+        "problem": [problem for _, problem, _ in rows],
+        "answer": [answer for _, _, answer in rows],
+    }
+    datasets.Dataset.from_dict(columns, features=GEOMETRY3K).to_parquet(path)
+    return path
+
+
+def good(number):
+    return [png(56 + number, 56, seed=number)], f"<image>What is {number}?", str(number)
+
+
+def look(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction=0.0, on_progress=None, **changes):
+    wishes = {
+        "prompt_key": "problem",
+        "answer_key": "answer",
+        "image_key": "images",
+        "image_dir": None,
+        "format_prompt": None,
+        "system_prompt": None,
+        "max_prompt_length": 512,
+        "max_image_pixels": 1_000_000,
+        "limit_images": 0,
+    }
+    return open_prompts(
+        str(spec),
+        PromptBuilder(processors, **(wishes | changes)),
+        filter_overlong_prompts=filter_overlong_prompts,
+        max_bad_row_fraction=max_bad_row_fraction,
+        num_workers=2,
+        on_progress=on_progress,
+    )
+
+
+def test_a_dataset_becomes_prompts(processors, tmp_path):
+    path = write_parquet(tmp_path / "geometry.parquet", [good(i) for i in range(5)])
+    prompts = look(path, processors)
+    assert len(prompts) == prompts.num_rows == 5
+    assert [prompt.prompt_id for prompt in prompts] == [f"geometry:{i}" for i in range(5)]
+    assert [prompt.answer for prompt in prompts] == ["0", "1", "2", "3", "4"]
+    assert tuple(len(prompt.token_ids) for prompt in prompts) == prompts.prompt_lengths
+    assert prompts[3].image_refs == ("geometry:3/images/0",)
+    assert prompts.report == {}
+
+
+def test_looking_decodes_but_does_not_process(processors, tmp_path):
+    prompts = look(write_parquet(tmp_path / "x.parquet", [good(0), good(1)]), processors)
+    assert prompts.builder.image_processor.calls == 0
+    prompts[0]
+    assert prompts.builder.image_processor.calls == 1
+
+
+def test_progress_is_heard_to_the_end(processors, tmp_path):
+    heard = []
+    path = write_parquet(tmp_path / "x.parquet", [([], f"{i}?", "1") for i in range(100)])
+    look(path, processors, on_progress=lambda done, total: heard.append((done, total)))
+    assert heard[-1] == (100, 100)
+    assert heard == sorted(heard)
+
+
+def test_bad_rows_are_set_aside_counted_and_named(processors, tmp_path):
+    rows = [
+        good(0),
+        ([png()[:-2000]], "<image>?", "1"),
+        good(2),
+        ([png()], "no marker", "1"),
+        ([b""], "<image>?", "1"),
+        ([png(1001, 1000)], "<image>?", "1"),
+        ([png(300, 1)], "<image>?", "1"),
+        ([], "", "1"),
+        ([], "text", None),
+        ([], "x" * 2000, "1"),
+        good(10),
+    ]
+    prompts = look(write_parquet(tmp_path / "x.parquet", rows), processors, max_bad_row_fraction=0.7)
+    assert prompts.row_indices == (0, 2, 10)
+    assert prompts.report == {
+        "image_unreadable": 2,
+        "markers": 1,
+        "image_pixels": 1,
+        "image_shape": 1,
+        "prompt": 1,
+        "answer": 1,
+        "overlong": 1,
+    }
+    first, second = prompts.examples["image_unreadable"]
+    assert first.startswith("x:1/images/0: ")
+    assert second.startswith("x:4/images/0: ")
+    assert [prompt.prompt_id for prompt in prompts] == ["x:0", "x:2", "x:10"]
+
+
+def test_too_many_bad_rows_are_refused(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [good(0), ([png()], "no marker", "1"), good(2), good(3)])
+    assert len(look(path, processors, max_bad_row_fraction=0.25)) == 3
+    with pytest.raises(DataError) as caught:
+        look(path, processors, max_bad_row_fraction=0.24)
+    assert "1 of 4 rows cannot be used, more than data.max_bad_row_fraction=0.24 allows" in str(caught.value)
+    assert "1 x markers: x:1: <image> markers in the text: 0, images: 1" in str(caught.value)
+
+
+def test_overlong_rows_are_filtered_or_refused(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [good(0), ([], "x" * 2000, "1")])
+    prompts = look(path, processors)
+    assert prompts.report == {"overlong": 1}
+    with pytest.raises(
+        DataError, match=r"1 of 2 prompts are too long \(x:1: .* more than max_prompt_length=512\); raise"
+    ):
+        look(path, processors, filter_overlong_prompts=False)
+
+
+def test_a_dataset_of_which_nothing_is_left_is_refused(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [([], "x" * 2000, "1")])
+    with pytest.raises(DataError, match="none of its 1 rows can be used"):
+        look(path, processors)
+
+
+def test_mixed_rows_and_further_columns(processors, tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "a.png").write_bytes(png())
+    rows = [
+        {"images": ["figures/a.png"], "problem": "<image>?", "answer": 1, "level": {"hard": True}},
+        {"images": [], "problem": "1 + 1?", "answer": 2, "level": {"hard": False}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = look(tmp_path / "rows.jsonl", processors)
+    assert prompts[0].vision is not None
+    assert prompts[0].image_refs == ("rows:0/images/0 (a.png)",)
+    assert prompts[1].vision is None
+    assert prompts[1].row == {"problem": "1 + 1?", "answer": 2, "level": {"hard": False}}
+
+
+def test_chat_messages_survive_the_table(processors, tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>?"}]
+    datasets.Dataset.from_list([{"images": [{"bytes": png()}], "problem": messages, "answer": "1"}]).to_parquet(
+        tmp_path / "x.parquet"
+    )
+    assert look(tmp_path / "x.parquet", processors)[0].text == "system: Be brief.\n\nuser: <image>?"
+
+
+def test_a_missing_column_is_refused_at_once(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [good(0)])
+    with pytest.raises(DataError, match=r"no column 'prompt', only answer, images, problem; did you mean"):
+        look(path, processors, prompt_key="prompt")
+
+
+def test_overlooked_images_are_refused(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1")])
+    with pytest.raises(DataError, match="no column 'image', but images in 'images'; set data.image_key=images"):
+        look(path, processors, image_key="image")
+
+
+def test_images_for_a_text_model_are_refused(tiny_model, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [([], "1 + 1?", "2"), good(1)])
+    with pytest.raises(DataError, match="x:1 has images in column 'images', but a llama model sees none"):
+        look(path, load_processors(str(tiny_model("llama"))), max_bad_row_fraction=1.0)
+
+
+def test_the_fingerprint_names_the_content_and_not_the_place(processors, tmp_path):
+    rows = [good(0), good(1)]
+    (tmp_path / "moved").mkdir()
+    fingerprint = look(write_parquet(tmp_path / "x.parquet", rows), processors).fingerprint
+    assert look(write_parquet(tmp_path / "moved" / "y.parquet", rows), processors).fingerprint == fingerprint
+    others = [
+        [good(1), good(0)],
+        [good(0), good(2)],
+        [good(0), (good(1)[0], good(1)[1], "another answer")],
+        [good(0), ([png(57, 56, seed=9)], good(1)[1], good(1)[2])],
+    ]
+    for number, other in enumerate(others):
+        path = write_parquet(tmp_path / f"other{number}.parquet", other)
+        assert look(path, processors).fingerprint != fingerprint
+
+
+def test_a_row_that_breaks_later_is_named(processors, tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    row = {"images": ["a.png"], "problem": "<image>?", "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    prompts = look(tmp_path / "rows.jsonl", processors)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(UnusableRow) as caught:
+        prompts[0]
+    assert caught.value.reason == "image_missing"
+    assert str(caught.value).startswith("rows:0/images/0 (a.png): no such file")

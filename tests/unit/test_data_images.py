@@ -1,0 +1,320 @@
+"""Images of every careless and hostile kind: each is measured and decoded alike, or refused with its reason."""
+
+import io
+import os
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trigon.data.bad_rows import UnusableRow
+from trigon.data.images import image_name, image_size, open_image
+from trigon.errors import BadRow
+
+MAX_PIXELS = 1_000_000
+
+
+def encoded(image, format, **options):
+    stream = io.BytesIO()
+    image.save(stream, format, **options)
+    return stream.getvalue()
+
+
+def picture(width=6, height=4):
+    """Red, with one blue pixel at the top left."""
+    image = Image.new("RGB", (width, height), (255, 0, 0))
+    image.putpixel((0, 0), (0, 0, 255))
+    return image
+
+
+def size(source, image_dir=None):
+    return image_size(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
+
+
+def opened(source, image_dir=None):
+    return open_image(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
+
+
+def refusal(source, image_dir=None):
+    """Return (reason, message), having checked that decoding is refused too."""
+    with pytest.raises(UnusableRow) as by_opening:
+        opened(source, image_dir)
+    assert isinstance(by_opening.value, BadRow)
+    assert str(by_opening.value).startswith("train:0/images/0")
+    return by_opening.value.reason, str(by_opening.value)
+
+
+def pixels(image):
+    return np.asarray(image).tolist()
+
+
+# Sources
+
+
+def test_every_kind_of_source_gives_the_same_image(tmp_path):
+    image = picture()
+    data = encoded(image, "PNG")
+    (tmp_path / "figure.png").write_bytes(data)
+    sources = [
+        image,
+        data,
+        {"bytes": data, "path": None},
+        {"bytes": data, "path": "elsewhere.png"},
+        {"bytes": None, "path": "figure.png"},
+        "figure.png",
+        Path("figure.png"),
+        str(tmp_path / "figure.png"),
+    ]
+    for source in sources:
+        assert size(source, tmp_path) == (6, 4)
+        assert pixels(opened(source, tmp_path)) == pixels(image)
+
+
+def test_opening_does_not_change_a_pil_image():
+    image = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
+    opened(image)
+    assert image.mode == "RGBA"
+    assert pixels(image) == [[[0, 0, 0, 0]] * 2] * 2
+
+
+def test_an_image_is_called_by_its_file_name():
+    assert image_name("figures/a.png") == "a.png"
+    assert image_name({"bytes": b"...", "path": "b.png"}) == "b.png"
+    assert image_name({"bytes": b"...", "path": None}) == ""
+    assert image_name(b"...") == ""
+    assert image_name(picture()) == ""
+
+
+@pytest.mark.parametrize("source", [None, {"bytes": None, "path": None}, {}, "", 17, ["a.png"]])
+def test_something_else_is_a_missing_image(tmp_path, source):
+    assert refusal(source, tmp_path)[0] == "image_missing"
+
+
+# Turning
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(
+    ("orientation", "expected_size", "blue_at"),
+    [
+        (1, (6, 4), (0, 0)),
+        (2, (6, 4), (5, 0)),
+        (3, (6, 4), (5, 3)),
+        (4, (6, 4), (0, 3)),
+        (5, (4, 6), (0, 0)),
+        (6, (4, 6), (3, 0)),
+        (7, (4, 6), (3, 5)),
+        (8, (4, 6), (0, 5)),
+        (99, (6, 4), (0, 0)),
+    ],
+)
+def test_exif_orientation_turns_image_and_size_alike(format, orientation, expected_size, blue_at):
+    # Scaled up, so that JPEG's 8 x 8 blocks of colour keep the corner apart.
+    image = picture().resize((96, 64), Image.Resampling.NEAREST)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    source = encoded(image, format, exif=exif)
+    width, height = expected_size
+    assert size(source) == (16 * width, 16 * height)
+    upright = opened(source)
+    assert upright.size == (16 * width, 16 * height)
+    red, _, blue = upright.getpixel((16 * blue_at[0] + 8, 16 * blue_at[1] + 8))
+    assert blue > 200
+    assert red < 50
+
+
+def test_damaged_exif_does_not_cost_the_image():
+    source = encoded(picture(), "JPEG", exif=b"Exif\x00\x00nonsense")
+    assert size(source) == (6, 4)
+    assert opened(source).size == (6, 4)
+
+
+# Colours
+
+
+def test_transparency_is_laid_on_white():
+    image = Image.new("RGBA", (3, 1))
+    image.putdata([(255, 0, 0, 0), (255, 0, 0, 255), (0, 0, 0, 51)])
+    assert pixels(opened(encoded(image, "PNG"))) == [[[255, 255, 255], [255, 0, 0], [204, 204, 204]]]
+
+
+def test_transparent_palette_is_laid_on_white():
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putdata([0, 1])
+    assert pixels(opened(encoded(image, "PNG", transparency=0))) == [[[255, 255, 255], [40, 50, 60]]]
+
+
+def test_sixteen_bit_grey_keeps_its_range():
+    image = Image.fromarray(np.array([[0, 0x0100, 0x80FF, 0xFFFF]], dtype=np.uint16))
+    expected = [[[0] * 3, [1] * 3, [128] * 3, [255] * 3]]
+    assert pixels(opened(encoded(image, "PNG"))) == expected
+    assert pixels(opened(encoded(image, "TIFF"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "format"), [("1", "PNG"), ("L", "JPEG"), ("LA", "PNG"), ("P", "GIF"), ("CMYK", "JPEG")]
+)
+def test_every_mode_becomes_rgb(mode, format):
+    source = encoded(Image.new("RGB", (6, 4), "white").convert(mode), format)
+    assert size(source) == (6, 4)
+    image = opened(source)
+    assert image.mode == "RGB"
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_pixels_without_a_defined_white_are_refused():
+    for image in (Image.new("F", (2, 2)), Image.new("I", (2, 2), 70_000)):
+        reason, message = refusal(encoded(image, "TIFF"))
+        assert reason == "image_unreadable"
+        assert "white is not defined" in message
+
+
+def test_the_first_frame_of_an_animation_is_taken():
+    frames = [Image.new("RGB", (3, 3), colour) for colour in ("red", "blue")]
+    source = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert size(source) == (3, 3)
+    assert opened(source).getpixel((0, 0)) == (255, 0, 0)
+
+
+# Damage
+
+
+def test_unreadable_images_are_refused(tmp_path):
+    (tmp_path / "empty.png").write_bytes(b"")
+    for source in (b"", b"not an image at all", encoded(picture(), "PNG")[:20], "empty.png"):
+        assert refusal(source, tmp_path)[0] == "image_unreadable"
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
+def test_a_truncated_image_is_refused_when_decoded(format):
+    noise = Image.fromarray(np.random.RandomState(0).randint(0, 255, (64, 64, 3), dtype=np.uint8))
+    source = encoded(noise, format)
+    assert opened(source).size == (64, 64)
+    assert refusal(source[: len(source) // 2])[0] == "image_unreadable"
+
+
+def test_damaged_bytes_are_either_refused_or_measured_as_they_decode():
+    """A thousand images with a few bytes changed: nothing but UnusableRow comes out, and both ways in agree."""
+    random = np.random.RandomState(0)
+    noise = Image.fromarray(random.randint(0, 255, (12, 16, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    originals = [encoded(noise, format, exif=exif) for format in ("JPEG", "PNG", "WEBP")]
+    originals += [encoded(noise, format) for format in ("GIF", "BMP", "PPM", "JPEG2000")]
+    decoded = refused = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF blocks
+        for trial in range(1000):
+            damaged = bytearray(originals[trial % len(originals)])
+            for _ in range(random.randint(1, 5)):
+                damaged[random.randint(min(len(damaged), 200))] = random.randint(256)
+            try:
+                image = opened(bytes(damaged))
+            except UnusableRow:
+                refused += 1
+            else:
+                decoded += 1
+                assert image.mode == "RGB"
+                assert image.size == size(bytes(damaged))
+    assert decoded > 50
+    assert refused > 50
+
+
+def test_other_formats_are_never_tried():
+    assert refusal(encoded(picture(), "EPS"))[0] == "image_unreadable"
+    assert refusal(encoded(picture(), "PDF"))[0] == "image_unreadable"
+
+
+# Size
+
+
+def png_header(width, height):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [1001, 10_000, 13_000, 60_000])
+def test_huge_images_are_refused_from_their_header(side):
+    """Above our limit, and above the two at which Pillow itself warns and raises."""
+    with pytest.raises(UnusableRow) as caught:
+        size(png_header(side, side))
+    assert caught.value.reason == "image_pixels"
+    assert refusal(png_header(side, side))[0] == "image_pixels"
+
+
+def test_the_pixel_limit_itself_is_allowed():
+    assert size(png_header(1000, 1000)) == (1000, 1000)
+    reason, message = refusal(png_header(1000, 1001))
+    assert reason == "image_pixels"
+    assert "1000 x 1001 = 1,001,000 pixels, more than max_image_pixels=1,000,000" in message
+
+
+def test_one_pixel_is_an_image():
+    assert size(encoded(Image.new("RGB", (1, 1)), "PNG")) == (1, 1)
+
+
+def test_long_and_thin_images_are_refused():
+    assert size(encoded(Image.new("RGB", (199, 1)), "PNG")) == (199, 1)
+    assert refusal(encoded(Image.new("RGB", (200, 1)), "PNG"))[0] == "image_shape"
+    assert refusal(Image.new("RGB", (1, 10_000)))[0] == "image_shape"
+
+
+# Paths
+
+
+def test_a_missing_file_is_named(tmp_path):
+    reason, message = refusal("nowhere.png", tmp_path)
+    assert reason == "image_missing"
+    assert str(tmp_path / "nowhere.png") in message
+    assert refusal("", tmp_path)[0] == "image_missing"
+    assert refusal(".", tmp_path)[0] == "image_missing"
+    assert refusal("a\0b.png", tmp_path)[0] == "image_missing"
+    assert refusal("x" * 5000, tmp_path)[0] == "image_missing"
+
+
+def test_no_path_leaves_the_image_folder(tmp_path):
+    folder = tmp_path / "images"
+    (folder / "inner").mkdir(parents=True)
+    outside = tmp_path / "secret.png"
+    outside.write_bytes(encoded(picture(), "PNG"))
+    (folder / "link.png").symlink_to(outside)
+    (folder / "inner" / "own.png").write_bytes(encoded(picture(), "PNG"))
+    for reference in (str(outside), "../secret.png", "inner/../../secret.png", "link.png", "/etc/passwd"):
+        assert refusal(reference, folder)[0] == "image_outside"
+        assert refusal({"bytes": None, "path": reference}, folder)[0] == "image_outside"
+    assert size("inner/../inner/own.png", folder) == (6, 4)
+
+
+def test_a_linked_image_folder_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "figure.png").write_bytes(encoded(picture(), "PNG"))
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    assert size("figure.png", tmp_path / "linked") == (6, 4)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.org/a.png", "file:///etc/passwd", "s3://bucket/a.png", "data:image/png;base64,"]
+)
+def test_urls_are_refused(tmp_path, url):
+    reason, message = refusal(url, tmp_path)
+    assert reason == "image_outside"
+    assert "is a URL" in message
+
+
+def test_without_an_image_folder_no_path_is_read(tmp_path):
+    (tmp_path / "figure.png").write_bytes(encoded(picture(), "PNG"))
+    assert refusal(str(tmp_path / "figure.png"))[0] == "image_outside"
+
+
+def test_what_is_not_a_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")  # opening it would wait for ever
+    assert refusal("pipe.png", tmp_path)[0] == "image_missing"

@@ -1,0 +1,368 @@
+"""Rows become prompts: what is counted is what is built, markers stand where they stood, and nothing is cut."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trigon.data.bad_rows import UnusableRow
+from trigon.data.prompts import PromptBuilder
+from trigon.errors import ConfigError, DataError
+from trigon.models.load import load_processors
+
+IMAGE_PAD = "<|image_pad|>"
+
+
+def png(width=56, height=56, seed=0):
+    stream = io.BytesIO()
+    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def row(problem="<image>What is it?", images=None, **others):
+    images = [png()] if images is None else images
+    return {"problem": problem, "answer": "48", "images": images, **others}
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm):
+    return load_processors(str(tiny_vlm))
+
+
+@pytest.fixture(scope="module")
+def text_processors(tiny_model):
+    return load_processors(str(tiny_model("llama")))
+
+
+def builder(processors, **changes):
+    wishes = {
+        "prompt_key": "problem",
+        "answer_key": "answer",
+        "image_key": "images",
+        "image_dir": None,
+        "format_prompt": None,
+        "system_prompt": None,
+        "max_prompt_length": 512,
+        "max_image_pixels": 1_000_000,
+        "limit_images": 0,
+    }
+    return PromptBuilder(processors, **(wishes | changes))
+
+
+def decoded(processors, prompt):
+    return processors.tokenizer.decode(prompt.token_ids)
+
+
+def refusal(maker, bad_row):
+    """Return (reason, message), having checked that counting, checking and building agree on it."""
+    seen = []
+    for look in (lambda: maker.build(bad_row, "train:7"), lambda: maker.check(bad_row, "train:7")):
+        with pytest.raises(UnusableRow) as caught:
+            look()
+        seen.append((caught.value.reason, str(caught.value)))
+    with pytest.raises(UnusableRow) as caught:
+        maker.count(bad_row)
+    assert caught.value.reason == seen[0][0]
+    assert seen[0] == seen[1]
+    assert "train:7" in seen[0][1]
+    return seen[0]
+
+
+# What a prompt is
+
+
+def test_a_prompt_holds_all_there_is_to_know(processors):
+    images = [{"bytes": png(56, 56), "path": "figure.png"}, png(84, 56)]
+    prompt = builder(processors).build(row("<image>and<image>?", images, level=3, source="book"), "train:17")
+    assert prompt.prompt_id == "train:17"
+    assert prompt.text == "<image>and<image>?"
+    assert prompt.answer == "48"
+    assert prompt.row == {"problem": "<image>and<image>?", "answer": "48", "level": 3, "source": "book"}
+    assert prompt.image_refs == ("train:17/images/0 (figure.png)", "train:17/images/1")
+    assert prompt.vision.grid_thw.tolist() == [[1, 4, 4], [1, 4, 6]]
+    assert decoded(processors, prompt) == (
+        "<|im_start|>system\nYou answer questions about pictures.<|im_end|>\n"
+        f"<|im_start|>user\n<|vision_start|>{4 * IMAGE_PAD}<|vision_end|>and"
+        f"<|vision_start|>{6 * IMAGE_PAD}<|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "sizes"),
+    [
+        ("What is 1 + 1?", []),
+        ("<image>What is it?", [(56, 56)]),
+        ("What is it?<image>", [(300, 20)]),
+        ("<image><image> Which?\n<image>", [(1, 1), (640, 480), (70, 71)]),
+    ],
+)
+def test_counted_is_built(processors, problem, sizes):
+    maker = builder(processors)
+    one = row(problem, [png(*size) for size in sizes])
+    prompt = maker.build(one, "train:0")
+    assert maker.count(one) == maker.check(one, "train:0") == len(prompt.token_ids)
+    assert prompt.token_ids.count(processors.hf_config.image_token_id) == (
+        0 if prompt.vision is None else prompt.vision.grid_thw.prod(dim=1).sum() // 4
+    )
+
+
+def test_an_image_is_processed_once_and_only_by_build(processors):
+    maker = builder(processors)
+    one = row("<image><image>?", [png(), png(seed=1)])
+    maker.count(one)
+    maker.check(one, "train:0")
+    assert maker.image_processor.calls == 0
+    maker.build(one, "train:0")
+    assert maker.image_processor.calls == 1
+
+
+def test_the_same_row_gives_the_same_prompt(processors):
+    first, second = (builder(processors).build(row(), "train:0") for _ in range(2))
+    assert first.token_ids == second.token_ids
+    assert first.vision.hashes == second.vision.hashes
+
+
+@pytest.mark.parametrize("images", [None, []])
+def test_a_row_without_images_is_text(processors, images):
+    prompt = builder(processors).build({"problem": "What is 1 + 1?", "answer": 2, "images": images}, "train:0")
+    assert prompt.vision is None
+    assert prompt.image_refs == ()
+    assert prompt.answer == 2
+
+
+def test_a_row_needs_no_image_column(processors):
+    assert builder(processors).build({"problem": "1 + 1?", "answer": "2"}, "train:0").vision is None
+
+
+def test_one_image_needs_no_list(processors):
+    maker = builder(processors, image_key="image")
+    for source in (png(), {"bytes": png(), "path": None}, Image.open(io.BytesIO(png()))):
+        prompt = maker.build({"problem": "<image>?", "answer": "1", "image": source}, "train:0")
+        assert prompt.image_refs == ("train:0/image/0",)
+        assert len(prompt.vision.hashes) == 1
+
+
+def test_relative_images_lie_where_the_builder_is_rooted(processors, tmp_path):
+    for name, seed in (("here", 1), ("there", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "figure.png").write_bytes(png(seed=seed))
+    one = row(images=["figure.png"])
+    here = builder(processors).rooted(tmp_path / "here").build(one, "train:0")
+    there = builder(processors, image_dir=tmp_path / "there").rooted(tmp_path / "here").build(one, "train:0")
+    assert here.image_refs == ("train:0/images/0 (figure.png)",)
+    assert here.vision.hashes == builder(processors).build(row(images=[png(seed=1)]), "train:0").vision.hashes
+    assert there.vision.hashes == builder(processors).build(row(images=[png(seed=2)]), "train:0").vision.hashes
+
+
+def test_a_rooted_builder_counts_calls_with_the_one_it_came_from(processors, tmp_path):
+    maker = builder(processors)
+    maker.rooted(tmp_path).build(row(), "train:0")
+    assert maker.image_processor.calls == 1
+
+
+# Messages
+
+
+def test_the_system_prompt_comes_first(processors):
+    prompt = builder(processors, system_prompt="Be brief.").build(row("1 + 1?", []), "train:0")
+    assert decoded(processors, prompt).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?")
+    assert prompt.text == "system: Be brief.\n\nuser: 1 + 1?"
+
+
+def test_chat_messages_are_taken_as_they_are(processors):
+    messages = [
+        {"role": "system", "content": "Be exact."},
+        {"role": "user", "content": "<image>What is it?"},
+        {"role": "assistant", "content": "A circle."},
+        {"role": "user", "content": "How large?"},
+    ]
+    maker = builder(processors, system_prompt="Be brief.", format_prompt="{{ content }} Think.")
+    prompt = maker.build(row(messages), "train:0")
+    assert decoded(processors, prompt) == (
+        "<|im_start|>system\nBe exact.<|im_end|>\n"
+        f"<|im_start|>user\n<|vision_start|>{4 * IMAGE_PAD}<|vision_end|>What is it?<|im_end|>\n"
+        "<|im_start|>assistant\nA circle.<|im_end|>\n"
+        "<|im_start|>user\nHow large? Think.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_content_parts_are_the_same_as_markers(processors):
+    # As Arrow gives them back: every part with every key.
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
+    maker = builder(processors)
+    by_parts = maker.build(row([{"role": "user", "content": parts}]), "train:0")
+    assert by_parts.token_ids == maker.build(row("<image>What is it?"), "train:0").token_ids
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        None,
+        "",
+        " \n",
+        17,
+        [],
+        ["text"],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "video"}]}],
+        [{"role": "robot", "content": "Hello"}],
+        [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}],
+    ],
+)
+def test_an_empty_or_odd_prompt_is_refused(processors, problem):
+    reason, message = refusal(builder(processors), row(problem, []))
+    assert reason == "prompt"
+    assert "'problem'" in message
+
+
+def test_a_row_without_an_answer_is_refused(processors):
+    assert refusal(builder(processors), row() | {"answer": None})[0] == "answer"
+
+
+def test_what_the_chat_template_refuses_is_refused(processors, tiny_vlm):
+    strict = load_processors(str(tiny_vlm), chat_template="{{ raise_exception('no such chat') }}")
+    reason, message = refusal(builder(strict), row("Hello", []))
+    assert reason == "prompt"
+    assert "no such chat" in message
+
+
+def test_a_given_chat_template_is_used(tiny_vlm):
+    own = load_processors(str(tiny_vlm), chat_template="{% for m in messages %}Q: {{ m.content }}\nA:{% endfor %}")
+    assert decoded(own, builder(own).build(row("1 + 1?", []), "train:0")) == "Q: 1 + 1?\nA:"
+
+
+def test_a_chat_template_that_drops_images_is_named(tiny_vlm):
+    blind = load_processors(str(tiny_vlm), chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
+    reason, message = refusal(builder(blind), row())
+    assert reason == "markers"
+    assert "placeholders that the chat template writes: 0, images: 1" in message
+
+
+# Markers
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_images", "expected"),
+    [
+        ("<image>What?", 0, "<image> markers in the text: 1, images: 0"),
+        ("<image><image>?", 1, "<image> markers in the text: 2, images: 1"),
+        ("<image>What?", 2, "<image> markers in the text: 1, images: 2"),
+        ("What?", 1, "<image> markers in the text: 0, images: 1; put <image> into the text"),
+    ],
+)
+def test_markers_must_match_images(processors, problem, num_images, expected):
+    reason, message = refusal(builder(processors), row(problem, [png()] * num_images))
+    assert reason == "markers"
+    assert expected in message
+
+
+def test_a_mistyped_image_column_is_named(processors):
+    _, message = refusal(builder(processors, image_key="imgs"), row())
+    assert "there is no column 'imgs', only answer, images, problem: set data.image_key" in message
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_text_cannot_pretend_to_be_an_image(processors, token):
+    reason, message = refusal(builder(processors), row(f"<image>{token}What?"))
+    assert reason == "media_tokens"
+    assert token in message
+
+
+# Limits
+
+
+def test_a_prompt_is_never_cut(processors):
+    length = builder(processors).count(row())
+    assert len(builder(processors, max_prompt_length=length).build(row(), "train:0").token_ids) == length
+    reason, message = refusal(builder(processors, max_prompt_length=length - 1), row())
+    assert reason == "overlong"
+    assert f"{length} tokens (4 of them for images), more than max_prompt_length={length - 1}" in message
+
+
+def test_too_many_images_are_refused(processors):
+    two = row("<image><image>?", [png(), png()])
+    assert builder(processors, limit_images=2).count(two) == builder(processors, limit_images=0).count(two)
+    reason, message = refusal(builder(processors, limit_images=1), two)
+    assert reason == "image_count"
+    assert "2 images, more than limit_images=1" in message
+
+
+def test_a_bad_image_is_named(processors):
+    reason, message = refusal(builder(processors), row("<image><image>?", [png(), {"bytes": b"", "path": "b.png"}]))
+    assert reason == "image_unreadable"
+    assert message.startswith("train:7/images/1 (b.png): ")
+
+
+def test_only_decoding_shows_a_truncated_image(processors):
+    maker = builder(processors)
+    cut = row(images=[png()[:-2000]])
+    assert maker.count(cut) == maker.count(row())
+    for look in (maker.check, maker.build):
+        with pytest.raises(UnusableRow) as caught:
+            look(cut, "train:7")
+        assert caught.value.reason == "image_unreadable"
+
+
+# What no row can mend
+
+
+def test_a_missing_column_is_named_with_its_nearest(processors):
+    with pytest.raises(
+        DataError, match=r"no column 'problems', only answer, images, problem; did you mean data.prompt_key=problem\?"
+    ):
+        builder(processors, prompt_key="problems").build(row(), "train:0")
+    with pytest.raises(DataError, match=r"no column 'ground_truth', only answer, images, problem; set data.answer_key"):
+        builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"])
+
+
+def test_images_for_a_text_model_are_refused_as_a_whole(text_processors):
+    for look in (lambda m: m.build(row(), "train:0"), lambda m: m.check(row(), "train:0"), lambda m: m.count(row())):
+        with pytest.raises(DataError, match="a llama model sees none") as caught:
+            look(builder(text_processors))
+        assert not isinstance(caught.value, UnusableRow)
+
+
+def test_a_text_model_takes_text(text_processors):
+    maker = builder(text_processors, system_prompt="Be brief.")
+    prompt = maker.build(row("1 + 1?", []), "train:0")
+    assert prompt.vision is None
+    assert "user\n1 + 1?" in decoded(text_processors, prompt)
+
+
+# format_prompt
+
+
+def test_format_prompt_is_a_template_or_a_file(processors, tmp_path):
+    template = "{{ content | trim }} Think first.\n"
+    (tmp_path / "math.jinja").write_text(template)
+    for given in (template, str(tmp_path / "math.jinja")):
+        prompt = builder(processors, format_prompt=given).build(row(" <image>What? "), "train:0")
+        assert prompt.text == "<image>What? Think first."
+        assert prompt.row["problem"] == " <image>What? "
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ contnt }}", "uses contnt; it must use the one variable {{ content }}"),
+        ("{% set x = 1 %}Solve it.", "uses no variable"),
+        ("{{ content }} {{ image }}", "uses content, image"),
+        ("{{ content", "not a usable Jinja template: .* in line 1"),
+        ("{{ content.nothing.more }}", "not a usable Jinja template"),
+        ("{{ content.__class__.__mro__ }}", "not a usable Jinja template: .*unsafe"),
+    ],
+)
+def test_a_broken_template_is_a_config_error(processors, template, expected):
+    with pytest.raises(ConfigError, match=expected):
+        builder(processors, format_prompt=template)
+
+
+def test_a_missing_template_file_is_named_with_its_nearest(processors, tmp_path):
+    (tmp_path / "math.jinja").write_text("{{ content }}")
+    with pytest.raises(ConfigError, match=r"there is no file .*meth.jinja'; did you mean .*math.jinja\?"):
+        builder(processors, format_prompt=str(tmp_path / "meth.jinja"))
+    with pytest.raises(ConfigError, match="there is no file"):
+        builder(processors, format_prompt="no/such/folder/x.jinja")

@@ -1,0 +1,262 @@
+"""Prompts come in a seeded order that survives interruption, damage and threads."""
+
+import io
+import json
+import threading
+
+import datasets
+import pytest
+from PIL import Image
+
+from trigon.data.dataset import open_prompts
+from trigon.data.prompts import PromptBuilder
+from trigon.data.stream import PromptStream
+from trigon.errors import CheckpointError, DataError
+from trigon.metrics import values
+from trigon.models.load import load_processors
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    yield
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm):
+    return load_processors(str(tiny_vlm))
+
+
+def png(seed):
+    stream = io.BytesIO()
+    Image.new("RGB", (56, 56), (seed, 2 * seed, 3 * seed)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write(folder, num_rows, *, images=False):
+    rows = []
+    for i in range(num_rows):
+        if images:
+            (folder / f"{i}.png").write_bytes(png(i))
+        rows.append(
+            {"images": [f"{i}.png"] if images else [], "problem": "<image>?" if images else "?", "answer": str(i)}
+        )
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def look(path, processors, *, max_bad_row_fraction=0.0):
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=512,
+        max_image_pixels=1_000_000,
+        limit_images=0,
+    )
+    return open_prompts(
+        str(path),
+        builder,
+        filter_overlong_prompts=True,
+        max_bad_row_fraction=max_bad_row_fraction,
+        num_workers=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def ten(processors, tmp_path_factory):
+    return look(write(tmp_path_factory.mktemp("ten"), 10), processors)
+
+
+@pytest.fixture
+def open_stream():
+    opened = []
+
+    def open_stream(prompt_set, *, batch_size=4, seed=1, shuffle=True, prefetch=True):
+        stream = PromptStream(
+            prompt_set, batch_size=batch_size, seed=seed, shuffle=shuffle, prefetch=prefetch, num_workers=2
+        )
+        opened.append(stream)
+        return stream
+
+    yield open_stream
+    for stream in opened:
+        stream.close()
+
+
+def answers(prompts):
+    return [int(prompt.answer) for prompt in prompts]
+
+
+# Order
+
+
+def test_the_order_is_this_one_on_every_machine(ten, open_stream):
+    stream = open_stream(ten)
+    assert [answers(stream.take(4)) for _ in range(4)] == [[4, 6, 3, 0], [2, 9, 1, 7], [1, 8, 2, 3], [0, 7, 9, 5]]
+
+
+def test_an_epoch_is_whole_batches_without_repetition(ten, open_stream):
+    stream = open_stream(ten)
+    assert stream.prompts_per_epoch == 8
+    epochs = [answers(stream.take(4)) + answers(stream.take(4)) for _ in range(20)]
+    assert all(len(set(epoch)) == 8 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 20
+    assert set().union(*epochs) == set(range(10))  # what one epoch leaves over, others take
+
+
+def test_the_seed_decides(ten, open_stream):
+    assert answers(open_stream(ten, seed=1).take(8)) == answers(open_stream(ten, seed=1).take(8))
+    assert answers(open_stream(ten, seed=1).take(8)) != answers(open_stream(ten, seed=2).take(8))
+
+
+def test_without_shuffling_the_dataset_decides(ten, open_stream):
+    stream = open_stream(ten, shuffle=False)
+    assert answers(stream.take(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert answers(stream.take(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_portions_and_prefetching_do_not_change_the_order(ten, open_stream):
+    whole = answers(open_stream(ten).take(24))
+    for prefetch in (True, False):
+        stream = open_stream(ten, prefetch=prefetch)
+        assert [answer for portion in (1, 7, 3, 5, 8) for answer in answers(stream.take(portion))] == whole
+
+
+def test_metrics_tell_the_epoch(ten, open_stream):
+    stream = open_stream(ten)
+    assert values(stream.metrics()) == {"data/epoch": 0.0, "data/num_set_aside": 0.0}
+    stream.take(4)
+    assert values(stream.metrics()) == {"data/epoch": 0.5, "data/num_set_aside": 0.0}
+    stream.take(8)
+    assert values(stream.metrics()) == {"data/epoch": 1.5, "data/num_set_aside": 0.0}
+    assert stream.epoch == 1
+
+
+def test_fewer_prompts_than_a_batch_are_refused(ten):
+    with pytest.raises(DataError, match="10 usable prompts, fewer than the 11 of one batch"):
+        PromptStream(ten, batch_size=11, seed=1, shuffle=True, prefetch=True, num_workers=1)
+
+
+# Position
+
+
+@pytest.mark.parametrize("taken", [0, 4, 6, 8, 12])
+def test_a_resumed_stream_goes_on_with_the_identical_prompts(ten, open_stream, taken):
+    stream = open_stream(ten)
+    stream.take(taken)
+    state = json.loads(json.dumps(stream.state()))
+    uninterrupted = stream.take(16)
+    resumed = open_stream(ten)
+    resumed.take(3)  # wherever it stood before
+    resumed.load_state(state)
+    assert resumed.state() == state
+    again = resumed.take(16)
+    assert [prompt.prompt_id for prompt in again] == [prompt.prompt_id for prompt in uninterrupted]
+    assert [prompt.token_ids for prompt in again] == [prompt.token_ids for prompt in uninterrupted]
+    assert resumed.state() == stream.state()
+
+
+def test_a_position_in_other_data_is_refused(ten, processors, tmp_path, open_stream):
+    state = open_stream(ten).state()
+    nine = look(write(tmp_path, 9), processors)
+    with pytest.raises(CheckpointError, match="its num_prompts is 10, here it is 9"):
+        open_stream(nine).load_state(state)
+    with pytest.raises(CheckpointError, match="its seed is 1, here it is 2"):
+        open_stream(ten, seed=2).load_state(state)
+    with pytest.raises(CheckpointError, match="its shuffle is True, here it is False"):
+        open_stream(ten, shuffle=False).load_state(state)
+    with pytest.raises(CheckpointError, match="its fingerprint is 'another'"):
+        open_stream(ten).load_state(state | {"fingerprint": "another"})
+
+
+# Damage after the start
+
+
+def test_a_vanished_image_is_replaced_by_the_next_prompt(processors, tmp_path, open_stream):
+    prompts = look(write(tmp_path, 10, images=True), processors, max_bad_row_fraction=0.2)
+    stream = open_stream(prompts, shuffle=False)
+    (tmp_path / "1.png").unlink()
+    assert answers(stream.take(4)) == [0, 2, 3, 4]
+    assert stream.set_aside == {"image_missing": 1}
+    assert values(stream.metrics())["data/num_set_aside"] == 1
+    assert answers(stream.take(4)) == [5, 6, 7, 8]
+    (tmp_path / "1.png").write_bytes(png(1))
+    assert answers(stream.take(4)) == [0, 2, 3, 4]  # what is set aside stays aside, so that resuming repeats it
+    state = stream.state()
+    resumed = open_stream(prompts, shuffle=False)
+    resumed.load_state(json.loads(json.dumps(state)))
+    assert answers(resumed.take(4)) == answers(stream.take(4)) == [5, 6, 7, 8]
+    assert resumed.set_aside == {"image_missing": 1}
+
+
+def test_an_epoch_without_spare_prompts_ends_early(processors, tmp_path, open_stream):
+    prompts = look(write(tmp_path, 4, images=True), processors, max_bad_row_fraction=0.5)
+    stream = open_stream(prompts, shuffle=False)
+    (tmp_path / "3.png").unlink()
+    assert answers(stream.take(4)) == [0, 1, 2, 0]
+    assert answers(stream.take(4)) == [1, 2, 0, 1]
+
+
+def test_too_many_vanished_images_stop_the_run(processors, tmp_path, open_stream):
+    prompts = look(write(tmp_path, 10, images=True), processors, max_bad_row_fraction=0.1)
+    stream = open_stream(prompts, shuffle=False)
+    before = stream.state()
+    for i in (1, 2):
+        (tmp_path / f"{i}.png").unlink()
+    with pytest.raises(DataError, match=r"2 of 10 rows cannot be used(.|\n)*rows:2/images/0 \(2.png\): no such file"):
+        stream.take(4)
+    assert stream.state() == before
+    for i in (1, 2):
+        (tmp_path / f"{i}.png").write_bytes(png(i))
+    assert answers(stream.take(4)) == [0, 1, 2, 3]
+
+
+def test_when_nothing_is_left_the_stream_ends(processors, tmp_path, open_stream):
+    prompts = look(write(tmp_path, 4, images=True), processors, max_bad_row_fraction=1.0)
+    for i in range(4):
+        (tmp_path / f"{i}.png").unlink()
+    with pytest.raises(DataError, match="no row of the dataset can be used any more"):
+        open_stream(prompts).take(4)
+
+
+# Threads
+
+
+def test_each_prompt_is_processed_once(processors, tmp_path, open_stream):
+    prompts = look(write(tmp_path, 12, images=True), processors)
+    stream = open_stream(prompts, prefetch=False)
+    for step in (1, 2, 3):
+        stream.take(4)
+        assert prompts.builder.image_processor.calls == 4 * step
+
+
+def test_the_next_batch_is_built_while_the_last_is_used(processors, tmp_path, open_stream):
+    prompts = look(write(tmp_path, 12, images=True), processors)
+    stream = open_stream(prompts)
+    stream.take(4)
+    stream.close()  # waits for what has been begun
+    begun = prompts.builder.image_processor.calls - 4
+    assert 0 <= begun <= 4
+    again = open_stream(prompts)
+    first = again.take(4)
+    second = again.take(4)
+    assert [prompt.prompt_id for prompt in first + second] == [
+        prompt.prompt_id for prompt in open_stream(prompts, prefetch=False).take(8)
+    ]
+
+
+def test_closing_ends_the_threads(ten, open_stream):
+    stream = open_stream(ten)
+    stream.take(4)
+    stream.close()
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prompts")]
+    with pytest.raises(RuntimeError):
+        stream.take(8)

@@ -1,0 +1,71 @@
+"""The one pass through the image processor: counted, predicted from sizes, hashed by content."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trigon.data.vision import ImageProcessor
+from trigon.errors import ModelError
+from trigon.models.load import load_processors
+
+
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+def processor(tiny_model, request):
+    return ImageProcessor(load_processors(str(tiny_model(request.param))).image_processor, spatial_merge=2)
+
+
+def test_two_images_become_one_vision(tiny_vlm):
+    processor = ImageProcessor(load_processors(str(tiny_vlm)).image_processor, spatial_merge=2)
+    vision = processor.process([noise(56, 56), noise(84, 56)])
+    assert vision.grid_thw.tolist() == [[1, 4, 4], [1, 4, 6]]
+    assert vision.pixel_values.shape == (40, 1176)
+    assert vision.pixel_values.dtype == torch.float32
+    assert vision.grid_thw.dtype == torch.int64
+    assert processor.tokens_of(vision) == (4, 6)
+    assert processor.calls == 1
+
+
+SIZES = [(1, 1), (3, 3), (1, 3), (3, 100), (13, 14), (28, 28), (42, 42), (70, 71), (199, 1), (640, 480), (2000, 2000)]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_size_alone_tells_the_number_of_tokens(processor, width, height):
+    vision = processor.process([noise(width, height)])
+    assert processor.tokens_of(vision) == (processor.image_tokens(width, height),)
+
+
+def test_measuring_is_no_call(processor):
+    processor.image_tokens(100, 100)
+    assert processor.calls == 0
+
+
+def test_hashes_name_the_content(processor):
+    first, second, again = processor.process([noise(60, 60), noise(60, 60, seed=1), noise(60, 60)]).hashes
+    assert first == again
+    assert first != second
+    assert len(first) == 64
+    assert processor.process([noise(60, 60)]).hashes == (first,)
+
+
+def test_equal_pixels_in_another_shape_have_another_hash(processor):
+    grey = [Image.new("RGB", size, (9, 9, 9)) for size in ((64, 128), (128, 64))]
+    wide, tall = processor.process(grey).hashes
+    assert wide != tall
+
+
+def test_neighbours_do_not_change_an_image(processor):
+    alone = processor.process([noise(90, 60)])
+    together = processor.process([noise(56, 56), noise(90, 60), noise(90, 60, seed=2)])
+    _, mine, _ = together.pixel_values.split(together.grid_thw.prod(dim=1).tolist())
+    assert torch.equal(mine, alone.pixel_values)
+    assert together.hashes[1] == alone.hashes[0]
+
+
+def test_a_processor_of_another_model_is_refused(tiny_vlm):
+    with pytest.raises(ModelError, match="merges 2 x 2 patches, the model 3 x 3"):
+        ImageProcessor(load_processors(str(tiny_vlm)).image_processor, spatial_merge=3)

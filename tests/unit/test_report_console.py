@@ -1,0 +1,211 @@
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from trigon.report.console import Console, duration, harmless, number
+from trigon.report.run_folder import RolloutRow
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain \\boxed{4}\n\tnext", "plain \\boxed{4}\n\tnext"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b[2J\x1b[1;1Hcleared", "cleared"),
+        ("\x1b]0;new title\x07rest", "rest"),
+        ("\x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]52;c;cGF5bG9hZA==\x07clipboard", "clipboard"),
+        ("\x9b31mred", "red"),
+        ("unfinished \x1b]0;title", "unfinished 0;title"),
+        ("over\rwrite\x08\x07\x00", "overwrite"),
+        ("\r\nline", "\nline"),
+        ("abc\u202edcb\u2066x\u200b", "abcdcbx"),
+        ("half \ud83d pair", "half  pair"),
+        ("答案 🙂 é", "答案 🙂 é"),
+        ("[bold]not markup[/bold] [/]", "[bold]not markup[/bold] [/]"),
+    ],
+)
+def test_hostile_text_becomes_harmless(text, shown):
+    assert harmless(text, max_characters=100) == shown
+
+
+def test_long_text_is_cut_and_says_so():
+    assert harmless("x" * 1_000_000, max_characters=5) == "xxxxx ... (999,995 more characters)"
+    assert harmless("xxxxx", max_characters=5) == "xxxxx"
+
+
+def test_a_megabyte_of_escapes_is_no_problem():
+    assert "\x1b" not in harmless("\x1b]" * 500_000, max_characters=20_000)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.8125, "0.8125"),
+        (0.33333333, "0.3333"),
+        (63.24, "63.2"),
+        (12345.678, "12,346"),
+        (12345.0, "12,345"),
+        (0.0004, "4.0e-04"),
+        (4e-05, "4.0e-05"),
+        (1e-6, "1.0e-06"),
+        (-0.5, "-0.5"),
+        (0.0, "0"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_small_numbers_are_not_rounded_to_zero(value, shown):
+    assert number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.04, "0.0 s"), (3.21, "3.2 s"), (59.9, "59.9 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")]
+)
+def test_durations_are_said_as_people_say_them(seconds, shown):
+    assert duration(seconds) == shown
+
+
+def test_a_step_is_one_line_of_the_metrics_that_are_there(stream):
+    console = Console(stream=stream)
+    metrics = {
+        "reward/overall": 0.8125,
+        "reward/accuracy": 0.75,
+        "response_length/mean": 63.2,
+        "actor/kl_loss": 0.0021,
+        "actor/lr": 1e-6,
+        "perf/throughput": 5123.4,
+        "timing_s/step": 2.31,
+        "unknown/key": 1.0,
+    }
+    console.step(12, 60, metrics, seconds_left=110.0)
+    assert stream.getvalue() == (
+        "step 12/60  reward 0.8125  accuracy 0.75  length 63.2  KL 0.0021  lr 1.0e-06  tokens/s 5,123  seconds 2.31  "
+        "left 1 min 50 s\n"
+    )
+
+
+def test_the_last_step_has_nothing_left(stream):
+    Console(stream=stream).step(60, 60, {"reward/overall": 1.0}, seconds_left=0.0)
+    assert stream.getvalue() == "step 60/60  reward 1\n"
+
+
+def test_step_lines_can_be_off_but_warnings_cannot(stream):
+    console = Console(stream=stream, step_lines=False, progress=False)
+    console.step(1, 2, {}, seconds_left=None)
+    console.warn("[disk] is nearly full\x1b[2J")
+    assert stream.getvalue() == "warning: [disk] is nearly full\n"
+
+
+def test_without_a_terminal_progress_is_an_occasional_plain_line(stream):
+    clock = Clock()
+    console = Console(stream=stream, clock=clock)
+    with console.progress("gen", 100) as advance:
+        for _ in range(50):
+            clock.now += 0.5
+            advance(1)
+    assert stream.getvalue() == ("gen  20/100  2/s, 40.0 s left\ngen  40/100  2/s, 30.0 s left\ngen  done in 25.0 s\n")
+
+
+def test_a_short_phase_says_nothing_without_a_terminal(stream):
+    console = Console(stream=stream)
+    with console.progress("gen", 2) as advance:
+        advance(2)
+    assert stream.getvalue() == ""
+
+
+def test_progress_can_be_disabled(stream):
+    clock = Clock()
+    console = Console(stream=stream, progress=False, clock=clock)
+    with console.progress("gen", 2) as advance:
+        clock.now += 100
+        advance(2)
+    assert stream.getvalue() == ""
+
+
+def test_tables_show_hostile_cells_as_text(stream):
+    Console(stream=stream).table("Ledger", ("what", "how much"), [("[red]prompts[/red]\x1b[2J", "512")])
+    text = stream.getvalue()
+    assert "[red]prompts[/red]" in text
+    assert "512" in text
+    assert "\x1b" not in text
+
+
+def test_answers_are_shown_with_question_truth_and_reward(stream):
+    row = RolloutRow(
+        prompt_id="val:3",
+        sample=0,
+        prompt="<image> How many?",
+        response="[/bold]\x1b[31m4",
+        reward=0.5,
+        parts={"accuracy": 1.0, "format": 0.0},
+        outcome="ok",
+        error="",
+        finish_reason="stop",
+        num_tokens=3,
+        policy_version=7,
+        images=(),
+        ground_truth=4,
+    )
+    Console(stream=stream).generations("validation after step 5", [row])
+    assert stream.getvalue() == (
+        "validation after step 5 | val:3\n  prompt  <image> How many?\n  answer  [/bold]4\n  truth   4\n"
+        "  reward  0.5 (accuracy 1, format 0)\n"
+    )
+
+
+ON_A_TERMINAL = """
+    import time
+    from trigon.report.console import Console
+    console = Console()
+    for _ in range(2):
+        with console.progress("outer [red]", 4) as outer:
+            with console.progress("inner", None) as inner:
+                inner(3)
+                time.sleep(0.3)
+            outer(2)
+            console.print("between")
+            time.sleep(0.3)
+    console.print("the end")
+"""
+
+
+def test_on_a_terminal_bars_lie_within_each_other_and_vanish():
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(ON_A_TERMINAL)], stdout=slave, stderr=slave, env=environment
+    )
+    os.close(slave)
+    output = b""
+    try:
+        while chunk := os.read(master, 65536):
+            output += chunk
+    except OSError:  # how a pseudo-terminal says that the other end is closed
+        pass
+    os.close(master)
+    assert process.wait() == 0, output.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
+    assert "outer [red]" in plain
+    assert "2/4" in plain
+    assert plain.count("between") == 2
+    assert plain.rstrip().endswith("the end")

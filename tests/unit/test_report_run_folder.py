@@ -1,0 +1,195 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from trigon.errors import CheckpointError, ConfigError
+from trigon.report.run_folder import RunFolder, StepMetrics, read_metrics, rollout_rows
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
+
+
+def group(text="<think>2</think>\\boxed{4}", *, answer="4", parts=None, overall=1.0):
+    prompt = Prompt(
+        prompt_id="train:17",
+        token_ids=(1, 2, 3),
+        vision=None,
+        text="<image> What is it?",
+        answer=answer,
+        row={},
+        image_refs=("train:17/images/0 (a.png)",),
+    )
+    score = Score(overall=overall, parts={"overall": overall} if parts is None else parts, outcome="ok", error="")
+    completion = Completion(
+        token_ids=(5, 6), sampling_logprobs=(-0.5, -0.25), finish_reason="stop", text=text, policy_version=11
+    )
+    return RolloutGroup(prompt, (Rollout(completion, score),) * 2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        yield folder
+
+
+def test_metrics_are_one_sorted_json_line_for_each_step(folder):
+    folder.append_metrics(1, {"b": 0.1, "a": 1.0})
+    folder.append_metrics(2, {"a": float("nan"), "b": float("inf")})
+    text = (folder.path / "metrics.jsonl").read_text()
+    assert text == ('{"step": 1, "metrics": {"a": 1.0, "b": 0.1}}\n{"step": 2, "metrics": {"a": null, "b": null}}\n')
+    first, second = folder.read_metrics()
+    assert first == StepMetrics(1, {"a": 1.0, "b": 0.1})
+    assert math.isnan(second.metrics["a"])
+
+
+def test_a_torn_last_line_is_left_out_and_never_glued_to_the_next(tmp_path):
+    with RunFolder(tmp_path) as folder:
+        folder.append_metrics(1, {"a": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "metr')
+    assert [line.step for line in read_metrics(tmp_path)] == [1]
+    with RunFolder(tmp_path) as folder:
+        folder.append_metrics(2, {"a": 2.0})
+    assert read_metrics(tmp_path) == [StepMetrics(1, {"a": 1.0}), StepMetrics(2, {"a": 2.0})]
+
+
+def test_another_line_that_cannot_be_read_is_an_error_that_shows_it(folder):
+    (folder.path / "metrics.jsonl").write_text('garbage\n{"step": 2, "metrics": {}}\n')
+    with pytest.raises(CheckpointError, match="garbage"):
+        folder.read_metrics()
+
+
+def test_no_metrics_yet_is_an_empty_list(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def write(folder, steps):
+    for step in steps:
+        folder.write_rollouts(step, "train", rollout_rows([group(f"answer {step}")]))
+        if step % 2 == 0:
+            folder.write_rollouts(step, "validation", rollout_rows([group(f"validation {step}")]))
+        folder.append_metrics(step, {"a": step / 3})
+
+
+def contents(path):
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "run.lock"
+    }
+
+
+def test_a_resumed_run_leaves_the_files_of_one_that_never_stopped(tmp_path):
+    with RunFolder(tmp_path / "uninterrupted") as folder:
+        write(folder, range(1, 7))
+    with RunFolder(tmp_path / "resumed") as folder:
+        write(folder, range(1, 6))
+    with (tmp_path / "resumed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6')
+    with RunFolder(tmp_path / "resumed") as folder:
+        folder.rewind(3)
+        write(folder, range(4, 7))
+    assert contents(tmp_path / "resumed") == contents(tmp_path / "uninterrupted")
+
+
+def test_a_run_that_starts_anew_keeps_nothing_not_even_the_validation_before_the_first_step(folder):
+    folder.append_metrics(0, {"val/reward_score": 0.5})
+    folder.write_rollouts(0, "validation", rollout_rows([group()]))
+    write(folder, [1])
+    folder.rewind(0)
+    assert folder.read_metrics() == []
+    assert list((folder.path / "rollouts").iterdir()) == []
+
+
+def test_going_on_from_a_step_keeps_the_validation_before_the_first_step(folder):
+    folder.append_metrics(0, {"val/reward_score": 0.5})
+    write(folder, [1, 2])
+    folder.rewind(1)
+    assert [line.step for line in folder.read_metrics()] == [0, 1]
+
+
+def test_rewind_leaves_files_of_others_alone(folder):
+    write(folder, [1])
+    (folder.path / "rollouts" / "notes.jsonl").write_text("mine")
+    folder.rewind(0)
+    assert [file.name for file in (folder.path / "rollouts").iterdir()] == ["notes.jsonl"]
+
+
+def test_a_rollout_is_written_with_everything_that_a_reader_needs(folder):
+    path = folder.write_rollouts(12, "train", rollout_rows([group()]))
+    assert path == folder.path / "rollouts" / "step_000012.jsonl"
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {
+        "prompt_id": "train:17",
+        "sample": 0,
+        "prompt": "<image> What is it?",
+        "response": "<think>2</think>\\boxed{4}",
+        "reward": 1.0,
+        "parts": {"overall": 1.0},
+        "outcome": "ok",
+        "error": "",
+        "finish_reason": "stop",
+        "num_tokens": 2,
+        "policy_version": 11,
+        "images": ["train:17/images/0 (a.png)"],
+        "ground_truth": "4",
+    }
+    assert second["sample"] == 1
+
+
+def test_validation_answers_lie_beside_under_their_own_name(folder):
+    path = folder.write_rollouts(0, "validation", rollout_rows([group()]))
+    assert path.name == "validation_000000.jsonl"
+
+
+@pytest.mark.parametrize(
+    "text", ["two\nlines\r\n", "\u2028 \x85 \x1b[31m", "答案 🙂", "half a pair \ud83d", "\x00", "x" * 1_000_000]
+)
+def test_hostile_text_stays_on_its_line_and_comes_back(folder, text):
+    path = folder.write_rollouts(1, "train", rollout_rows([group(text)]))
+    lines = path.read_bytes().split(b"\n")
+    assert len(lines) == 3
+    assert json.loads(lines[0])["response"] == text
+
+
+def test_numbers_that_are_not_finite_and_answers_of_any_kind_are_valid_json(folder):
+    odd = group(answer={"choices": (1, float("nan")), "set": {1}}, parts={"accuracy": float("inf")}, overall=math.nan)
+    row = json.loads(folder.write_rollouts(1, "train", rollout_rows([odd])).read_text().splitlines()[0])
+    assert row["reward"] is None
+    assert row["parts"] == {"accuracy": None}
+    assert row["ground_truth"] == {"choices": [1, None], "set": "{1}"}
+
+
+def test_the_configuration_is_written(folder):
+    folder.write_config("trainer:\n  max_steps: 3\n")
+    assert (folder.path / "config.yaml").read_text() == "trainer:\n  max_steps: 3\n"
+
+
+def test_two_runs_cannot_write_into_one_folder(tmp_path):
+    with RunFolder(tmp_path), pytest.raises(ConfigError, match=rf"another run \(process {os.getpid()} on "):
+        RunFolder(tmp_path)
+    RunFolder(tmp_path).close()
+
+
+def test_a_killed_run_holds_no_lock(tmp_path):
+    script = """
+        import sys, time
+        from pathlib import Path
+        from trigon.report.run_folder import RunFolder
+        folder = RunFolder(Path(sys.argv[1]))
+        print("held", flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {other.pid} on "):
+            RunFolder(tmp_path)
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    RunFolder(tmp_path).close()

@@ -1,0 +1,192 @@
+"""What no option can know alone: numbers that must fit together, values that are needed, files that must be there.
+
+Runs before anything heavy is imported. Knows the schema and the file system; refuses to open datasets and models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.config.plan import batch_proposals, context_length, either, longest_sequence
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+
+SHIPPED_REWARDS = ("math", "r1v", "dapo")
+"""Reward functions that need no file."""
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
+"""A dataset with one of these endings is a local file, not a hub id."""
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one ConfigError with all the problems, if there are any."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} problems in the configuration:{lines}")
+
+
+def check(config: Config) -> tuple[str, ...]:
+    """Return warnings about wishes that work against each other.
+
+    Raises: ConfigError, with every problem in one message, if the configuration cannot be honoured.
+    """
+    refuse([*_devices(config), *_arithmetic(config), *_lengths(config), *_needed(config), *_files(config)])
+    return tuple(_doubts(config))
+
+
+def _devices(config: Config) -> list[str]:
+    trainer = config.trainer
+    wanted = {
+        "trainer.nnodes": trainer.nnodes,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
+        "worker.rollout.tensor_parallel_size": config.worker.rollout.tensor_parallel_size,
+    }
+    return [
+        f"{key} is {number}, but this version runs in one process on one device, and has no training on many yet; "
+        f"set {key}=1"
+        for key, number in wanted.items()
+        if number != 1
+    ]
+
+
+def _arithmetic(config: Config) -> list[str]:
+    problems = []
+    data, rollout, actor = config.data, config.worker.rollout, config.worker.actor
+    if data.rollout_batch_size % actor.global_batch_size:
+        steps, updates = batch_proposals(data.rollout_batch_size, actor.global_batch_size)
+        problems.append(
+            f"data.rollout_batch_size ({data.rollout_batch_size} prompts a step) is not a multiple of "
+            f"worker.actor.global_batch_size ({actor.global_batch_size} prompts an update); nearest that work: "
+            f"data.rollout_batch_size={either(steps)}, or worker.actor.global_batch_size={either(updates)}"
+        )
+    if rollout.n < 2 and not config.trainer.val_only:
+        problems.append(
+            f"worker.rollout.n is {rollout.n}, but grpo compares the answers to one prompt with each other; "
+            "set worker.rollout.n to at least 2, say 5"
+        )
+    for key, top_k in (
+        ("worker.rollout.top_k", rollout.top_k),
+        ("worker.rollout.val_override_config.top_k", rollout.val_override_config.top_k),
+    ):
+        if top_k == 0:
+            problems.append(f"{key} is 0, which samples from no token; -1 samples from all")
+    if data.val_batch_size == 0:
+        problems.append("data.val_batch_size is 0; set -1 for the whole validation set at once, or at least 1")
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
+        problems.append(
+            f"data.min_pixels ({data.min_pixels}) is above data.max_pixels ({data.max_pixels}): no image fits; "
+            "lower the one or raise the other"
+        )
+    return problems
+
+
+def _lengths(config: Config) -> list[str]:
+    data, rollout = config.data, config.worker.rollout
+    if rollout.name != "vllm":
+        return []
+    longest, context = longest_sequence(config), context_length(config)
+    in_words = f"a prompt ({data.max_prompt_length}) and its answer can have {longest} tokens together"
+    problems = []
+    if context < longest:
+        problems.append(
+            f"worker.rollout.max_model_len is {context}, but {in_words}; set it to at least {longest}, or leave it out"
+        )
+    elif rollout.max_num_batched_tokens < context and not rollout.enable_chunked_prefill:
+        problems.append(
+            f"worker.rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, but vLLM plans for "
+            f"{context} tokens in a sequence and does not split it unless told to ({in_words}); set it to at least "
+            f"{context}, or worker.rollout.enable_chunked_prefill=true"
+        )
+    return problems
+
+
+def _needed(config: Config) -> list[str]:
+    problems = []
+    trainer = config.trainer
+    if not config.worker.actor.model.model_path:
+        problems.append(
+            "worker.actor.model.model_path is not set; give a hub id (Qwen/Qwen2.5-VL-3B-Instruct) or a local folder"
+        )
+    if not config.worker.reward.reward_function:
+        problems.append(
+            "worker.reward.reward_function is not set; give file.py:function, or one of the shipped "
+            f"{', '.join(SHIPPED_REWARDS)}"
+        )
+    if not config.data.train_files and not trainer.val_only:
+        problems.append("data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder")
+    if not config.data.val_files and (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):
+        mend = (
+            "give a hub id (hiyouga/geometry3k@test), a file or a folder"
+            if trainer.val_only
+            else "set it, or switch validation off with trainer.val_before_train=false trainer.val_freq=-1"
+        )
+        problems.append(f"data.val_files is not set, but validation is wanted; {mend}")
+    return problems
+
+
+def _files(config: Config) -> list[str]:
+    """Return what is missing. Hub ids are not looked up: only what can be nothing but a local path is."""
+    data, model = config.data, config.worker.actor.model
+    wanted: dict[str, str] = {}
+    for key, template in (
+        ("data.format_prompt", data.format_prompt),
+        ("data.override_chat_template", data.override_chat_template),
+    ):
+        if template and "{{" not in template:
+            wanted[key] = template
+    for key, spec in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        path = spec if Path(spec).expanduser().exists() else spec.rpartition("@")[0] or spec
+        if _is_local(path) or path.endswith(DATA_SUFFIXES):
+            wanted[key] = path
+    for key, place in (
+        ("worker.actor.model.model_path", model.model_path),
+        ("worker.actor.model.tokenizer_path", model.tokenizer_path),
+    ):
+        if place and _is_local(place):
+            wanted[key] = place
+    reward = config.worker.reward.reward_function
+    if reward and reward not in SHIPPED_REWARDS:
+        wanted["worker.reward.reward_function"] = reward.rpartition(":")[0] or reward
+    if data.image_dir:
+        wanted["data.image_dir"] = data.image_dir
+    if config.trainer.load_checkpoint_path:
+        wanted["trainer.load_checkpoint_path"] = config.trainer.load_checkpoint_path
+    hints = {
+        "data.format_prompt": "; a template written in place holds {{ content }}",
+        "data.override_chat_template": "; a template written in place holds {{ }}",
+        "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
+    }
+    return [
+        f"{key}: there is no {path} (looked for {Path(path).expanduser().absolute()}){hints.get(key, '')}"
+        for key, path in wanted.items()
+        if not Path(path).expanduser().exists()
+    ]
+
+
+def _doubts(config: Config) -> list[str]:
+    doubts = []
+    algorithm, rollout = config.algorithm, config.worker.rollout
+    if not algorithm.disable_kl and algorithm.use_kl_loss:
+        if algorithm.kl_penalty == "kl":
+            doubts.append(
+                "algorithm.kl_penalty=kl in the loss has a gradient of zero on average; low_var_kl is meant for it"
+            )
+        if algorithm.kl_type == "adaptive":
+            doubts.append(
+                "algorithm.kl_type=adaptive has no effect with algorithm.use_kl_loss=true: only the KL in the reward "
+                "is steered"
+            )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        doubts.append(
+            f"worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k}: training samples are cut to "
+            "the likeliest tokens, and the trainer's log-probabilities do not know of it"
+        )
+    return doubts
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path cannot be a hub id, which is `name` or `owner/name`."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1

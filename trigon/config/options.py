@@ -1,0 +1,149 @@
+"""The schema as a flat list: every option's path, type, default and sentence. Knows schema.py only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+from trigon.config import schema
+from trigon.config.schema import Config, Section
+from trigon.errors import ConfigError
+
+Kind = Literal["text", "choice", "whole number", "number", "true or false", "list", "mapping"]
+
+KeyPath = tuple[str, ...]
+"""Where an option lies, from the outermost section to the key: ("data", "max_pixels")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One key of the configuration.
+
+    item: kind of a list's items; for every other kind it is the kind again. optional: null is a value too.
+    expected: what may be written, as a reader is told: "a whole number of at least 1, or null".
+    """
+
+    path: KeyPath
+    kind: Kind
+    item: Kind
+    optional: bool
+    expected: str
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def sections(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[Section]]]:
+    """Yield every section under one, itself first, in the order of the schema."""
+    yield path, section
+    for key, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from sections(inner, (*path, key))
+
+
+@cache
+def options() -> dict[KeyPath, Option]:
+    """Return every option by its path, in the order of the schema."""
+    return {
+        (*path, key): _option((*path, key), field)
+        for path, section in sections()
+        for key, field in section.model_fields.items()
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
+    }
+
+
+def _option(path: KeyPath, field: FieldInfo) -> Option:
+    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    kind, item, expected = _describe(annotation)
+    optional = expected.endswith(", or null")
+    return Option(path, kind, item, optional, expected, field.get_default(call_default_factory=True))
+
+
+def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind, str]:
+    """Return an annotation's kind, the kind of its items, and what may be written."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe(arguments[0], (*bounds, *arguments[1:]))
+    if origin in (Union, types.UnionType):
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        kind, item, expected = _describe(inner, bounds)
+        return kind, item, f"{expected}, or null"
+    if origin is Literal:
+        return (
+            "choice",
+            "choice",
+            " or ".join(map(str, arguments)) if len(arguments) < 3 else (f"one of {', '.join(map(str, arguments))}"),
+        )
+    if origin is tuple:
+        _, item, expected = _describe(arguments[0])
+        count = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
+        return "list", item, f"{count}, each {expected}"
+    if origin is dict:
+        return "mapping", "mapping", "a mapping"
+    plain: dict[type, Kind] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    kind = plain[annotation]
+    name = kind if kind in ("true or false", "text") else f"a {kind}"
+    return kind, kind, name + _bounds_in_words(bounds)
+
+
+def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
+    words: list[str] = []
+    for bound in bounds:
+        match bound:
+            case Ge(ge=least):
+                words.append(f"at least {least}")
+            case Gt(gt=limit):
+                words.append(f"above {limit}")
+            case Le(le=most):
+                words.append(f"at most {most}")
+            case Lt(lt=limit):
+                words.append(f"below {limit}")
+            case MinLen():
+                words.append("not empty")
+            case FieldInfo(metadata=inner) if inner:
+                return _bounds_in_words(tuple(inner))
+            case _:
+                pass  # validators, which say what they want themselves
+    return f", {' and '.join(words)}" if words else ""
+
+
+def read_text_option(value: str | None) -> str | None:
+    """Return a template given in place (it has `{{`) as it is, or the content of the file that is named.
+
+    Raises: ConfigError if the file cannot be read.
+    """
+    if value is None or "{{" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the template {value}: {error}") from error
+
+
+@cache
+def meanings() -> dict[KeyPath, str]:
+    """Return the sentence written under each option and each section in schema.py."""
+    by_class = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
+    result: dict[KeyPath, str] = {}
+    for path, section in sections():
+        node = by_class[section.__name__]
+        result[path] = ast.get_docstring(node) or ""
+        for field, sentence in zip(node.body, node.body[1:], strict=False):
+            match field, sentence:
+                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    result[(*path, key)] = " ".join(text.split())
+                case _:
+                    pass  # a section's own docstring, or a field that is a section
+    return result

@@ -1,0 +1,194 @@
+"""Lays groups out in rows of at most max_tokens: what one forward of the policy takes.
+
+A group costs its prompt once and each completion, P + R1 + ... + Rn tokens. One that is too large for a row is split
+into parts, each with the prompt (and its images) again. A completion that does not fit behind its prompt gets a row
+of its own, however long: nothing is dropped or cut.
+
+The order is settled by lengths alone, so the same groups always give the same rows: parts are placed from the most
+costly to the least (equal ones as they came), each in the fullest row that still has room. Rows are then ordered by
+the first group that they hold, groups within a row as they came, completions within a part as they came.
+
+Knows lengths and the passports. Refuses to know models: positions are handed in as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trigon.models.positions import completion_positions
+from trigon.types import GroupSpan, MicroBatch, PackedGroups, Prompt, RolloutGroup, TrainGroup, TrainSequence
+
+Positions = Callable[[Prompt], Tensor]
+"""Gives the positions of a prompt's tokens, [1 or 3, P] int64 on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRow:
+    """A packed row, and whose completions are in it.
+
+    owners: (group, index within the group) of each completion, in row order.
+
+    Example: group 4, split, has its completions 0 and 2 here, then group 5 its only one: ((4, 0), (4, 2), (5, 0)).
+    """
+
+    packed: PackedGroups
+    owners: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some completions of a group (ascending indices), or all of them, with the prompt they share."""
+
+    group: int
+    completions: tuple[int, ...]
+    cost: int
+
+
+def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions: Positions) -> list[PackedRow]:
+    """Pack sampled completions for passes that only want log-probabilities. Returns rows in the order told above."""
+    return _pack(
+        [group.prompt for group in groups],
+        [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups],
+        max_tokens=max_tokens,
+        positions=positions,
+    )
+
+
+def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Positions) -> list[MicroBatch]:
+    """Pack completions with what the loss needs of each token. Returns micro-batches in the order told above.
+
+    Every completion is kept, one without any trained token too. The groups are all of one update, so either all
+    sequences have old_logprobs or none has; likewise ref_logprobs.
+    """
+    rows = _pack(
+        [group.prompt for group in groups],
+        [[sequence.token_ids for sequence in group.sequences] for group in groups],
+        max_tokens=max_tokens,
+        positions=positions,
+    )
+    return [_micro_batch(row.packed, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
+
+
+def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Give per-token results back: [S] for each row -> for each group, for each of its completions, its own [R]."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for row, value in zip(rows, values, strict=True):
+        lengths = [end - start for span in row.packed.spans for start, end in span.completions]
+        found.update(zip(row.owners, torch.split(value, lengths), strict=True))
+    result: list[list[Tensor]] = []
+    for group, index in sorted(found):
+        if index == 0:
+            result.append([])
+        assert (group, index) == (len(result) - 1, len(result[-1]))
+        result[-1].append(found[group, index])
+    return result
+
+
+def _pack(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[tuple[int, ...]]],
+    *,
+    max_tokens: int,
+    positions: Positions,
+) -> list[PackedRow]:
+    lengths = [
+        (len(prompt.token_ids), [len(token_ids) for token_ids in group])
+        for prompt, group in zip(prompts, completions, strict=True)
+    ]
+    prompt_positions = [positions(prompt) for prompt in prompts]
+    return [_row(row, prompts, completions, prompt_positions) for row in _layout(lengths, max_tokens=max_tokens)]
+
+
+def _layout(lengths: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[list[_Part]]:
+    """Place groups, given as (P, [R1, ..., Rn]), into rows: from the most costly part to the least, by best fit."""
+    parts = [part for group, (prompt, rest) in enumerate(lengths) for part in _split(group, prompt, rest, max_tokens)]
+    placed = _best_fit([part.cost for part in parts], max_tokens)
+    rows = [[parts[index] for index in row] for row in placed]
+    for row in rows:
+        row.sort(key=lambda part: (part.group, part.completions))
+    rows.sort(key=lambda row: (row[0].group, row[0].completions))
+    return rows
+
+
+def _split(group: int, prompt: int, completions: Sequence[int], max_tokens: int) -> list[_Part]:
+    """Cut a group into as few parts as best fit finds: usually one."""
+    return [
+        _Part(group, tuple(sorted(part)), prompt + sum(completions[index] for index in part))
+        for part in _best_fit(completions, max_tokens - prompt)
+    ]
+
+
+def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return bins of indices: one bin if all costs fit together; a cost above the capacity has a bin to itself."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        fitting = [number for number, left in enumerate(room) if left >= costs[index]]
+        if fitting:
+            fullest = min(fitting, key=lambda number: room[number])
+            bins[fullest].append(index)
+            room[fullest] -= costs[index]
+        else:
+            bins.append([index])
+            room.append(capacity - costs[index])
+    return bins
+
+
+def _row(
+    parts: Sequence[_Part],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[tuple[int, ...]]],
+    prompt_positions: Sequence[Tensor],
+) -> PackedRow:
+    token_ids: list[int] = []
+    positions: list[Tensor] = []
+    spans: list[GroupSpan] = []
+    owners: list[tuple[int, int]] = []
+    for part in parts:
+        start = len(token_ids)
+        token_ids += prompts[part.group].token_ids
+        positions.append(prompt_positions[part.group])
+        prompt_span = (start, len(token_ids))
+        completion_spans = []
+        for index in part.completions:
+            completion = completions[part.group][index]
+            completion_spans.append((len(token_ids), len(token_ids) + len(completion)))
+            token_ids += completion
+            positions.append(completion_positions(prompt_positions[part.group], len(completion)))
+            owners.append((part.group, index))
+        spans.append(GroupSpan(prompt=prompt_span, completions=tuple(completion_spans)))
+    visions = [vision for part in parts if (vision := prompts[part.group].vision) is not None]
+    return PackedRow(
+        packed=PackedGroups(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            position_ids=torch.cat(positions, 1),
+            spans=tuple(spans),
+            pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
+            grid_thw=torch.cat([vision.grid_thw for vision in visions]) if visions else None,
+        ),
+        owners=tuple(owners),
+    )
+
+
+def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> MicroBatch:
+    lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    return MicroBatch(
+        packed=packed,
+        num_sequences=len(sequences),
+        sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
+        loss_mask=torch.cat([sequence.loss_mask for sequence in sequences]),
+        advantages=torch.cat([sequence.advantages for sequence in sequences]),
+        sampling_logprobs=torch.cat([sequence.sampling_logprobs for sequence in sequences]),
+        old_logprobs=_all_or_none([sequence.old_logprobs for sequence in sequences]),
+        ref_logprobs=_all_or_none([sequence.ref_logprobs for sequence in sequences]),
+    )
+
+
+def _all_or_none(values: Sequence[Tensor | None]) -> Tensor | None:
+    given = [value for value in values if value is not None]
+    assert len(given) in (0, len(values))
+    return torch.cat(given) if given else None

@@ -1,0 +1,199 @@
+"""Where rows come from: a hub dataset, a file, or a folder of files, opened as one table.
+
+The only file that imports `datasets`. Knows specs, file suffixes, splits and the names under which people keep them.
+Rows stay on disk, memory-mapped, and images stay encoded. Refuses to know what is in a row.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trigon.errors import DataError
+
+_LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """An opened table.
+
+    name: the first half of its rows' prompt ids: "train".
+    rows: a datasets.Dataset with undecoded media and at least one row.
+    folder: where relative image paths begin, and what none may leave.
+    image_columns: the columns that are declared to hold images.
+    """
+
+    name: str
+    rows: Any
+    folder: Path
+    image_columns: tuple[str, ...]
+
+
+def open_source(spec: str) -> Source:
+    """Open `path_or_hub_id[@split]`.
+
+    A path is a Parquet, JSON, JSON-lines or CSV file, or a folder searched for files of one such kind, hidden and other
+    files left out. Where file or folder names tell splits ("train-00000-of-00002.parquet", "test/a.jsonl"), only those
+    of the asked split are taken. Anything else is a hub id. The split is "train" unless given, or a part of it:
+    "train[:100]".
+    Raises: DataError if it cannot be found or read, or has no rows.
+    """
+    location, split = _parse(spec)
+    path = Path(location).expanduser()
+    if path.is_file():
+        return _open_files([path], path.parent, _check_file(path, split), split or "train")
+    if path.is_dir():
+        split = split or "train"
+        return _open_files(_files_of(path, split), path, split, split)
+    if path.suffix in _LOADERS or location.count("/") > 1 or location.startswith((".", "/", "~")):
+        raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
+    return _open_hub(location, split or "train")
+
+
+def _parse(spec: str) -> tuple[str, str | None]:
+    if not spec.strip():
+        raise DataError(
+            "no dataset is given; set data.train_files (and data.val_files) to a file, a folder or a hub id"
+        )
+    location, at, split = spec.rpartition("@")
+    if not at or Path(spec).expanduser().exists():
+        return spec, None
+    return location, split
+
+
+def _base(split: str) -> str:
+    """Return a split without its slice: "train" of "train[:100]"."""
+    return split.partition("[")[0]
+
+
+def _check_file(path: Path, split: str | None) -> str:
+    """Return the name of a single file, which is one split: its own, or "train"."""
+    if path.suffix not in _LOADERS:
+        raise DataError(f"{path} has suffix {path.suffix!r}; readable are {', '.join(_LOADERS)}")
+    own = _split_of(Path(path.name)) or "train"
+    if split is not None and _base(split) not in (own, "train"):
+        raise DataError(f"{path} is one file with one split; write {path} or {path}@{own}, not @{split}")
+    return path.stem
+
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files of a folder that make up a split, sorted."""
+    found = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in _LOADERS
+        and path.is_file()
+        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    ]
+    if not found:
+        raise DataError(f"the folder {folder} holds no file that ends in {', '.join(_LOADERS)}")
+    splits = {path: _split_of(path.relative_to(folder)) for path in found}
+    names = sorted({name for name in splits.values() if name is not None})
+    if names:
+        wanted = _SPLIT_WORDS.get(_base(split), _base(split))
+        found = [path for path in found if splits[path] == wanted]
+    elif _base(split) != "train":
+        found, names = [], ["train"]
+    if not found:
+        raise DataError(f"the folder {folder} has no split {_base(split)!r}, only {', '.join(names)}")
+    suffixes = sorted({path.suffix for path in found})
+    if len({_LOADERS[suffix] for suffix in suffixes}) > 1:
+        raise DataError(f"the folder {folder} mixes {', '.join(suffixes)}; keep one kind, or name a file")
+    return found
+
+
+def _split_of(path: Path) -> str | None:
+    """Return the split that a relative path tells, nearest word first: of "data/test-00000.parquet" it is "test"."""
+    for part in reversed((*path.parent.parts, path.stem)):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return None
+
+
+def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> Source:
+    where = str(files[0]) if len(files) == 1 else f"{len(files)} files in {folder}"
+    patterns = [glob.escape(str(path.resolve())) for path in files]
+    slice_ = split.removeprefix(_base(split))
+    rows = _load(where, _LOADERS[files[0].suffix], split=f"train{slice_}", data_files=patterns)
+    return _source(where, rows, name, folder)
+
+
+def _open_hub(repo_id: str, split: str) -> Source:
+    import datasets
+
+    # Its images are in the table, or were downloaded into this cache.
+    cache = Path(datasets.config.HF_CACHE_HOME)
+    return _source(repo_id, _load(repo_id, repo_id, split=split, data_files=None), _base(split), cache)
+
+
+def _load(where: str, path: str, *, split: str, data_files: list[str] | None) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(path, data_files=data_files, split=split)
+    except StopIteration as error:  # what escapes the library for a JSON file without a single row
+        raise DataError(f"{where} has no rows") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        # The library's own words are often only that something went wrong; the cause says what.
+        reason = str(error.__cause__ or error) or type(error).__name__
+        if "corresponds to no data" in reason:
+            raise DataError(f"{where}@{split} has no rows") from error
+        raise DataError(f"{where}@{split} cannot be read: {reason}") from error
+
+
+def _source(where: str, rows: Any, name: str, folder: Path) -> Source:
+    if len(rows) == 0:
+        raise DataError(f"{where} has no rows")
+    for column, feature in rows.features.items():
+        rows.info.features[column] = _undecoded(
+            feature
+        )  # the stored bytes stay as they are: cast() would copy them all
+    image_columns = tuple(column for column, feature in rows.features.items() if _holds_images(feature))
+    return Source(name=name, rows=rows, folder=folder, image_columns=image_columns)
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature whose media, at any depth, come as {"bytes", "path"}."""
+    import datasets
+
+    match feature:
+        case datasets.Image() | datasets.Audio() | datasets.Video():
+            return replace(feature, decode=False)
+        case datasets.List() | datasets.LargeList():
+            return replace(feature, feature=_undecoded(feature.feature))
+        case dict():
+            return {key: _undecoded(part) for key, part in feature.items()}
+        case _:
+            return feature
+
+
+def _holds_images(feature: Any) -> bool:
+    import datasets
+
+    inner = feature.feature if isinstance(feature, datasets.List | datasets.LargeList) else feature
+    return isinstance(inner, datasets.Image)
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; {path.parent} does not exist either"
+    nearest = difflib.get_close_matches(path.name, sorted(entry.name for entry in path.parent.iterdir()), n=1)
+    return f"; did you mean {path.parent / nearest[0]}?" if nearest else ""

@@ -1,0 +1,198 @@
+"""The endless, seeded, resumable order in which training draws prompts, and the threads that build them ahead of time.
+
+Knows epochs, positions and what is being built. Refuses to know rows, images and tokens.
+
+The order is a function of (seed, epoch) alone: the first `len // batch_size * batch_size` usable prompts of a
+permutation drawn by NumPy's RandomState, whose streams NumPy has promised never to change, on any platform (NEP 19).
+What an epoch leaves over replaces prompts that turn out unusable.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.data.dataset import PromptSet, check_bad_fraction
+from trigon.errors import CheckpointError, DataError
+from trigon.metrics import Max, Metric
+from trigon.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Where the stream stands. offset: entries of the epoch's order passed. taken: prompts that came of them."""
+
+    epoch: int
+    offset: int
+    taken: int
+
+
+class PromptStream:
+    """Draws prompts for ever, in an order that can be saved and continued. Not to be shared between threads."""
+
+    def __init__(
+        self,
+        prompt_set: PromptSet,
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        prefetch: bool,
+        num_workers: int,
+    ) -> None:
+        """Start at the beginning of epoch 0, building nothing yet.
+
+        Args:
+            batch_size: prompts of one training step; an epoch has whole batches only.
+            shuffle: a new order for each epoch; False: the dataset's own, always.
+            prefetch: build as many prompts again while those taken are in use, which holds two batches in memory.
+            num_workers: threads that build.
+        Raises: DataError if there are fewer prompts than batch_size.
+        """
+        if len(prompt_set) < batch_size:
+            raise DataError(
+                f"the dataset has {len(prompt_set)} usable prompts, fewer than the {batch_size} of one batch; "
+                "lower data.rollout_batch_size or add rows"
+            )
+        self._prompt_set = prompt_set
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._prefetch = prefetch
+        self._position = _Position(epoch=0, offset=0, taken=0)
+        self._set_aside: dict[int, Reason] = {}
+        self._ahead: dict[tuple[int, int], Future[Prompt]] = {}  # by (epoch, offset)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prompts")
+        self._order = functools.lru_cache(maxsize=2)(self._draw_order)
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """How many prompts are taken in an epoch: whole batches only."""
+        return len(self._prompt_set) // self._batch_size * self._batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last prompt taken, from 0."""
+        return self._position.epoch
+
+    @property
+    def set_aside(self) -> Mapping[Reason, int]:
+        """How many prompts have become unusable since the dataset was opened, by reason."""
+        return Counter(self._set_aside.values())
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts, at once when they are already built.
+
+        A prompt that has become unusable is set aside, counted, and the next one is taken; it is not tried again.
+        Raises: DataError if too many have become so; and what else building raises. The stream has then not moved.
+        """
+        position, set_aside = self._position, dict(self._set_aside)
+        prompts: list[Prompt] = []
+        self._build_ahead(position, num_prompts, set_aside)
+        while len(prompts) < num_prompts:
+            index, position = self._next(position, set_aside)
+            try:
+                prompts.append(self._ahead.pop((position.epoch, position.offset)).result())
+                position = replace(position, offset=position.offset + 1, taken=position.taken + 1)
+            except UnusableRow as problem:
+                set_aside[index] = problem.reason
+                self._check_set_aside(set_aside, str(problem))
+                self._build_ahead(position, num_prompts - len(prompts), set_aside)
+        self._position, self._set_aside = position, set_aside
+        if self._prefetch:
+            self._build_ahead(position, num_prompts, set_aside)
+        return prompts
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return how far the data have been used, and how many prompts were lost on the way, since the run began."""
+        return {
+            "data/epoch": Max(self._position.epoch + self._position.taken / self.prompts_per_epoch),
+            "data/num_set_aside": Max(float(len(self._set_aside))),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return where the stream stands, behind the last prompt taken, as JSON can hold it."""
+        return {
+            "epoch": self._position.epoch,
+            "offset": self._position.offset,
+            "taken": self._position.taken,
+            "set_aside": [[index, reason] for index, reason in self._set_aside.items()],
+            **self._identity(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where another stream stood: with the very prompts that it would have taken next.
+
+        Raises: CheckpointError if that stream drew from other prompts or in another order.
+        """
+        for key, here in self._identity().items():
+            if state[key] != here:
+                raise CheckpointError(
+                    f"the saved position belongs to other training data: its {key} is {state[key]!r}, here it is "
+                    f"{here!r}; restore the dataset and the data.* settings of the saved run, or start a new one"
+                )
+        self._forget_ahead()
+        self._position = _Position(state["epoch"], state["offset"], state["taken"])
+        self._set_aside = dict(state["set_aside"])
+
+    def close(self) -> None:
+        """Stop building and wait for the threads. The stream cannot be used afterwards."""
+        self._forget_ahead()
+        self._pool.shutdown()
+
+    def _next(self, position: _Position, set_aside: Mapping[int, Reason]) -> tuple[int, _Position]:
+        """Return the prompt to draw from a position on, and where exactly it stands."""
+        while True:
+            order = self._order(position.epoch)
+            if position.taken >= self.prompts_per_epoch or position.offset >= len(order):
+                position = _Position(position.epoch + 1, 0, 0)
+            elif order[position.offset] in set_aside:
+                position = replace(position, offset=position.offset + 1)
+            else:
+                return order[position.offset], position
+
+    def _build_ahead(self, position: _Position, num_prompts: int, set_aside: Mapping[int, Reason]) -> None:
+        """See to it that the next prompts from a position on are being built, if none of them turns out unusable."""
+        for _ in range(num_prompts):
+            index, position = self._next(position, set_aside)
+            key = position.epoch, position.offset
+            if key not in self._ahead:
+                self._ahead[key] = self._pool.submit(self._prompt_set.__getitem__, index)
+            position = replace(position, offset=position.offset + 1, taken=position.taken + 1)
+
+    def _forget_ahead(self) -> None:
+        for future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+
+    def _check_set_aside(self, set_aside: Mapping[int, Reason], latest: str) -> None:
+        prompt_set = self._prompt_set
+        num_bad = sum(count for reason, count in prompt_set.report.items() if reason != "overlong") + len(set_aside)
+        check_bad_fraction(num_bad, prompt_set.num_rows, prompt_set.max_bad_row_fraction, [latest])
+        if len(set_aside) == len(prompt_set):
+            raise DataError(f"no row of the dataset can be used any more; the last one: {latest}")
+
+    def _identity(self) -> dict[str, Any]:
+        """What the order depends on, besides the position. Not the batch size: a run may go on with another."""
+        return {
+            "num_prompts": len(self._prompt_set),
+            "fingerprint": self._prompt_set.fingerprint,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def _draw_order(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(len(self._prompt_set)))
+        # Hashed, so that neighbouring seeds and epochs have nothing to do with each other.
+        words = np.frombuffer(hashlib.sha256(f"{self._seed}:{epoch}".encode()).digest(), dtype="<u4")
+        order: list[int] = np.random.RandomState(words).permutation(len(self._prompt_set)).tolist()
+        return order

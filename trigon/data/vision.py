@@ -1,0 +1,72 @@
+"""From pictures to what a vision tower takes: the one pass through the image processor that a prompt pays for.
+
+Knows Hugging Face image processors of the Qwen kind (patches, grids, merging) and counts every call of them. Refuses to
+know where an image came from, files, rows and text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trigon.errors import ModelError
+from trigon.types import Vision
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class ImageProcessor:
+    """A Hugging Face image processor that counts its calls. Safe to use from several threads."""
+
+    def __init__(self, image_processor: Any, *, spatial_merge: int) -> None:
+        """Wrap image_processor for a model that merges spatial_merge x spatial_merge patches into one token.
+
+        Raises: ModelError if processor and model disagree about that.
+        """
+        if image_processor.merge_size != spatial_merge:
+            theirs = f"merges {image_processor.merge_size} x {image_processor.merge_size} patches"
+            raise ModelError(
+                f"the image processor {theirs}, the model {spatial_merge} x {spatial_merge}: mend their configs"
+            )
+        self._image_processor = image_processor
+        self._patches_per_token = spatial_merge**2
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    @property
+    def calls(self) -> int:
+        """How often images have been processed: once for each prompt with images that was built."""
+        return self._calls
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """Return how many prompt tokens an image of this size takes, without touching a pixel."""
+        patches: int = self._image_processor.get_number_of_image_patches(height, width)
+        return patches // self._patches_per_token
+
+    def tokens_of(self, vision: Vision) -> tuple[int, ...]:
+        """Return how many prompt tokens each processed image takes."""
+        return tuple((vision.grid_thw.prod(dim=1) // self._patches_per_token).tolist())
+
+    def process(self, images: Sequence[Image.Image]) -> Vision:
+        """Return upright RGB images, at least one, as one Vision, in order."""
+        with self._lock:
+            self._calls += 1
+        # Named, because an image one or three pixels wide could pass for channels last.
+        features = self._image_processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
+        pixel_values = features["pixel_values"].to(torch.float32).contiguous()
+        grid_thw = features["image_grid_thw"].to(torch.int64)
+        patches = pixel_values.split(grid_thw.prod(dim=1).tolist())
+        hashes = tuple(_content_hash(part, grid) for part, grid in zip(patches, grid_thw, strict=True))
+        return Vision(pixel_values=pixel_values, grid_thw=grid_thw, hashes=hashes)
+
+
+def _content_hash(patches: torch.Tensor, grid: torch.Tensor) -> str:
+    """Return the SHA-256 of an image's shape and pixel values, in hexadecimal."""
+    digest = hashlib.sha256(grid.numpy().tobytes())
+    digest.update(patches.numpy())
+    return digest.hexdigest()

@@ -1,0 +1,270 @@
+"""Brings a Hugging Face folder into memory: processors without weights, or the model with every one of them.
+
+Knows folders, configs, tokenizers and `from_pretrained`, here and nowhere else. Refuses half a model: a missing,
+left-over or misshapen weight, dropout, a sliding window that is on, or an unknown family is an error before anything
+is computed. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trigon.errors import ModelError
+from trigon.models.attention import use_group_attention
+from trigon.models.families import Family, family_named
+from trigon.torchvision_stub import declare_operators
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Processors:
+    """What turns text and images into a model's inputs, and what its config says about them.
+
+    tokenizer: a Hugging Face tokenizer. image_processor: a Hugging Face image processor, None for a text family.
+    hf_config: the model's config. stop_token_ids: the tokens that end an answer, none twice.
+    banned_token_ids: the tokens that may never be sampled, since only a processor may write them.
+    """
+
+    tokenizer: Any
+    image_processor: Any | None
+    family: Family
+    hf_config: Any
+    stop_token_ids: tuple[int, ...]
+    banned_token_ids: tuple[int, ...]
+
+
+def model_folder(model_path: str) -> Path:
+    """Return the local folder of a model: the folder itself, or the Hugging Face Hub's copy, downloaded when needed.
+
+    Raises: ModelError if it is neither a model folder nor a reachable repository.
+    """
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        folder = _download(model_path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} holds no config.json, so it is no Hugging Face model. Point to a folder that `save_pretrained` "
+            "or `trigon export` wrote."
+        )
+    return folder
+
+
+def _download(model_path: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]))
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # all of the Hub's errors about names, networks and permissions are one of these
+        raise ModelError(
+            f"{model_path!r} is neither a folder on this machine nor a model that the Hugging Face Hub would give: "
+            f"{error}. Check the spelling, the network, and for a gated model the access token."
+        ) from error
+
+
+def load_processors(
+    model_path: str,
+    *,
+    tokenizer_path: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> Processors:
+    """Load everything of a model but its weights.
+
+    tokenizer_path: where the tokenizer lies, when elsewhere. chat_template: the Jinja text itself, replacing the
+    tokenizer's own. min_pixels, max_pixels: the area to which the processor enlarges or shrinks an image; the model's
+    own limits when None.
+    Raises: ModelError if the model is not found or not supported, if no token ends an answer, if there is no chat
+    template, or if min_pixels exceeds max_pixels.
+    """
+    folder = model_folder(model_path)
+    family = _family_of_folder(folder)
+    declare_operators()
+    from transformers import AutoTokenizer
+
+    hf_config = _load_config(folder, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder if tokenizer_path is None else model_folder(tokenizer_path), trust_remote_code=trust_remote_code
+    )
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"The tokenizer of {model_path!r} has no chat template. Train an instruction-tuned model, or give a "
+            "template of your own."
+        )
+    return Processors(
+        tokenizer=tokenizer,
+        image_processor=_load_image_processor(folder, min_pixels, max_pixels) if family.has_vision else None,
+        family=family,
+        hf_config=hf_config,
+        stop_token_ids=_stop_token_ids(folder, tokenizer),
+        banned_token_ids=family.media_token_ids(hf_config),
+    )
+
+
+def load_model(
+    model_path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load the whole model, in eval mode, with group attention in place of its own.
+
+    override_config: values of the model's config to replace, nested as the config is.
+    Returns: a transformers PreTrainedModel.
+    Raises: ModelError if the model is not found or not supported, if a weight is missing, left over or of the wrong
+    shape, if it has dropout or an active sliding window, or if override_config names something that the config does
+    not have.
+    """
+    folder = model_folder(model_path)
+    family = _family_of_folder(folder)
+    declare_operators()
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = _load_config(folder, trust_remote_code=trust_remote_code)
+    _override(config, override_config or {}, where="")
+    _refuse_unsupported(config, family)
+    auto_class = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
+    model, report = auto_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True,  # reported below, in our words, with the rest
+        output_loading_info=True,
+    )
+    _refuse_half_loaded(folder, report)
+    family.language_model(model).config.use_cache = False
+    use_group_attention(model, family)
+    return model.to(device).eval()
+
+
+def copy_side_files(folder: Path, destination: Path) -> tuple[str, ...]:
+    """Copy every file of a model folder that is not a weight, unchanged, and return their relative names, sorted.
+
+    These are the config, generation config, tokenizer, chat template, processor and whatever else came with the model.
+    Hidden files stay behind. The destination is made if missing.
+    """
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not path.name.endswith(_WEIGHT_SUFFIXES)
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+    for name in names:
+        (destination / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, destination / name)
+    return tuple(names)
+
+
+def _family_of_folder(folder: Path) -> Family:
+    # Read as plain JSON: AutoConfig's own complaint about an unknown type does not say which are supported.
+    return family_named(str(_read_json(folder / "config.json").get("model_type", "")))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}). Fetch the model again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, not a JSON object. Fetch the model again.")
+    return content
+
+
+def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _load_image_processor(folder: Path, min_pixels: int | None, max_pixels: int | None) -> Any:
+    from transformers import AutoImageProcessor
+
+    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    # Given at loading, both become the `size` of the processor; given at each call, they are deprecated.
+    processor = AutoImageProcessor.from_pretrained(
+        folder, **{name: value for name, value in limits.items() if value is not None}
+    )
+    smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if smallest > largest:
+        raise ModelError(
+            f"Images would be enlarged to at least {smallest} pixels and shrunk to at most {largest}: min_pixels must "
+            "not exceed max_pixels. Set both, or lower min_pixels."
+        )
+    return processor
+
+
+def _stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    stop = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if stop is None:
+        stop = tokenizer.eos_token_id
+    if stop is None:
+        raise ModelError(
+            f"Neither the generation config nor the tokenizer in {folder} says which token ends an answer. "
+            "Add eos_token_id to its generation_config.json."
+        )
+    return tuple(dict.fromkeys(int(token) for token in (stop if isinstance(stop, list) else [stop])))
+
+
+def _override(config: Any, overrides: Mapping[str, Any], *, where: str) -> None:
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, config.to_dict(), n=1)
+            hint = f" Did you mean {where}{near[0]}?" if near else ""
+            raise ModelError(
+                f"override_config sets {where}{key}, which a {config.model_type!r} config does not have.{hint}"
+            )
+        if isinstance(value, Mapping) and hasattr(getattr(config, key), "to_dict"):
+            _override(getattr(config, key), value, where=f"{where}{key}.")
+        else:
+            setattr(config, key, value)
+
+
+def _refuse_unsupported(config: Any, family: Family) -> None:
+    text_config = config.get_text_config()
+    dropout = getattr(text_config, "attention_dropout", 0.0)
+    if dropout:
+        raise ModelError(
+            f"The model has attention_dropout = {dropout}. Log-probabilities must not be drawn by chance, so "
+            f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
+        )
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+        raise ModelError(
+            "The model uses sliding window attention, which is not supported. Choose a model whose config has "
+            "use_sliding_window = false."
+        )
+
+
+def _refuse_half_loaded(folder: Path, report: Mapping[str, Any]) -> None:
+    misshapen = sorted(name for name, *_ in report["mismatched_keys"])
+    missing = sorted(set(report["missing_keys"]) - set(misshapen))
+    # Old Llama checkpoints carry the rotary frequencies, which are computed from the config.
+    unexpected = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
+    complaints = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for names, what in ((missing, "missing"), (unexpected, "left over"), (misshapen, "of the wrong shape"))
+        if names
+    ]
+    if complaints:
+        raise ModelError(
+            f"The weights in {folder} do not fit its config.json: {'; '.join(complaints)}. Fetch the model again."
+        )

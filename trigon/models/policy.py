@@ -1,0 +1,146 @@
+"""The policy: a language model, with or without a vision tower, that says how likely each completion token was.
+
+Knows how the parts of a transformers model are put together for a packed row: embeddings, the vision tower once for
+each image, the decoder stack, the head; and the names of its weights in a checkpoint. Refuses to know losses, engines,
+and devices other than that of its weights. Whatever touches a weight happens inside forward, so that it can be sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trigon.errors import ModelError
+from trigon.models.attention import plan_attention
+from trigon.models.families import Family
+from trigon.models.logprobs import shifted, token_logprobs
+from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
+
+
+class Policy(nn.Module):
+    """Scores packed rows under a model that `load_model` returned.
+
+    temperature: the sampling temperature, by which logits are divided. banned_token_ids: the tokens that are never
+    sampled, and so have no share of the distribution. logprob_chunk: rows of logits held at once; their memory is this
+    times the vocabulary times about 12 bytes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        family: Family,
+        *,
+        temperature: float,
+        banned_token_ids: Sequence[int],
+        logprob_chunk: int = 1024,
+    ) -> None:
+        super().__init__()
+        if temperature <= 0:
+            raise ModelError(f"Log-probabilities need a sampling temperature above 0, not {temperature}.")
+        self.model = model
+        self.family = family
+        self.temperature = temperature
+        self.banned_token_ids = tuple(banned_token_ids)
+        self.logprob_chunk = logprob_chunk
+
+    def forward(
+        self, packed: PackedGroups, *, entropy_gradient: bool = False, touch_vision: bool = False
+    ) -> TokenLogprobs:
+        """Return log-probability and entropy of the row's S completion tokens, on the model's device.
+
+        touch_vision: run the vision tower on an empty image, times zero, when the row has none: where the tower is
+        sharded over ranks, all of them have to run it together.
+        Raises: ModelError if the images do not match the row's placeholder tokens.
+        """
+        language = self.family.language_model(self.model)
+        device = language.embed_tokens.weight.device
+        token_ids = packed.token_ids.to(device)
+        embeddings = language.embed_tokens(token_ids)[None]
+        deepstack: dict[str, Any] = {}
+        if packed.pixel_values is not None and packed.grid_thw is not None:
+            features, layered = self._see(packed.pixel_values, packed.grid_thw)
+            here = (token_ids == self.family.image_token_id(self.model.config))[None]
+            if int(here.sum()) != len(features):
+                raise ModelError(
+                    f"A packed row has {int(here.sum())} image placeholder tokens, but its {len(packed.grid_thw)} "
+                    f"images give {len(features)} features. Build prompts and images with the same processor."
+                )
+            embeddings = embeddings.masked_scatter(here[..., None], features.to(embeddings.dtype))
+            if self.family.deepstack:
+                deepstack = {"visual_pos_masks": here, "deepstack_visual_embeds": layered}
+        elif touch_vision and self.family.has_vision:
+            features, layered = self._see(*self._empty_image())
+            embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *layered))
+        position_ids = packed.position_ids.to(device)
+        states = language(
+            inputs_embeds=embeddings,
+            position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
+            use_cache=False,
+            group_plan=plan_attention(packed.spans, device),
+            **deepstack,
+        ).last_hidden_state[0]
+        targets, sources = (positions.to(device) for positions in shifted(packed.spans))
+        return token_logprobs(
+            states[sources],
+            self.model.lm_head.weight,
+            token_ids[targets],
+            temperature=self.temperature,
+            banned_token_ids=self.banned_token_ids,
+            chunk_tokens=self.logprob_chunk,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute each layer in the backward instead of keeping its activations. Sets train mode, which it needs."""
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.train()
+
+    def freeze_vision_tower(self) -> None:
+        """Keep the vision tower, its merger included, out of training. Does nothing for a text family."""
+        tower = self.family.vision_tower(self.model)
+        if tower is not None:
+            tower.requires_grad_(False)
+
+    def named_weights(self) -> NamedTensors:
+        """Iterate over all weights under the names that `save_pretrained` writes; a tied head is left out, as there."""
+        for name, weight in self.model.named_parameters():
+            yield self.family.checkpoint_name(name), weight.detach()
+
+    @torch.no_grad()
+    def load_named_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy in what named_weights gave.
+
+        Raises: ModelError, with nothing changed, unless all names and shapes match.
+        """
+        own = dict(self.named_weights())
+        wrong = [
+            *(f"{name} is missing" for name in own.keys() - weights.keys()),
+            *(f"{name} is unknown" for name in weights.keys() - own.keys()),
+            *(
+                f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                for name in own.keys() & weights.keys()
+                if weights[name].shape != own[name].shape
+            ),
+        ]
+        if wrong:
+            raise ModelError(
+                f"These weights belong to another model: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} differences in "
+                "all). Load what named_weights gave for the same config."
+            )
+        for name, weight in own.items():
+            weight.copy_(weights[name])
+
+    def _see(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return features of all images, [image tokens, D], and with deepstack as many for each of the first layers."""
+        tower: Any = self.family.vision_tower(self.model)
+        seen = tower(pixel_values.to(tower.device, tower.dtype), grid_thw=grid_thw.to(tower.device))
+        return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []
+
+    def _empty_image(self) -> tuple[Tensor, Tensor]:
+        vision = self.model.config.vision_config
+        merge = self.family.spatial_merge(self.model.config)
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return torch.zeros(merge * merge, width), torch.tensor([[1, merge, merge]])

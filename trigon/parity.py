@@ -1,0 +1,66 @@
+"""Proof, at every step, that the rollout engine holds the trainer's weights.
+
+The same tokens are scored by both. In float32 they agree to about 1e-5; stale weights, a stale cache or other pixels
+show up as 0.1 and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from trigon.errors import ParityError
+from trigon.metrics import Max, Mean, Metrics
+from trigon.rollout.protocol import RolloutEngine
+from trigon.training.protocol import LogprobEngine
+from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ParityCheck:
+    """tolerance: the largest mean |difference| of log-probabilities that still counts as rounding."""
+
+    tolerance: float
+
+    def probe(
+        self, groups: Sequence[RolloutGroup], rollout: RolloutEngine, sampling: SamplingParams, *, step: int
+    ) -> RolloutGroup:
+        """Return completions to compare, drawn from the whole vocabulary; to be called inside rollout.awake().
+
+        The step's own first group will do where top-p and top-k are off. Where they are on, its log-probabilities are
+        those of the truncated distribution, which the trainer does not model, and a short completion is drawn without
+        them.
+        """
+        if sampling.top_p == 1.0 and sampling.top_k == -1:
+            return groups[0]
+        plain = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
+        prompt = groups[0].prompt
+        [[completion]] = rollout.generate([prompt], plain, step=step)
+        return RolloutGroup(prompt, (Rollout(completion, Score(0.0, {}, "ok", "")),))
+
+    def check(self, probe: RolloutGroup, trainer: LogprobEngine) -> Metrics:
+        """Score the probe with the trainer.
+
+        Raises: ParityError beyond the tolerance, or if a difference is not finite.
+        """
+        [trainer_logprobs] = trainer.logprobs([probe])
+        sampled = torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in probe.rollouts])
+        difference = (torch.cat(trainer_logprobs) - sampled).abs()
+        mean = float(difference.mean())
+        if not mean <= self.tolerance:
+            version = probe.rollouts[0].completion.policy_version
+            raise ParityError(
+                f"rollout engine and trainer disagree about the same {difference.numel()} tokens of "
+                f"{probe.prompt.prompt_id} at policy version {version}: mean |log-prob difference| {mean:.3g} (largest "
+                f"{float(difference.max()):.3g}), tolerated {self.tolerance:.3g}. The weights did not arrive whole, or "
+                "a cache is stale. If both sides are right and only rounding differs, raise "
+                "worker.rollout.parity_tolerance"
+            )
+        return {
+            "parity/logprobs_diff_mean": Mean(float(difference.sum()), float(difference.numel())),
+            "parity/logprobs_diff_max": Max(float(difference.max())),
+        }

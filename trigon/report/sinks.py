@@ -1,0 +1,242 @@
+"""The trackers that a run can report to besides the screen and its own folder.
+
+Each is imported when it is chosen and not before. Knows the four libraries; refuses to know where their settings come
+from (the command line reads the environment) and what becomes of a tracker that fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trigon.errors import ConfigError
+from trigon.report.console import harmless, number
+from trigon.report.run_folder import RolloutRow
+
+_PACKAGES = ("mlflow", "swanlab", "tensorboard", "wandb")
+_HERE_ANYWAY = ("console", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerSettings:
+    """What the trackers are told.
+
+    project, experiment: under which the run is filed. config: the resolved configuration, nested, JSON-able.
+    folder: the run folder; a run that is resumed in it goes on under the same name where the tracker can.
+    tensorboard_dir: None is folder/tensorboard. swanlab_dir: None is folder/swanlab. swanlab_mode: None is swanlab's
+    own choice. swanlab_api_key: None where swanlab is logged in already.
+    """
+
+    project: str
+    experiment: str
+    config: Mapping[str, Any]
+    folder: Path
+    tensorboard_dir: Path | None
+    swanlab_dir: Path | None
+    swanlab_mode: str | None
+    swanlab_api_key: str | None
+
+
+class Sink(Protocol):
+    """A tracker. Any method may raise anything: networks and other people's libraries do."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of a step."""
+        ...
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Record some validation answers as plain text."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        ...
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse a tracker that is unknown or not installed. Imports nothing.
+
+    Raises: ConfigError naming the extra to install.
+    """
+    for name in names:
+        if name in _HERE_ANYWAY:
+            continue
+        if name not in _PACKAGES:
+            raise ConfigError(f"trainer.logger names {name!r}; it takes {', '.join((*_HERE_ANYWAY, *_PACKAGES))}")
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"trainer.logger names {name}, which is not installed: run pip install 'trigon[{name}]', or remove it"
+            )
+
+
+def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
+    """Open the trackers among trainer.logger's names; console and file are no trackers and are passed over.
+
+    Raises: ConfigError if one is unknown, not installed, or does not open (no account, no network).
+    """
+    check_sinks(names)
+    sinks: list[Sink] = []
+    for name in names:
+        if name in _HERE_ANYWAY:
+            continue
+        opened: Callable[[TrackerSettings], Sink]
+        match name:
+            case "mlflow":
+                opened = _MLflow
+            case "swanlab":
+                opened = _SwanLab
+            case "tensorboard":
+                opened = _TensorBoard
+            case "wandb":
+                opened = _Wandb
+            case _:
+                raise AssertionError(name)
+        try:
+            sinks.append(opened(settings))
+        except Exception as error:
+            for sink in sinks:
+                sink.close()
+            raise ConfigError(
+                f"trainer.logger names {name}, which does not open: {type(error).__name__}: {error}. "
+                "Log in to it, or remove it"
+            ) from error
+    return sinks
+
+
+class _TensorBoard:
+    name = "tensorboard"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(settings.tensorboard_dir or settings.folder / "tensorboard"))
+        self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in _flat(settings.config).items())), 0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        self._writer.add_text("val/generations", _as_code(_as_text(rows)), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    name = "wandb"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        # The same id at every start in this folder: a resumed run goes on in its own curves. Steps that it repeats have
+        # the same values, and wandb keeps the first. Console capture is off: the console shows what a model wrote.
+        self._run: Any = wandb.init(
+            project=settings.project,
+            name=settings.experiment,
+            config=dict(settings.config),
+            dir=str(settings.folder),
+            id=hashlib.sha256(str(settings.folder.resolve()).encode()).hexdigest()[:16],
+            resume="allow",
+            settings=wandb.Settings(console="off"),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        header = ["prompt_id", "prompt", "response", "ground_truth", "reward"]
+        cells = [[*_texts(row), row.reward] for row in rows]
+        self._run.log({"val/generations": self._wandb.Table(columns=header, data=cells)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _SwanLab:
+    name = "swanlab"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        import swanlab
+
+        if settings.swanlab_api_key is not None:
+            swanlab.login(settings.swanlab_api_key)
+        self._swanlab: Any = swanlab
+        mode = {} if settings.swanlab_mode is None else {"mode": settings.swanlab_mode}
+        swanlab.init(
+            project=settings.project,
+            experiment_name=settings.experiment,
+            config=dict(settings.config),
+            logdir=str(settings.swanlab_dir or settings.folder / "swanlab"),
+            **mode,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        texts = [
+            self._swanlab.Text(_as_text([row]), caption=harmless(row.prompt_id, max_characters=100)) for row in rows
+        ]
+        self._swanlab.log({"val/generations": texts}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class _MLflow:
+    name = "mlflow"
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.set_experiment(settings.project)
+        mlflow.start_run(run_name=settings.experiment)
+        mlflow.log_params({key: str(value)[:500] for key, value in _flat(settings.config).items()})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        self._mlflow.log_text(_as_text(rows), f"val_generations/step_{step:06d}.txt")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _texts(row: RolloutRow) -> list[str]:
+    return [
+        harmless(text, max_characters=20_000)
+        for text in (row.prompt_id, row.prompt, row.response, str(row.ground_truth))
+    ]
+
+
+def _as_text(rows: Sequence[RolloutRow]) -> str:
+    blocks = []
+    for row in rows:
+        prompt_id, prompt, response, truth = _texts(row)
+        blocks.append(
+            f"{prompt_id}\nprompt: {prompt}\nanswer: {response}\ntruth: {truth}\nreward: {number(row.reward)}\n"
+        )
+    return "\n".join(blocks)
+
+
+def _as_code(text: str) -> str:
+    """Return text that a Markdown viewer shows letter by letter: nothing a model wrote becomes a link or an image."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat

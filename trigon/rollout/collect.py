@@ -1,0 +1,57 @@
+"""Turns prompts into scored groups: the sampling half of a training step, and all of a validation.
+
+Knows the rollout protocol and the reward pool; no trainer, and no engine in particular. Answers are scored when all are
+there. An engine that handed over each completion as it ends would let scoring start sooner, behind this same signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.protocol import RolloutEngine
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams
+
+
+def collect(
+    prompts: Sequence[Prompt],
+    rollout: RolloutEngine,
+    rewards: RewardPool,
+    sampling: SamplingParams,
+    *,
+    step: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[RolloutGroup]:
+    """Sample sampling.n completions for each prompt, score them, and return one group for each prompt, in order.
+
+    The engine must be awake. on_progress hears the number of newly sampled completions.
+    Raises: EngineError, RewardError as engine and pool do.
+    """
+    completions = rollout.generate(prompts, sampling, step=step, on_progress=on_progress)
+    scores = iter(
+        rewards.score(
+            [
+                _request(prompt, completion)
+                for prompt, row in zip(prompts, completions, strict=True)
+                for completion in row
+            ]
+        )
+    )
+    return [
+        RolloutGroup(
+            prompt=prompt, rollouts=tuple(Rollout(completion=completion, score=next(scores)) for completion in row)
+        )
+        for prompt, row in zip(prompts, completions, strict=True)
+    ]
+
+
+def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
+    return RewardRequest(
+        response=completion.text,
+        response_length=len(completion.token_ids),
+        ground_truth=prompt.answer,
+        prompt=prompt.text,
+        finish_reason=completion.finish_reason,
+        row=prompt.row,
+    )

@@ -1,0 +1,86 @@
+"""A rollout engine without a model: a function of yours says every answer. For tests of the loop, and for dry runs.
+
+Keeps the contract of RolloutEngine exactly, errors included, so that what runs on it runs on the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from trigon.errors import EngineError
+from trigon.rollout.seeds import sample_seed
+from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
+
+Answer = Callable[[Prompt, int, int], str]
+"""(prompt, policy_version, seed of the sample) -> the text of its completion."""
+
+
+class FakeEngine:
+    """Says what `answer` says, cut at max_tokens, one log-probability for all tokens. Satisfies RolloutEngine."""
+
+    def __init__(self, *, tokenizer: Any, stop_token_id: int, answer: Answer, token_logprob: float = -1.0) -> None:
+        """Args: stop_token_id: ends every answer that is not cut. token_logprob: of each sampled token, at most 0."""
+        self._tokenizer = tokenizer
+        self._stop_token_id = stop_token_id
+        self._answer = answer
+        self._token_logprob = token_logprob
+        self._version: int | None = None
+        self._awake = False
+
+    def awake(self, weights: NamedTensors, *, version: int) -> AbstractContextManager[None]:
+        """See RolloutEngine. The weights are read to their end, as a real engine would, and forgotten."""
+        return self._awake_context(weights, version)
+
+    @contextmanager
+    def _awake_context(self, weights: NamedTensors, version: int) -> Iterator[None]:
+        if version != self._version:
+            for _ in weights:
+                pass
+            self._version = version
+        self._awake = True
+        try:
+            yield
+        finally:
+            self._awake = False
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine."""
+        if not self._awake or self._version is None:
+            raise EngineError(
+                "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
+            )
+        completions: list[list[Completion]] = []
+        for prompt in prompts:
+            seeds = [
+                sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample)
+                for sample in range(sampling.n)
+            ]
+            completions.append([self._complete(self._answer(prompt, self._version, seed), sampling) for seed in seeds])
+            if on_progress is not None:
+                on_progress(sampling.n)
+        return completions
+
+    def _complete(self, text: str, sampling: SamplingParams) -> Completion:
+        token_ids = (*self._tokenizer.encode(text, add_special_tokens=False), self._stop_token_id)
+        kept = token_ids[: sampling.max_tokens]
+        assert self._version is not None
+        return Completion(
+            token_ids=kept,
+            sampling_logprobs=(self._token_logprob if sampling.temperature > 0 else 0.0,) * len(kept),
+            finish_reason="stop" if len(kept) == len(token_ids) else "length",
+            text=self._tokenizer.decode(kept, skip_special_tokens=True),
+            policy_version=self._version,
+        )
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._version, self._awake = None, False

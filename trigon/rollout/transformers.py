@@ -1,0 +1,224 @@
+"""Plain transformers as a rollout engine: the fallback where vLLM is not installed. Right first, fast never.
+
+Knows how one token is drawn from logits. One prompt at a time is read, once, and its completions are sampled together, so
+nothing is padded and no sample depends, not even in its last bit, on other prompts. Refuses to know trainers and rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trigon.errors import EngineError, ModelError
+from trigon.models.load import Processors, load_model
+from trigon.models.policy import Policy
+from trigon.models.positions import completion_positions, prompt_positions
+from trigon.rollout.seeds import sample_seed
+from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
+
+
+class TransformersEngine:
+    """Samples with a Hugging Face model of its own. Satisfies RolloutEngine."""
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        processors: Processors,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_model_len: int,
+        trust_remote_code: bool,
+        override_config: Mapping[str, Any],
+        skip_special_tokens: bool,
+    ) -> None:
+        """Load the model. Args: max_model_len: prompt and response together, in tokens."""
+        self._processors = processors
+        self._device = torch.device(device)
+        self._max_model_len = max_model_len
+        self._skip_special_tokens = skip_special_tokens
+        self._model = load_model(
+            model_path, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code, override_config=override_config
+        )
+        self._model.requires_grad_(False)
+        # Group attention scores whole rows; sampling needs a cache of keys and values, with ordinary causal attention.
+        processors.family.language_model(self._model).set_attn_implementation("sdpa")
+        self._version: int | None = None
+        self._awake = False
+
+    def awake(self, weights: NamedTensors, *, version: int) -> AbstractContextManager[None]:
+        """See RolloutEngine.
+
+        Raises: EngineError, with the old weights still in place, if a tensor is missing, left over or misshapen.
+        """
+        return self._awake_context(weights, version)
+
+    @contextmanager
+    def _awake_context(self, weights: NamedTensors, version: int) -> Iterator[None]:
+        self._model.to(self._device)
+        if version != self._version:
+            self._version = None
+            holder = Policy(self._model, self._processors.family, temperature=1.0, banned_token_ids=())
+            try:
+                holder.load_named_weights(dict(weights))
+            except ModelError as error:
+                raise EngineError(
+                    f"The rollout engine could not take the weights of step {version}. {error}"
+                ) from error
+            self._version = version
+        was_awake, self._awake = self._awake, True
+        try:
+            yield
+        finally:
+            self._awake = was_awake
+            if not was_awake:
+                self._model.to("cpu")
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine.
+
+        Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len.
+        """
+        if not self._awake:
+            raise EngineError(
+                "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
+            )
+        for prompt in prompts:
+            needed = len(prompt.token_ids) + sampling.max_tokens
+            if needed > self._max_model_len:
+                raise EngineError(
+                    f"{prompt.prompt_id}: its {len(prompt.token_ids)} tokens and a response of up to "
+                    f"{sampling.max_tokens} need {needed} tokens, but worker.rollout.max_model_len is "
+                    f"{self._max_model_len}. Raise it, or shorten either."
+                )
+        completions: list[list[Completion]] = []
+        for prompt in prompts:
+            completions.append(self._complete(prompt, sampling, step=step))
+            if on_progress is not None:
+                on_progress(sampling.n)
+        return completions
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._awake = False
+        del self._model
+
+    def _complete(self, prompt: Prompt, sampling: SamplingParams, *, step: int) -> list[Completion]:
+        from transformers import DynamicCache
+
+        family, hf_config, n = self._processors.family, self._processors.hf_config, sampling.n
+        draws = torch.stack(
+            [
+                _uniforms(
+                    sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
+                    sampling.max_tokens,
+                )
+                for sample in range(n)
+            ]
+        ).to(self._device)
+        stop = torch.tensor(
+            () if sampling.ignore_eos else self._processors.stop_token_ids, dtype=torch.int64, device=self._device
+        )
+        ids = torch.tensor(prompt.token_ids)
+        positions = prompt_positions(ids, None if prompt.vision is None else prompt.vision.grid_thw, family, hf_config)
+        later = completion_positions(positions, sampling.max_tokens)
+
+        cache = DynamicCache()
+        logits = self._forward(ids[None], positions, cache, prompt)[:, -1].expand(n, -1)
+        cache.batch_repeat_interleave(n)
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        running = torch.ones(n, dtype=torch.bool, device=self._device)
+        for index in range(sampling.max_tokens):
+            token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
+            tokens.append(token)
+            logprobs.append(logprob)
+            running &= ~torch.isin(token, stop)
+            if index + 1 == sampling.max_tokens or not running.any():
+                break
+            logits = self._forward(token[:, None], later[:, index : index + 1], cache, None)[:, -1]
+        return [
+            self._completion(ids, row_logprobs, set(stop.tolist()))
+            for ids, row_logprobs in zip(
+                torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True
+            )
+        ]
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: Any, prompt: Prompt | None) -> Tensor:
+        """Return the last logits, [B, 1, V].
+
+        Args: ids: [B, T]; positions: [A, T], the same in each row; prompt: whose images to look at.
+        """
+        images: dict[str, Tensor] = {}
+        if prompt is not None and prompt.vision is not None:
+            images["pixel_values"] = prompt.vision.pixel_values.to(self._device, self._model.dtype)
+            images["image_grid_thw"] = prompt.vision.grid_thw.to(self._device)
+        rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
+        output = self._model(
+            input_ids=ids.to(self._device),
+            position_ids=rows if self._processors.family.rope == "mrope" else rows[0],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **images,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def _completion(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+        """Cut a row of samples behind its first stop token."""
+        end = next((index + 1 for index, token in enumerate(token_ids) if token in stop), None)
+        assert self._version is not None
+        return Completion(
+            token_ids=tuple(token_ids[:end]),
+            sampling_logprobs=tuple(logprobs[:end]),
+            finish_reason="length" if end is None else "stop",
+            text=self._processors.tokenizer.decode(token_ids[:end], skip_special_tokens=self._skip_special_tokens),
+            policy_version=self._version,
+        )
+
+
+def draw(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams, *, banned_token_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Draw one token from each row: the same uniform number, the same token.
+
+    Bans first, then temperature, then top-k, then top-p of what is left, as vLLM does. Ties with the k-th are kept.
+    Args: logits: [B, V] of any dtype. uniforms: [B] float64 in [0, 1).
+    Returns: tokens [B] int64 and their log-probabilities [B] float32, 0 for greedy decoding.
+    """
+    logits = logits.float()
+    if banned_token_ids:
+        logits = logits.index_fill(1, torch.tensor(banned_token_ids, device=logits.device), -torch.inf)
+    if sampling.temperature == 0:
+        tokens = logits.argmax(1)
+        return tokens, torch.zeros_like(tokens, dtype=torch.float32)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k, 1).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(1, descending=True)
+        probability = ordered.softmax(1)
+        before = probability.cumsum(1) - probability  # the first token has none before it, and always stays
+        logits = logits.scatter(1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
+    cumulated = logits.double().softmax(1).cumsum(1)
+    # Divided by itself the end is exactly 1, above any uniform; and a token without probability does not raise the sum.
+    tokens = torch.searchsorted(cumulated / cumulated[:, -1:], uniforms[:, None].contiguous(), right=True)
+    return tokens[:, 0], logits.log_softmax(1).gather(1, tokens)[:, 0]
+
+
+def _uniforms(seed: int, count: int) -> Tensor:
+    """Return [count] float64 in [0, 1), a function of the seed alone."""
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,10 @@
+"""EasyR1's door: `python3 -m trigon.trainer.main config=examples/config.yaml key=value ...` is `trigon train ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from trigon.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

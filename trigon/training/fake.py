@@ -1,0 +1,54 @@
+"""A train engine without a network:
+
+it counts. For tests of the loop, and for trying a dataset and a reward function in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trigon.metrics import Mean, Metrics
+from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+
+FAKE_LOGPROB = -1.0
+"""What this engine says of every token; rollout/fake.py says the same, so that the two agree."""
+
+
+class FakeTrainEngine:
+    """Satisfies TrainEngine. Its one weight, "updates", is the number of updates it was asked for."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine."""
+        return [
+            [torch.full((len(rollout.completion.token_ids),), FAKE_LOGPROB) for rollout in group.rollouts]
+            for group in groups
+        ]
+
+    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+        """See TrainEngine. Reports the mean advantage, so that a test can see what arrived."""
+        self.updates += 1
+        advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
+        return {"actor/pg_loss": Mean(-float(advantages.mean()))}
+
+    def weights(self) -> NamedTensors:
+        """See TrainEngine."""
+        yield "updates", torch.tensor([float(self.updates)])
+
+    def save_state(self, folder: Path, *, model_only: bool) -> None:
+        """See TrainEngine."""
+        (folder / "state.json").write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
+
+    def load_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        self.updates = json.loads((folder / "state.json").read_text(encoding="utf-8"))["updates"]
+
+    def close(self) -> None:
+        """See TrainEngine."""

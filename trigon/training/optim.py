@@ -1,0 +1,122 @@
+"""The optimizer and its learning-rate schedule. Knows parameters; refuses to know models, ranks and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Strategy = Literal["adamw", "adamw_bf16"]
+ScheduleShape = Literal["constant", "cosine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate of each optimizer update, as a pure function of its number, so that resuming needs no state.
+
+    peak: the learning rate after warm-up. warmup_updates: the k-th update of the warm-up (from 1) uses peak * k /
+    warmup_updates, so that the first update is never wasted at 0. min_ratio: floor of the cosine, as a fraction of
+    peak.
+    """
+
+    peak: float
+    shape: ScheduleShape
+    warmup_updates: int
+    total_updates: int
+    min_ratio: float
+
+    def learning_rate(self, update: int) -> float:
+        """Return the learning rate of the given update, counted from 1."""
+        if update <= self.warmup_updates:
+            return self.peak * update / self.warmup_updates
+        match self.shape:
+            case "constant":
+                return self.peak
+            case "cosine":
+                span = max(self.total_updates - self.warmup_updates, 1)
+                progress = min((update - self.warmup_updates) / span, 1.0)
+                floor = self.peak * self.min_ratio
+                return floor + (self.peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+            case _:
+                assert_never(self.shape)
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    strategy: Strategy,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> Optimizer:
+    """Return AdamW over the parameters that require a gradient. Matrices decay; vectors (norms, biases) do not."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    match strategy:
+        case "adamw":
+            # torch's own choice is right on CUDA; on the CPU it would take the plain loop, and fused is far faster.
+            on_cpu = all(parameter.device.type == "cpu" for parameter in trainable)
+            return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=on_cpu or None)
+        case "adamw_bf16":
+            return AdamWBf16(groups, learning_rate=learning_rate, betas=betas)
+        case _:
+            assert_never(strategy)
+
+
+class AdamWBf16(Optimizer):
+    """AdamW for bfloat16 parameters, without float32 master weights.
+
+    What an update loses to rounding is remembered beside each parameter and added to the next one (Kahan summation).
+    The second moment stays
+    in float32: with beta2 = 0.999 its increments lie below bfloat16's resolution and would be lost.
+    Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2 (compensation) bytes a parameter, besides the
+    gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        epsilon: float = 1e-8,
+    ) -> None:
+        super().__init__(list(params), {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make one update of every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["compensation"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        gradient = gradient.float()
+        mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = mean.div_(1 - beta1**step).div_(scale).add_(parameter.float(), alpha=group["weight_decay"])
+        wanted = state["compensation"].float().sub(update, alpha=group["lr"])
+        before = parameter.to(torch.float32, copy=True)
+        parameter.copy_(before + wanted)
+        state["compensation"].copy_(wanted - (parameter.float() - before))
