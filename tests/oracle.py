@@ -1,7 +1,7 @@
-"""The padded Hugging Face forward: every completion on its own, behind its own copy of the prompt and its images.
+"""The padded Hugging Face forward, which the packed forward must equal, and prompts to hold against each other.
 
-What the packed forward must equal. Uses nothing of ours but the types: transformers lays out positions, masks, images
-and logits, and autograd goes through all of it.
+The forward runs every completion on its own, behind its own copy of the prompt and its images. It uses nothing of
+ours but the types: transformers lays out positions, masks, images and logits, and autograd goes through all of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trigon.models.load import Processors
 from trigon.torchvision_stub import declare_operators
-from trigon.types import Prompt
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Vision
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype):
@@ -61,13 +62,75 @@ def padded_logprobs(
         **images,
     ).logits
     logits = logits / temperature
-    logits = logits.masked_fill(torch.isin(torch.arange(logits.shape[-1]), torch.tensor(list(banned_token_ids))), -1e30)
+    if banned_token_ids:
+        logits[..., list(banned_token_ids)] = -1e30
     table = logits.log_softmax(-1)
-    rows = [
-        (
-            table[row, range(len(completion)), list(completion)],
-            -(table[row] * table[row].exp()).sum(-1)[: len(completion)],
+    logprobs, entropy = [], []
+    for row, completion in enumerate(completions):
+        logprobs.append(table[row, range(len(completion)), list(completion)])
+        entropy.append(-(table[row] * table[row].exp()).sum(-1)[: len(completion)])
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, seed: int) -> Prompt:
+    """Return a prompt of random words with one random image of (height, width) patches for each grid, text in between."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = random_words(6, generator)
+    vision = None
+    if grids:
+        family, config = processors.family, processors.hf_config
+        for height, width in grids:
+            tokens = height * width // family.spatial_merge(config) ** 2
+            image = [
+                config.vision_start_token_id,
+                *[family.image_token_id(config)] * tokens,
+                config.vision_end_token_id,
+            ]
+            token_ids += image + random_words(3, generator)
+        patch = processors.hf_config.vision_config.patch_size
+        vision = Vision(
+            pixel_values=torch.randn(sum(h * w for h, w in grids), 3 * 2 * patch * patch, generator=generator),
+            grid_thw=torch.tensor([(1, height, width) for height, width in grids]),
+            hashes=tuple(f"{seed}/{index}" for index in range(len(grids))),
         )
-        for row, completion in enumerate(completions)
-    ]
-    return torch.cat([logprobs for logprobs, _ in rows]), torch.cat([entropy for _, entropy in rows])
+    return Prompt(
+        prompt_id=f"test:{seed}",
+        token_ids=tuple(token_ids),
+        vision=vision,
+        text="",
+        answer=None,
+        row={},
+        image_refs=tuple("" for _ in grids),
+    )
+
+
+def make_group(prompt: Prompt, lengths: Sequence[int], *, seed: int) -> RolloutGroup:
+    """Return a prompt with a random completion of each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return group_of(prompt, [tuple(random_words(length, generator)) for length in lengths])
+
+
+def group_of(prompt: Prompt, completions: Sequence[tuple[int, ...]]) -> RolloutGroup:
+    """Return a prompt with these completions."""
+    score = Score(overall=0.0, parts={}, outcome="ok", error="")
+    return RolloutGroup(
+        prompt=prompt,
+        rollouts=tuple(
+            Rollout(
+                completion=Completion(
+                    token_ids=token_ids,
+                    sampling_logprobs=(0.0,) * len(token_ids),
+                    finish_reason="stop",
+                    text="",
+                    policy_version=0,
+                ),
+                score=score,
+            )
+            for token_ids in completions
+        ),
+    )
+
+
+def random_words(count: int, generator: torch.Generator) -> list[int]:
+    """Return ordinary tokens: below every tiny vocabulary's special ones."""
+    return torch.randint(0, 900, (count,), generator=generator).tolist()

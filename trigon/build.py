@@ -1,42 +1,50 @@
 """From a configuration to a run: the one place that knows every room, and the order in which they are opened.
 
-What can fail cheaply fails first: the reward function, the run folder and the data before the models, the models before the engine.
+What fails cheaply fails first: reward function, run folder and data before the models, the models before the engine.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from trigon.algorithms.kl import AdaptiveKl
-from trigon.checkpoint.store import Checkpoint, CheckpointStore
+from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.load import dump_config
 from trigon.config.options import read_text_option
-from trigon.config.plan import Plan, make_plan
-from trigon.config.schema import Config, DataConfig, RolloutConfig
-from trigon.data.dataset import PromptSet, PromptStream, open_prompts
+from trigon.config.plan import Plan, context_length, make_plan
+from trigon.config.schema import Config
+from trigon.data.dataset import PromptSet, open_prompts
+from trigon.data.packing import Positions
 from trigon.data.prompts import PromptBuilder
+from trigon.data.stream import PromptStream
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
-from trigon.loop import Rhythm, Run
+from trigon.loop import Rhythm, Run, train
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
 from trigon.parity import ParityCheck
+from trigon.report.console import Console
 from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
+from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.local import LocalScorer, LocalTrainEngine
 from trigon.training.optim import Schedule
-from trigon.training.protocol import TrainEngine
-from trigon.training.step import LossTerms, Positions
+from trigon.training.protocol import LogprobEngine
+from trigon.training.step import LossTerms
 from trigon.types import Prompt, SamplingParams
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,10 +54,394 @@ ROUNDED_PARITY_TOLERANCE = 0.1
 """The same where either computes in 16 bits; healthy runs lie near 0.01."""
 
 
+def run_training(
+    config: Config,
+    *,
+    warnings: Sequence[str],
+    trackers: TrackerEnvironment,
+    should_stop: Callable[[], bool],
+    export_to: Path | None,
+) -> None:
+    """Train as configured, from the beginning or from where the last run stopped, and report the end.
+
+    should_stop: asked after each step; True saves and ends the run. export_to: where to write the last checkpoint as a
+    Hugging Face model; None: nowhere.
+    Raises: TrigonError, before the slow parts are built where that is possible.
+    """
+    check_sinks(config.trainer.logger)
+    device = choose_device(config)
+    with ExitStack() as stack:
+        rewards = open_rewards(config)
+        stack.callback(rewards.close)
+        folder = stack.enter_context(RunFolder(run_folder(config)))
+        console = open_console(config)
+        for warning in warnings:
+            console.warn(warning)
+        store = CheckpointStore(folder.path, keep=config.trainer.save_limit, warn=console.warn)
+        checkpoint = choose_checkpoint(config, store)
+        processors = open_processors(config)
+        rewards.ready()
+        sinks = open_sinks(config.trainer.logger, tracker_settings(config, trackers, folder.path))
+        report = stack.enter_context(Reporter(folder, console, sinks))
+
+        builder = open_builder(config, processors)
+        val_prompts = look_at(config, config.data.val_files, builder, report) if config.data.val_files else None
+        train_prompts = look_at(config, config.data.train_files, builder, report)
+        plan = make_plan(config, num_train_prompts=len(train_prompts))
+        prompts = open_stream(config, train_prompts)
+        stack.callback(prompts.close)
+        with report.phase("load model"):
+            trainer = open_trainer(config, processors, plan, device)
+            stack.callback(trainer.close)
+            reference = open_reference(config, processors, plan, device)
+        with report.phase("start rollout engine"):
+            rollout = open_rollout(config, processors, device)
+            stack.callback(rollout.close)
+
+        report.ledger(ledger(config, plan, val_prompts, trainer, reference, device))
+        if checkpoint is not None:
+            console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+        folder.write_config(dump_config(config))
+        progress = train(
+            Run(
+                plan=plan,
+                rhythm=rhythm(config, can_validate=val_prompts is not None),
+                sampling=sampling_params(config),
+                prompts=prompts,
+                rollout=rollout,
+                rewards=rewards,
+                trainer=trainer,
+                reference=reference,
+                kl_in_reward=config.algorithm.kl_penalty if kl_is_in_reward(config) else None,
+                kl=initial_kl(config),
+                needs_old=plan.updates_per_step > 1 or kl_is_in_reward(config),
+                evaluator=open_evaluator(config, val_prompts, report),
+                parity=ParityCheck(parity_tolerance(config)),
+                store=store,
+                save_state=partial(save_state, trainer, model_folder(model_path(config)), config),
+                report=report,
+                should_stop=should_stop,
+            ),
+            checkpoint,
+        )
+        exported = None
+        if export_to is not None and progress.step > 0:
+            exported = export_checkpoint(folder.path / f"global_step_{progress.step}", export_to, dtype=None)
+        report.summary(exported=exported, next_steps=next_steps(config, folder.path, exported, progress.step))
+
+
 def run_folder(config: Config) -> Path:
     """Return the folder of a run: its checkpoints, metrics and rollouts."""
     trainer = config.trainer
     return Path(trainer.save_checkpoint_path or Path("checkpoints") / trainer.project_name / trainer.experiment_name)
+
+
+def model_path(config: Config) -> str:
+    """Return the model to start from; config/checks.py has refused a configuration without one."""
+    path = config.worker.actor.model.model_path
+    assert path is not None
+    return path
+
+
+def choose_device(config: Config) -> torch.device:
+    """Return the device to train on. On the CPU, kernels are made deterministic: same seed, same numbers."""
+    wanted = config.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device is cuda, but torch sees no GPU here; set trainer.device=cpu, or install CUDA torch"
+        )
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # Nothing here reads memory before writing it, and filling it costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return device
+
+
+def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | None:
+    """Return the checkpoint to go on from: the one that is named, or else the last of the run's folder, if wanted."""
+    trainer = config.trainer
+    if trainer.load_checkpoint_path is not None:
+        return open_checkpoint(Path(trainer.load_checkpoint_path), resumable=True)
+    return store.latest() if trainer.find_last_checkpoint else None
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+
+def open_processors(config: Config) -> Processors:
+    """Load tokenizer and image processor."""
+    model, data = config.worker.actor.model, config.data
+    return load_processors(
+        model_path(config),
+        tokenizer_path=model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=read_text_option(data.override_chat_template),
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+    )
+
+
+def open_builder(config: Config, processors: Processors) -> PromptBuilder:
+    """Return what turns rows into prompts."""
+    data = config.data
+    return PromptBuilder(
+        processors,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        image_key=data.image_key,
+        image_dir=None if data.image_dir is None else Path(data.image_dir),
+        format_prompt=data.format_prompt,
+        system_prompt=data.system_prompt,
+        max_prompt_length=data.max_prompt_length,
+        max_image_pixels=data.max_image_pixels,
+        limit_images=config.worker.rollout.limit_images,
+    )
+
+
+def data_workers(config: Config) -> int:
+    """Return how many threads build prompts: as configured, but no more than there are cores."""
+    return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
+
+
+def look_at(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
+    """Open a dataset, look at every row of it, and say what was set aside."""
+    data = config.data
+    with report.phase(f"look at {spec}") as advance:
+        done = 0
+
+        def on_progress(rows_done: int, rows: int) -> None:
+            nonlocal done
+            advance(rows_done - done)
+            done = rows_done
+
+        prompts = open_prompts(
+            spec,
+            builder,
+            filter_overlong_prompts=data.filter_overlong_prompts,
+            max_bad_row_fraction=data.max_bad_row_fraction,
+            num_workers=data_workers(config),
+            on_progress=on_progress,
+        )
+    for reason, count in prompts.report.items():
+        report.warn(f"{spec}: {count} of {prompts.num_rows} rows set aside ({reason}): {prompts.examples[reason][0]}")
+    return prompts
+
+
+def open_stream(config: Config, prompts: PromptSet) -> PromptStream:
+    """Return the order in which training draws prompts."""
+    data = config.data
+    return PromptStream(
+        prompts,
+        batch_size=data.rollout_batch_size,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        prefetch=True,
+        num_workers=data_workers(config),
+    )
+
+
+def open_evaluator(config: Config, prompts: PromptSet | None, report: Reporter) -> Evaluator | None:
+    """Return what validates, or None where there are no validation prompts."""
+    if prompts is None:
+        return None
+    at_a_time = config.data.val_batch_size
+    return Evaluator(
+        prompts,
+        validation_sampling_params(config),
+        prompts_per_call=at_a_time if at_a_time > 0 else len(prompts),
+        num_workers=data_workers(config),
+        warn=report.warn,
+    )
+
+
+# -- engines ------------------------------------------------------------------------------------------------------
+
+
+def open_rewards(config: Config) -> RewardPool:
+    """Start the grader processes."""
+    reward = config.worker.reward
+    assert reward.reward_function is not None
+    return RewardPool(
+        reward.reward_function,
+        kwargs=reward.reward_function_kwargs,
+        num_workers=reward.num_cpus,
+        timeout_seconds=reward.timeout_seconds,
+        max_failed_fraction=reward.max_failed_fraction,
+    )
+
+
+def open_policy(config: Config, processors: Processors, dtype: torch.dtype, device: torch.device | str) -> Policy:
+    """Load the model's weights and make them a policy."""
+    model = config.worker.actor.model
+    return Policy(
+        load_model(
+            model_path(config),
+            dtype=dtype,
+            device=device,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        ),
+        processors.family,
+        temperature=config.worker.rollout.temperature,
+        banned_token_ids=processors.banned_token_ids,
+    )
+
+
+def open_trainer(config: Config, processors: Processors, plan: Plan, device: torch.device) -> LocalTrainEngine:
+    """Load the policy and make its optimizer."""
+    actor = config.worker.actor
+    policy = open_policy(config, processors, DTYPES[actor.fsdp.torch_dtype or "fp32"], device)
+    if actor.model.freeze_vision_tower:
+        policy.freeze_vision_tower()
+    if actor.model.enable_gradient_checkpointing:
+        policy.enable_gradient_checkpointing()
+    return LocalTrainEngine(
+        policy,
+        terms=loss_terms(config),
+        strategy=actor.optim.strategy,
+        schedule=Schedule(
+            peak=actor.optim.lr,
+            shape=actor.optim.lr_scheduler_type,
+            warmup_updates=plan.warmup_updates,
+            total_updates=plan.total_updates,
+            min_ratio=actor.optim.min_lr_ratio or 0.0,
+        ),
+        betas=actor.optim.betas,
+        weight_decay=actor.optim.weight_decay,
+        max_grad_norm=actor.max_grad_norm,
+        positions=positions_of(processors),
+        update_max_tokens=plan.tokens_per_update_pass,
+        score_max_tokens=plan.tokens_per_experience_pass,
+        device=device,
+        compute_dtype=DTYPES[actor.fsdp.mp_param_dtype],
+        offload_params=actor.offload.offload_params and device.type != "cpu",
+        offload_optimizer=actor.offload.offload_optimizer and device.type != "cpu",
+    )
+
+
+def open_reference(config: Config, processors: Processors, plan: Plan, device: torch.device) -> LogprobEngine | None:
+    """Load the reference policy, or nothing where no term needs it."""
+    if not needs_reference(config):
+        return None
+    ref = config.worker.ref
+    dtype = DTYPES[ref.fsdp.torch_dtype or "bf16"]
+    offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and device.type != "cpu"
+    return LocalScorer(
+        open_policy(config, processors, dtype, "cpu" if offload else device),
+        positions=positions_of(processors),
+        max_tokens=plan.tokens_per_experience_pass,
+        device=device,
+        compute_dtype=dtype,
+        offload_params=offload,
+    )
+
+
+def open_rollout(config: Config, processors: Processors, device: torch.device) -> RolloutEngine:
+    """Start the engine that samples."""
+    rollout, model = config.worker.rollout, config.worker.actor.model
+    match rollout.name:
+        case "vllm":
+            if importlib.util.find_spec("vllm") is None:
+                raise ConfigError(
+                    "worker.rollout.name is vllm, which is not installed: run pip install 'trigon[gpu]' ('trigon[cpu]' "
+                    "without a GPU), or set worker.rollout.name=transformers, which is slow"
+                )
+            from trigon.rollout.vllm import VllmEngine
+
+            return VllmEngine(
+                model_path=str(model_folder(model_path(config))),
+                processors=processors,
+                device="cuda" if device.type == "cuda" else "cpu",
+                dtype=DTYPES[rollout.dtype],
+                max_model_len=context_length(config),
+                max_num_batched_tokens=rollout.max_num_batched_tokens,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                enforce_eager=rollout.enforce_eager,
+                enable_chunked_prefill=rollout.enable_chunked_prefill,
+                enable_prefix_caching=rollout.enable_prefix_caching,
+                limit_images=rollout.limit_images,
+                seed=rollout.seed,
+                trust_remote_code=model.trust_remote_code,
+                override_config=model.override_config,
+                skip_special_tokens=config.worker.reward.skip_special_tokens,
+                disable_log_stats=rollout.disable_log_stats,
+            )
+        case "transformers":
+            from trigon.rollout.transformers import TransformersEngine
+
+            return TransformersEngine(
+                model_path=model_path(config),
+                processors=processors,
+                device=device,
+                dtype=DTYPES[rollout.dtype],
+                max_model_len=context_length(config),
+                trust_remote_code=model.trust_remote_code,
+                override_config=model.override_config,
+                skip_special_tokens=config.worker.reward.skip_special_tokens,
+            )
+        case _:
+            assert_never(rollout.name)
+
+
+def positions_of(processors: Processors) -> Positions:
+    """Return the function that gives the rotary positions of a prompt."""
+
+    def positions(prompt: Prompt) -> Tensor:
+        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
+        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
+
+    return positions
+
+
+def save_state(trainer: LocalTrainEngine, source: Path, config: Config, folder: Path) -> None:
+    """Write what a checkpoint needs of the engines, and what makes its weights a whole model: config and processors."""
+    trainer.save_state(folder, model_only=config.trainer.save_model_only)
+    copy_side_files(source, folder / "huggingface")
+
+
+# -- algorithm ----------------------------------------------------------------------------------------------------
+
+
+def needs_reference(config: Config) -> bool:
+    """Tell whether any term needs a reference policy: a KL with a coefficient of 0 is none."""
+    return not config.algorithm.disable_kl and config.algorithm.kl_coef > 0
+
+
+def kl_is_in_reward(config: Config) -> bool:
+    """Tell whether the KL is taken from the reward, rather than added to the loss."""
+    return needs_reference(config) and not config.algorithm.use_kl_loss
+
+
+def loss_terms(config: Config) -> LossTerms:
+    """Return which loss an update minimises."""
+    actor, algorithm = config.worker.actor, config.algorithm
+    assert actor.loss_type == "default", "the clipped loss is the only one"
+    assert algorithm.adv_estimator == "grpo", "group-relative advantages are the only ones"
+    return LossTerms(
+        clip_low=actor.clip_ratio_low,
+        clip_high=actor.clip_ratio_high,
+        clip_dual=actor.clip_ratio_dual,
+        averaging=actor.loss_avg_mode,
+        kl_estimator=algorithm.kl_penalty if needs_reference(config) and algorithm.use_kl_loss else None,
+        kl_coefficient=algorithm.kl_coef,
+    )
+
+
+def initial_kl(config: Config) -> AdaptiveKl:
+    """Return the coefficient of a KL in the reward, fixed or adaptive."""
+    algorithm = config.algorithm
+    horizon = algorithm.kl_horizon if algorithm.kl_type == "adaptive" else 0.0
+    return AdaptiveKl(coefficient=algorithm.kl_coef, target=algorithm.kl_target, horizon=horizon)
+
+
+def parity_tolerance(config: Config) -> float:
+    """Return how far rollout engine and trainer may differ before the run stops."""
+    rollout, fsdp = config.worker.rollout, config.worker.actor.fsdp
+    if rollout.parity_tolerance is not None:
+        return rollout.parity_tolerance
+    exact = rollout.dtype == fsdp.mp_param_dtype == "fp32"
+    return EXACT_PARITY_TOLERANCE if exact else ROUNDED_PARITY_TOLERANCE
 
 
 def sampling_params(config: Config) -> SamplingParams:
@@ -81,94 +473,96 @@ def validation_sampling_params(config: Config) -> SamplingParams:
     )
 
 
-def choose_device(config: Config) -> torch.device:
-    """Return the device to train on. On the CPU, kernels are made deterministic: same seed, same numbers."""
-    wanted = config.trainer.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.device=cuda, but torch sees no GPU here; set trainer.device=cpu, or install CUDA torch"
-        )
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
-    return device
+def rhythm(config: Config, *, can_validate: bool) -> Rhythm:
+    """Return when to validate, save and show answers."""
+    trainer = config.trainer
+    return Rhythm(
+        validate_first=trainer.val_before_train and can_validate,
+        validate_only=trainer.val_only,
+        validate_every=max(trainer.val_freq, 0) if can_validate else 0,
+        validate_last=can_validate,
+        save_every=max(trainer.save_freq, 0),
+        generations_shown=trainer.val_generations_to_log,
+    )
 
 
-def run_training(
+# -- report -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerEnvironment:
+    """What the environment says about trackers; see TrackerSettings."""
+
+    tensorboard_dir: Path | None
+    swanlab_dir: Path | None
+    swanlab_mode: str | None
+    swanlab_api_key: str | None
+
+
+def tracker_settings(config: Config, environment: TrackerEnvironment, folder: Path) -> TrackerSettings:
+    """Return what trackers are told."""
+    return TrackerSettings(
+        project=config.trainer.project_name,
+        experiment=config.trainer.experiment_name,
+        config=config.model_dump(),
+        folder=folder,
+        tensorboard_dir=environment.tensorboard_dir,
+        swanlab_dir=environment.swanlab_dir,
+        swanlab_mode=environment.swanlab_mode,
+        swanlab_api_key=environment.swanlab_api_key,
+    )
+
+
+def open_console(config: Config) -> Console:
+    """Return the screen."""
+    return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
+
+
+def ledger(
     config: Config,
-    *,
-    warnings: Sequence[str],
-    should_stop: Callable[[], bool],
-    export_to: Path | None,
-) -> None:
-    """Train as configured, from an empty folder or from where the last run stopped, and report the end.
+    plan: Plan,
+    val_prompts: PromptSet | None,
+    trainer: LocalTrainEngine,
+    reference: LogprobEngine | None,
+    device: torch.device,
+) -> list[tuple[str, str]]:
+    """Return what the run will do, as (what, how much):
 
-    should_stop: asked after each step; True saves and ends the run. export_to: where to write the last checkpoint as a Hugging Face
-    model; None: nowhere.
-    Raises: TrigonError, before the slow parts are built where that is possible.
+    the arithmetic that people otherwise do by hand, and get wrong.
     """
-    with ExitStack() as stack:
-        device = choose_device(config)
-        folder = stack.enter_context(RunFolder(run_folder(config)))
-        report = stack.enter_context(Reporter(folder, open_console(config), open_sinks(config, folder)))
-        for warning in warnings:
-            report.warn(warning)
-        rewards = open_rewards(config)
-        stack.callback(rewards.close)
-        store = CheckpointStore(folder.path, keep=config.trainer.save_limit, warn=report.warn)
-        checkpoint = choose_checkpoint(config, store)
+    n = config.worker.rollout.n
+    sizes = trainer.sizes()
+    gib = 1024**3
+    return [
+        ("device", str(device)),
+        (
+            "training prompts",
+            f"{plan.num_train_prompts:,}, {plan.steps_per_epoch * plan.prompts_per_step:,} of them in an epoch",
+        ),
+        ("validation prompts", f"{len(val_prompts):,}" if val_prompts is not None else "none"),
+        ("steps", f"{plan.total_steps:,} ({plan.steps_per_epoch:,} an epoch)"),
+        ("a step samples", f"{plan.prompts_per_step:,} prompts x {n} = {plan.sequences_per_step:,} answers"),
+        (
+            "a step learns",
+            f"in {plan.updates_per_step:,} updates of {plan.prompts_per_update:,} prompts x {n} = "
+            f"{plan.sequences_per_update:,} answers",
+        ),
+        ("an update runs", f"in micro-batches of at most {plan.tokens_per_update_pass:,} tokens, prompts counted once"),
+        ("a step's tokens", f"at most {plan.max_tokens_per_step:,}, prompts counted once"),
+        ("reference policy", "none" if reference is None else "yes"),
+        ("parameters", f"{sizes.parameters:,}, {sizes.trainable:,} of them trained"),
+        (
+            "memory",
+            f"weights {sizes.weight_bytes / gib:.2f} + gradients {sizes.gradient_bytes / gib:.2f} + optimizer "
+            f"{sizes.optimizer_bytes / gib:.2f} GiB, activations and rollout engine not counted",
+        ),
+    ]
 
-        processors = open_processors(config)
-        builder = open_builder(config, processors)
-        train_prompts = look_at_data(config, config.data.train_files, builder, report)
-        val_prompts = look_at_data(config, config.data.val_files, builder, report) if config.data.val_files else None
-        plan = make_plan(config, num_train_prompts=len(train_prompts))
-        prompts = PromptStream(
-            train_prompts,
-            batch_size=config.data.rollout_batch_size,
-            seed=config.data.seed,
-            shuffle=config.data.shuffle,
-            prefetch=True,
-            num_workers=data_workers(config),
-        )
-        stack.callback(prompts.close)
-        rewards.ready()
 
-        with report.phase("load_model"):
-            trainer = open_trainer(config, processors, plan, device)
-            stack.callback(trainer.close)
-            reference = open_reference(config, processors, plan, device)
-        with report.phase("load_rollout"):
-            rollout = open_rollout(config, processors, device)
-            stack.callback(rollout.close)
-        report.ledger(ledger_rows(config, plan, trainer, device))
-        folder.write_config(dump_config(config))
-        run = Run(
-            plan=plan,
-            rhythm=Rhythm(
-                validate_first=config.trainer.val_before_train and val_prompts is not None,
-                validate_only=config.trainer.val_only,
-                validate_every=max(config.trainer.val_freq, 0),
-                save_every=max(config.trainer.save_freq, 0),
-                log_generations=config.trainer.val_generations_to_log,
-            ),
-            sampling=sampling_params(config),
-            prompts=prompts,
-            rollout=rollout,
-            rewards=rewards,
-            trainer=trainer,
-            reference=reference,
-            kl_in_reward=config.algorithm.kl_penalty
-            if reference is not None and not config.algorithm.use_kl_loss
-            else None,
-            kl=initial_kl(config),
-            needs_old=plan.updates_per_step > 1 or (reference is not None and not config.algorithm.use_kl_loss),
-            evaluator=Evaluator(val_prompts, validation_sampling_params(config), config.data.val_batch_size),
-            parity=ParityCheck(parity_tolerance(config)),
-            store=store,
-            save_state=partial(save_engine, trainer, config),
-            report=report,
-            should_stop=should_stop,
-        )
-        train(run, checkpoint)
+def next_steps(config: Config, folder: Path, exported: Path | None, step: int) -> list[str]:
+    """Return what to try after a run."""
+    steps = [f"read what the model says: {folder / 'rollouts'}/*.jsonl"]
+    if exported is None and step > 0:
+        steps.append(f"export it: trigon export {folder}")
+    steps.append("go on: the same command with a larger trainer.max_steps or trainer.total_epochs resumes")
+    return steps

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trigon.data.dataset import PromptSet
-from trigon.metrics import values
+from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
-from trigon.rollout.statistics import describe_validation
-from trigon.types import Phase, RolloutGroup, SamplingParams
+from trigon.types import Phase, Prompt, RolloutGroup, SamplingParams
 
 VALIDATION_SEED_STEP = 0
 """Training steps count from 1, so that validation's seeds are its own, and the same at every validation:
@@ -21,26 +21,36 @@ differences between two validations come from the weights, not from the draw.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Validation:
-    """What came out: every group, and plain numbers under val/..., val_response_length/... and val_prompt_length/..."""
-
-    groups: Sequence[RolloutGroup]
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Evaluator:
-    """Samples and scores a whole PromptSet, prompts_per_call at a time."""
+    """Samples and scores a whole PromptSet, prompts_per_call at a time, built by num_workers threads.
+
+    warn: hears of prompts that have become unusable since the start; they are left out.
+    """
 
     prompts: PromptSet
     sampling: SamplingParams
     prompts_per_call: int
+    num_workers: int
+    warn: Callable[[str], None]
 
-    def evaluate(self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase) -> Validation:
-        """Return the validation under the weights that the engine holds; to be called inside rollout.awake()."""
+    def sample(self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase) -> list[RolloutGroup]:
+        """Return a group for each prompt under the weights that the engine holds; to be called inside awake()."""
         groups: list[RolloutGroup] = []
-        for start in range(0, len(self.prompts), self.prompts_per_call):
-            with phase("validation"):
-                batch = [self.prompts[i] for i in range(start, min(start + self.prompts_per_call, len(self.prompts)))]
-            groups += collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
-        return Validation(groups, values(describe_validation(groups)))
+        total = len(self.prompts)
+        with (
+            ThreadPoolExecutor(self.num_workers, thread_name_prefix="validation") as threads,
+            phase("validation", total=total) as advance,
+        ):
+            for start in range(0, total, self.prompts_per_call):
+                indices = range(start, min(start + self.prompts_per_call, total))
+                batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
+                groups += collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
+                advance(len(indices))
+        return groups
+
+    def _build(self, index: int) -> Prompt | None:
+        try:
+            return self.prompts[index]
+        except BadRow as problem:
+            self.warn(f"left out of this validation: {problem}")
+            return None

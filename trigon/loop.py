@@ -6,7 +6,7 @@ somebody else's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +18,15 @@ from trigon.algorithms.advantages import group_relative
 from trigon.algorithms.kl import AdaptiveKl, KlEstimator, kl_penalized_rewards, kl_per_token
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.plan import Plan
-from trigon.data.dataset import PromptStream
-from trigon.evaluate import Evaluator, Validation
-from trigon.metrics import Mean, Metric, merge, mean_of
+from trigon.data.stream import PromptStream
+from trigon.evaluate import Evaluator
+from trigon.metrics import Mean, Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
-from trigon.rollout.statistics import describe_groups
+from trigon.rollout.statistics import describe_groups, describe_validation
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.types import RolloutGroup, SamplingParams, TrainGroup, TrainSequence
 
@@ -47,15 +47,17 @@ class Rhythm:
     validate_first: bool
     validate_only: bool
     validate_every: int
+    validate_last: bool
     save_every: int
-    log_generations: int
+    generations_shown: int
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Everything a training run is made of, already built.
 
-    reference: None where no term needs a reference policy. kl_in_reward: None where the KL is in the loss, or off.
+    evaluator: None where there are no validation prompts. reference: None where no term needs a reference policy.
+    kl_in_reward: None where the KL is in the loss, or off.
     needs_old: whether the policy changes between sampling and the last update of a step, so that old log-probabilities
     must be computed before the first.
     """
@@ -71,7 +73,7 @@ class Run:
     kl_in_reward: KlEstimator | None
     kl: AdaptiveKl
     needs_old: bool
-    evaluator: Evaluator
+    evaluator: Evaluator | None
     parity: ParityCheck
     store: CheckpointStore
     save_state: SaveState
@@ -81,29 +83,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the loop itself remembers from step to step;
-
-    a checkpoint holds just this, the data position and the engines.
-    """
+    """What the loop itself remembers from step to step; a checkpoint holds this, the data position and the engines."""
 
     step: int
     kl: AdaptiveKl
-    first_validation: Mapping[str, float]
-    last_validation: Mapping[str, float]
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
-    """Run all steps that are left, and return how far it came.
-
-    Raises what the engines raise; nothing is retried here.
-    """
+    """Run all steps that are left, and return how far it came. Raises what the engines raise; nothing is retried."""
     progress = restore(run, resume_from)
+    last = run.plan.total_steps
     if progress.step == 0 and (run.rhythm.validate_first or run.rhythm.validate_only):
-        progress = validate(run, progress)
+        run.report.step(0, last, validate(run, progress))
     if run.rhythm.validate_only:
         return progress
 
-    for step in range(progress.step + 1, run.plan.total_steps + 1):
+    for step in range(progress.step + 1, last + 1):
         with run.report.phase("data"):
             prompts = run.prompts.take(run.plan.prompts_per_step)
         with run.rollout.awake(run.trainer.weights(), version=step - 1):
@@ -120,14 +115,13 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
             with run.report.phase("ref"):
                 ref = run.reference.logprobs(groups)
         rewards, graded = rewards_of(groups)  # [G, N] each
-        kl = progress.kl
         if run.kl_in_reward is not None:
-            assert old is not None
-            assert ref is not None
+            assert old is not None, "a KL in the reward needs the policy's own log-probabilities"
+            assert ref is not None, "a KL in the reward needs a reference"
             sequence_kl, mean_kl = kl_of(old, ref, run.kl_in_reward)  # [G, N], per token
-            rewards = kl_penalized_rewards(rewards, sequence_kl, kl.coefficient)
-            metrics = merge(metrics, {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)})
-            kl = kl.updated(mean_kl.value, rewards.numel())
+            rewards = kl_penalized_rewards(rewards, sequence_kl, progress.kl.coefficient)
+            metrics = merge(metrics, {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(progress.kl.coefficient)})
+            progress = replace(progress, kl=progress.kl.updated(mean_kl.value, rewards.numel()))
         advantages = group_relative(rewards, graded)  # [G, N]
         train_groups = attach(groups, advantages, graded, old=old, ref=ref)
 
@@ -136,62 +130,50 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
                 metrics = merge(metrics, run.trainer.step(minibatch))
                 advance(1)
 
-        run.report.rollouts(step, groups, split="train")
+        progress = replace(progress, step=step)
+        run.report.rollouts(step, groups, "train")
         metrics = merge(metrics, describe_groups(groups, rewards, advantages), run.prompts.metrics())
-        progress = replace(progress, step=step, kl=kl)
-        stopping = run.should_stop() or step == run.plan.total_steps
-        if is_due(step, run.rhythm.validate_every) or (step == run.plan.total_steps and run.rhythm.validate_every > 0):
-            progress = validate(run, progress)
-            metrics = merge(metrics, {key: Mean(value) for key, value in progress.last_validation.items()})
-            score = progress.last_validation["val/reward_score"]
-        else:
-            score = None
+        stopping = step == last or run.should_stop()
+        score = None
+        if is_due(step, run.rhythm.validate_every) or (step == last and run.rhythm.validate_last):
+            validation = validate(run, progress)
+            metrics, score = merge(metrics, validation), validation["val/reward_score"].value
+        num_tokens, num_response_tokens = count_tokens(groups)
+        # Before the checkpoint: a run that dies between the two repeats the step, and writes its line again.
+        run.report.step(step, last, metrics, num_tokens=num_tokens, num_response_tokens=num_response_tokens)
         if stopping or is_due(step, run.rhythm.save_every):
             with run.report.phase("save_checkpoint"):
                 run.store.save(step, write=run.save_state, progress=remembered(run, progress), score=score)
-        run.report.step(step, run.plan.total_steps, metrics)
         if stopping:
             break
     return progress
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
-    """Put every part back where the checkpoint left it, or return the beginning."""
+    """Put every part back where the checkpoint left it, or to the beginning."""
+    step = 0 if checkpoint is None else checkpoint.step
+    run.store.rewind(step)
+    run.report.rewind(step)
     if checkpoint is None:
-        run.report.rewind(0)
-        return Progress(step=0, kl=run.kl, first_validation={}, last_validation={})
-    run.trainer.load_state(checkpoint.actor_folder)
+        return Progress(step=0, kl=run.kl)
+    run.trainer.load_state(checkpoint.actor)
     run.prompts.load_state(checkpoint.progress["prompts"])
-    run.report.rewind(checkpoint.step)
-    return Progress(
-        step=checkpoint.step,
-        kl=AdaptiveKl(**checkpoint.progress["kl"]),
-        first_validation=checkpoint.progress["first_validation"],
-        last_validation=checkpoint.progress["last_validation"],
-    )
+    return Progress(step=step, kl=AdaptiveKl(**checkpoint.progress["kl"]))
 
 
 def remembered(run: Run, progress: Progress) -> dict[str, Any]:
-    """Return the part of a checkpoint that is not the engines': JSON only. The inverse of restore."""
-    return {
-        "step": progress.step,
-        "prompts": run.prompts.state(),
-        "kl": asdict(progress.kl),
-        "first_validation": dict(progress.first_validation),
-        "last_validation": dict(progress.last_validation),
-    }
+    """Return the part of a checkpoint that is not the engines', as JSON can hold it. What restore reads."""
+    return {"prompts": run.prompts.state(), "kl": asdict(progress.kl)}
 
 
-def validate(run: Run, progress: Progress) -> Progress:
-    """Score the validation prompts under the current weights, report them, and remember the figures."""
+def validate(run: Run, progress: Progress) -> Metrics:
+    """Score the validation prompts under the current weights, report the answers, and return the figures."""
+    assert run.evaluator is not None, "validation needs prompts"
     with run.rollout.awake(run.trainer.weights(), version=progress.step):
-        validation: Validation = run.evaluator.evaluate(run.rollout, run.rewards, phase=run.report.phase)
-    run.report.validation(progress.step, validation.groups, validation.metrics, shown=run.rhythm.log_generations)
-    return replace(
-        progress,
-        first_validation=progress.first_validation or validation.metrics,
-        last_validation=validation.metrics,
-    )
+        groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
+    metrics = describe_validation(groups)
+    run.report.validation(progress.step, groups, values(metrics), shown=run.rhythm.generations_shown)
+    return metrics
 
 
 def rewards_of(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
@@ -203,7 +185,7 @@ def rewards_of(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
 
 def kl_of(
     logprobs: Sequence[Sequence[Tensor]], ref: Sequence[Sequence[Tensor]], estimator: KlEstimator
-) -> tuple[Tensor, Metric]:
+) -> tuple[Tensor, Mean]:
     """Return the KL of each completion, summed over its tokens [G, N], and the mean over all tokens."""
     per_token = [
         [kl_per_token(ours, theirs, estimator) for ours, theirs in zip(group, ref_group, strict=True)]
@@ -250,6 +232,12 @@ def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[T
     for _ in range(plan.epochs_per_step):
         for start in range(0, len(groups), plan.prompts_per_update):
             yield groups[start : start + plan.prompts_per_update]
+
+
+def count_tokens(groups: Sequence[RolloutGroup]) -> tuple[int, int]:
+    """Return the tokens of all sequences, each with its prompt, and those of the responses alone."""
+    response = sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
+    return response + sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups), response
 
 
 def is_due(step: int, every: int) -> bool:

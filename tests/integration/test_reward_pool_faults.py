@@ -1,4 +1,4 @@
-"""Graders at their worst, in real processes: what they do to themselves must not reach the pool, the run, or the machine."""
+"""Graders at their worst, in real processes: what they do to themselves must not reach the run, or the machine."""
 
 import signal
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
@@ -64,7 +65,7 @@ def compute_score(reward_input):
 BAD = {
     "hang in C": ("timeout", "no score within 1 s; its worker was killed"),
     "segfault": ("failed", "its worker died of signal 11 (Segmentation fault)"),
-    "eat memory": ("failed", "MemoryError: (grade.py:12)"),
+    "eat memory": ("failed", "MemoryError (grade.py:13)"),
     "endless recursion": ("failed", "RecursionError: maximum recursion depth exceeded"),
     "kill yourself": ("failed", "its worker was killed by the system, perhaps for want of memory"),
     "stop yourself": ("timeout", "no score within 1 s; its worker was killed"),
@@ -118,12 +119,21 @@ def test_a_slow_batch_function_is_asked_in_smaller_chunks_until_it_fits(tmp_path
 import time
 REWARD_TYPE = "batch"
 def compute_score(answers):
-    time.sleep(0.3 * len(answers))
+    time.sleep(0.15 * len(answers))
     return [{"overall": 1, "asked": len(answers)} for _ in answers]
 """
-    with pool_of(tmp_path, text, num_workers=1) as pool:
-        scores = pool.score(requests(*"abcdefghijklmnopqrst"))
+    with pool_of(tmp_path, text, num_workers=1, timeout_seconds=0.5) as pool:
+        scores = pool.score(requests(*"abcdefghijklmnopqrst"))  # in chunks of five at first
         assert {score.outcome for score in scores} == {"ok"}
+
+
+def test_a_file_that_hangs_while_it_is_loaded_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("trigon.rewards.pool.LOAD_SECONDS", 1.0)
+    with (
+        pool_of(tmp_path, "import time; time.sleep(1000)") as pool,
+        pytest.raises(RewardError, match=r"took more than 1 s and was killed, while it loaded"),
+    ):
+        pool.ready()
 
 
 def test_an_idle_worker_that_dies_is_replaced_and_nobody_blamed(tmp_path):

@@ -111,9 +111,8 @@ def test_validation_needs_prompts_only_if_it_is_wanted():
     assert warnings(*without, *off) == ()
 
 
-def test_training_prompts_are_not_needed_to_validate():
+def test_training_prompts_are_needed():
     assert "data.train_files is not set" in problem("data.train_files=")
-    assert warnings("data.train_files=", "trainer.val_only=true") == ()
 
 
 @pytest.mark.parametrize(

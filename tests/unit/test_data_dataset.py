@@ -191,7 +191,7 @@ def test_a_missing_column_is_refused_at_once(processors, tmp_path):
 
 def test_overlooked_images_are_refused(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1")])
-    with pytest.raises(DataError, match="no column 'image', but images in 'images'; set data.image_key=images"):
+    with pytest.raises(DataError, match=r"no column 'image', but images in 'images'; set data\.image_key=images"):
         look(path, processors, image_key="image")
 
 

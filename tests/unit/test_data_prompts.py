@@ -259,6 +259,12 @@ def test_markers_must_match_images(processors, problem, num_images, expected):
     assert expected in message
 
 
+def test_videos_are_refused_not_overlooked(processors):
+    reason, message = refusal(builder(processors), row("<video>What?", []))
+    assert reason == "markers"
+    assert "only images can be shown" in message
+
+
 def test_a_mistyped_image_column_is_named(processors):
     _, message = refusal(builder(processors, image_key="imgs"), row())
     assert "there is no column 'imgs', only answer, images, problem: set data.image_key" in message

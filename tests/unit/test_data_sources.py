@@ -151,7 +151,7 @@ def test_nothing_there_is_refused_with_the_nearest_name(tmp_path):
         open_source(str(tmp_path / "geometri.parquet"))
     with pytest.raises(DataError, match="no file or folder"):
         open_source(str(tmp_path / "nowhere" / "at" / "all"))
-    with pytest.raises(DataError, match="set data.train_files"):
+    with pytest.raises(DataError, match=r"set data\.train_files"):
         open_source("")
 
 

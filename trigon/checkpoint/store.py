@@ -106,7 +106,7 @@ class CheckpointStore:
             self._point()
         except BaseException as error:
             shutil.rmtree(aside, ignore_errors=True)
-            if _is_disk_full(error):
+            if is_disk_full(error):
                 raise CheckpointError(
                     f"the disk became full while {final} was written ({self._free_bytes():,} bytes free now); earlier "
                     "checkpoints are untouched. Make room, or lower trainer.save_limit, and resume"
@@ -356,7 +356,7 @@ def _is_optimizer(name: str) -> bool:
     return name.rpartition("/")[2].startswith("optimizer")
 
 
-def _is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     # safetensors reports a full disk by an error of its own, which carries the number only in its text.
     return (isinstance(error, OSError) and error.errno in _FULL) or f"os error {errno.ENOSPC}" in str(error)
 

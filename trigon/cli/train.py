@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,11 +47,24 @@ def main(arguments: Sequence[str]) -> int:
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
     """Train, and export the last checkpoint to a folder if one is given."""
     # Heavy libraries are imported only now that the configuration is known to be sound.
-    from trigon.build import run_training
+    from trigon.build import TrackerEnvironment, run_training
 
+    trackers = TrackerEnvironment(
+        tensorboard_dir=path_from("TENSORBOARD_DIR"),
+        swanlab_dir=path_from("SWANLAB_DIR"),
+        swanlab_mode=os.environ.get("SWANLAB_MODE"),
+        swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
+    )
     with stop_on_sigterm() as stopped:
-        run_training(loaded.config, warnings=loaded.warnings, should_stop=stopped, export_to=export_to)
+        run_training(
+            loaded.config, warnings=loaded.warnings, trackers=trackers, should_stop=stopped, export_to=export_to
+        )
         return EXIT_STOPPED if stopped() else 0
+
+
+def path_from(variable: str) -> Path | None:
+    """Return the path that an environment variable holds, None if it is unset or empty."""
+    return Path(os.environ[variable]) if os.environ.get(variable) else None
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _needed(config: Config) -> list[str]:
             "worker.reward.reward_function is not set; give file.py:function, or one of the shipped "
             f"{', '.join(SHIPPED_REWARDS)}"
         )
-    if not config.data.train_files and not trainer.val_only:
+    if not config.data.train_files:
         problems.append("data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder")
     if not config.data.val_files and (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):
         mend = (

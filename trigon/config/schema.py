@@ -56,7 +56,7 @@ class DataConfig(Section):
     """Column with a row's images (PIL, bytes, mapping or path); absent or empty means a text-only row."""
 
     image_dir: str | None = None
-    """Folder that relative image paths start from; null: the working directory."""
+    """Folder that relative image paths start from; null: the folder of the dataset."""
 
     max_prompt_length: int = Field(default=512, ge=1)
     """Tokens a prompt may have, image tokens included. Raising it admits more rows and needs more memory."""

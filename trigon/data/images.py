@@ -113,7 +113,7 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
             yield image, orientation
 
 
-def _stream(source: Any, where: str, image_dir: Path | None) -> io.BufferedIOBase:
+def _stream(source: Any, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
     """Return the encoded bytes of a source as a stream that the caller closes."""
     if isinstance(source, Mapping):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")

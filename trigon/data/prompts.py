@@ -26,10 +26,14 @@ from trigon.errors import ConfigError, DataError
 from trigon.types import Prompt
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from trigon.models.load import Processors
 
 IMAGE_MARKER = "<image>"
 """Stands in a row's text where an image belongs, once for each image."""
+
+_VIDEO_MARKER = "<video>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ class PromptBuilder:
             for index, source in enumerate(self._images(row, name))
         ]
 
-    def _open(self, source: Any, index: int, name: str) -> Any:
+    def _open(self, source: Any, index: int, name: str) -> Image.Image:
         return open_image(
             source,
             where=self._reference(source, index, name),
@@ -269,6 +273,8 @@ class PromptBuilder:
             else:
                 hint = ""
             raise UnusableRow("markers", f"{name}: {counts}{hint}")
+        if self.image_processor is not None and any(_VIDEO_MARKER in message.content for message in messages):
+            raise UnusableRow("markers", f"{name}: the text holds {_VIDEO_MARKER}, but only images can be shown")
         for token in self._media_tokens:
             if any(token in message.content for message in messages):
                 raise UnusableRow("media_tokens", f"{name}: the text spells {token}, which only an image may become")

@@ -68,5 +68,5 @@ class ImageProcessor:
 def _content_hash(patches: torch.Tensor, grid: torch.Tensor) -> str:
     """Return the SHA-256 of an image's shape and pixel values, in hexadecimal."""
     digest = hashlib.sha256(grid.numpy().tobytes())
-    digest.update(patches.numpy())
+    digest.update(patches.numpy().data)
     return digest.hexdigest()

@@ -26,7 +26,7 @@ SECONDS_BETWEEN_LINES = 10.0
 """How often a phase reports on something that is no terminal."""
 
 _ESCAPES = re.compile(
-    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).{0,2000}?(?:\x1b\\|\x07|\x9c)"  # strings: titles, links, the clipboard
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).{0,500}?(?:\x1b\\|\x07|\x9c)"  # strings: titles, links, the clipboard
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # control sequences: colours, the cursor
     r"|\x1b.?",
     re.DOTALL,

@@ -1,8 +1,8 @@
 """Everything that is reported goes through here: to the run folder, to the screen, and to the trackers.
 
-Measures what the reported numbers need: wall-clock time of each phase, peak memory. Such numbers differ from run to run,
-and all of them live under timing_s/, timing_per_token_ms/ and perf/; every other key belongs to the caller. Knows the
-three places; refuses to know how a step is made.
+Measures what the reported numbers need: wall-clock time of each phase, peak memory. Such numbers differ from run to
+run, and all of them live under timing_s/, timing_per_token_ms/ and perf/; every other key belongs to the caller. Knows
+the three places; refuses to know how a step is made.
 """
 
 from __future__ import annotations

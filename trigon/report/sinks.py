@@ -17,7 +17,13 @@ from trigon.errors import ConfigError
 from trigon.report.console import harmless, number
 from trigon.report.run_folder import RolloutRow
 
-_PACKAGES = ("mlflow", "swanlab", "tensorboard", "wandb")
+# The packages, and what opens one that does not open by itself.
+_PACKAGES = {
+    "mlflow": "Set MLFLOW_TRACKING_URI to a tracking server (mlflow-skinny keeps no database of its own)",
+    "swanlab": "Run `swanlab login`, or set SWANLAB_API_KEY, or SWANLAB_MODE=offline",
+    "tensorboard": "Set TENSORBOARD_DIR to a folder that can be written",
+    "wandb": "Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline",
+}
 _HERE_ANYWAY = ("console", "file")
 
 
@@ -104,7 +110,7 @@ def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
                 sink.close()
             raise ConfigError(
                 f"trainer.logger names {name}, which does not open: {type(error).__name__}: {error}. "
-                "Log in to it, or remove it"
+                f"{_PACKAGES[name]}, or remove it"
             ) from error
     return sinks
 

@@ -130,14 +130,17 @@ def _of_length(length: int, returned: object) -> list[object] | tuple[object, ..
 
 
 def _failure(error: BaseException) -> Reply:
-    """Say in one line what went wrong and where; and at length, for a person, without our own frames."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(os.path.dirname(__file__))]
-    place = f" ({os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno})" if theirs else ""
-    kind = "" if isinstance(error, RewardError) else type(error).__name__ + ": "
-    line = (kind + " ".join(str(error).split()))[:_MAX_ERROR_CHARACTERS] + place
-    trace = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARACTERS:]
-    return {"error": line, "traceback": trace}
+    """Say in one line what went wrong and where; and at length, for a person, without the frames of this file."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+    if not isinstance(error, RewardError):  # ours speak for themselves
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+        where = traceback.extract_tb(frame)
+        line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
+    trace = "".join(traceback.format_exception(type(error), error, frame))
+    return {"error": line, "traceback": trace[-_MAX_TRACEBACK_CHARACTERS:]}
 
 
 @contextlib.contextmanager

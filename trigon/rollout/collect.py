@@ -6,12 +6,12 @@ there. An engine that handed over each completion as it ends would let scoring s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams
+from trigon.types import Completion, Phase, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
 def collect(
@@ -21,28 +21,20 @@ def collect(
     sampling: SamplingParams,
     *,
     step: int,
-    on_progress: Callable[[int], None] | None = None,
+    phase: Phase,
 ) -> list[RolloutGroup]:
     """Sample sampling.n completions for each prompt, score them, and return one group for each prompt, in order.
 
-    The engine must be awake. on_progress hears the number of newly sampled completions.
+    The engine must be awake. Announces the phases "gen", whose progress counts completions, and "reward".
     Raises: EngineError, RewardError as engine and pool do.
     """
-    completions = rollout.generate(prompts, sampling, step=step, on_progress=on_progress)
-    scores = iter(
-        rewards.score(
-            [
-                _request(prompt, completion)
-                for prompt, row in zip(prompts, completions, strict=True)
-                for completion in row
-            ]
-        )
-    )
+    with phase("gen", total=len(prompts) * sampling.n) as advance:
+        completions = rollout.generate(prompts, sampling, step=step, on_progress=advance)
+    asked = list(zip(prompts, completions, strict=True))
+    with phase("reward"):
+        scores = iter(rewards.score([_request(prompt, completion) for prompt, row in asked for completion in row]))
     return [
-        RolloutGroup(
-            prompt=prompt, rollouts=tuple(Rollout(completion=completion, score=next(scores)) for completion in row)
-        )
-        for prompt, row in zip(prompts, completions, strict=True)
+        RolloutGroup(prompt, tuple(Rollout(completion, next(scores)) for completion in row)) for prompt, row in asked
     ]
 
 

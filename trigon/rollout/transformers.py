@@ -1,7 +1,8 @@
 """Plain transformers as a rollout engine: the fallback where vLLM is not installed. Right first, fast never.
 
-Knows how one token is drawn from logits. One prompt at a time is read, once, and its completions are sampled together, so
-nothing is padded and no sample depends, not even in its last bit, on other prompts. Refuses to know trainers and rewards.
+Knows how one token is drawn from logits. One prompt at a time is read, once, and its completions are sampled together:
+nothing is padded, and no sample depends, not even in its last bit, on other prompts. Refuses to know trainers and
+rewards.
 """
 
 from __future__ import annotations

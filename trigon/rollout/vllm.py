@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, in this process, on the CPU or on one GPU.
 
-Knows vLLM, and is the only file that imports it or sets its environment variables; written for 0.32 and 0.33. Prompts go
-in as already processed inputs, token ids and pixel values, so vLLM's own image processing never runs and the trainer
+Knows vLLM, and is the only file that imports it or sets its environment variables; written for 0.32 and 0.33. Prompts
+go in as already processed inputs, token ids and pixel values, so vLLM's own image processing never runs and the trainer
 sees the very same pixels. Refuses to know trainers, rewards, and what the completions are for.
 """
 
@@ -59,7 +59,8 @@ class VllmEngine:
 
         Args: max_model_len: prompt and response together, in tokens. gpu_memory_utilization: fraction of the GPU that
         vLLM may hold while awake; on the CPU the cache takes VLLM_CPU_KVCACHE_SPACE GiB instead (1 unless set).
-        limit_images: most images in one prompt. skip_special_tokens: for Completion.text.
+        enforce_eager: neither compile the model nor record CUDA graphs; on the CPU that is never done.
+        limit_images: most images in one prompt; 0: any number. skip_special_tokens: for Completion.text.
         Raises: EngineError if vLLM is not installed, or built for another device.
         """
         self._processors = processors
@@ -67,9 +68,8 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._limit_images = limit_images
         self._skip_special_tokens = skip_special_tokens
-        # Eager also for the one small function of the sampler that vLLM always compiles, which takes the CPU 5 to 13
-        # seconds.
-        self._stance = "force_eager" if device == "cpu" and enforce_eager else "default"
+        # Eager also for the one small function of the sampler that vLLM always compiles: it takes the CPU 5 seconds.
+        self._stance = "force_eager" if device == "cpu" else "default"
         self._version: int | None = None  # whose weights vLLM holds, if anybody's
         self._awake = False
         self._unusable = ""  # why the engine can no longer be used; empty while it can
@@ -84,7 +84,7 @@ class VllmEngine:
                     max_model_len=max_model_len,
                     max_num_batched_tokens=max_num_batched_tokens,
                     gpu_memory_utilization=gpu_memory_utilization,
-                    enforce_eager=enforce_eager,
+                    enforce_eager=enforce_eager or device == "cpu",
                     enable_chunked_prefill=enable_chunked_prefill,
                     enable_prefix_caching=enable_prefix_caching,
                     enable_sleep_mode=device == "cuda",
@@ -154,8 +154,8 @@ class VllmEngine:
             )
         if not (sampling.temperature == 0 or _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE):
             raise EngineError(
-                f"vLLM cannot sample at a temperature of {sampling.temperature}. Choose 0, which is greedy, or one from "
-                f"{_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}."
+                f"vLLM cannot sample at a temperature of {sampling.temperature}. Choose 0, which is greedy, or one "
+                f"from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}."
             )
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
@@ -166,9 +166,7 @@ class VllmEngine:
         completions: list[list[Completion | None]] = [[None] * sampling.n for _ in prompts]
         requests: dict[str, tuple[int, int]] = {}
         with (
-            torch.random.fork_rng(
-                devices=[]
-            ),  # vLLM draws from the global generator, even though every request is seeded
+            torch.random.fork_rng(devices=[]),  # vLLM draws from the global generator as well, to no effect
             torch.compiler.set_stance(self._stance),
         ):
             try:
@@ -194,8 +192,7 @@ class VllmEngine:
         """Free everything, vLLM's process group (that of torch.distributed) with it. Safe to call twice."""
         if self._unusable != "it was closed":
             self._unusable = "it was closed"
-            # Not public in 0.32: LLMEngine itself can only be shut down by collecting it, and reference cycles delay
-            # that.
+            # Not public in 0.32: LLMEngine itself is shut down only by being collected, which may take long.
             self._engine.engine_core.shutdown()
             del self._engine
 
@@ -209,13 +206,17 @@ class VllmEngine:
                 names.append(name)
                 yield name, tensor.detach()
 
-        # Until the end is reached the model is neither the old one nor the new one, and some of its layers have no
-        # storage.
+        # Until all is done the model is neither the old one nor the new one, and some of its layers have no storage.
         self._version = None
         self._unusable = "its last weight load did not finish"
         # reload_weights, not model.load_weights: the latter fails half-way on the CPU, whose linear layers are packed
         # after loading, and leaves a model that is a mixture of two (measured with 0.32).
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": handed_over()})
+        try:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": handed_over()})
+        except (AssertionError, KeyError, RuntimeError, ValueError) as error:  # what its loaders raise
+            raise EngineError(
+                f"vLLM could not take the weights of step {version}, the last of them {names[-1:]}: {error}"
+            ) from error
         if self._device == "cpu":
             self._engine.apply_model(_repack_heads)
         self._check_names(names)
@@ -277,11 +278,11 @@ class VllmEngine:
         if needed > self._max_model_len:
             raise EngineError(
                 f"{prompt.prompt_id}: its {len(prompt.token_ids)} tokens and a response of up to {sampling.max_tokens} "
-                f"need {needed} tokens, but worker.rollout.max_model_len is {self._max_model_len}. Raise it, or shorten "
-                "either."
+                f"need {needed} tokens, but worker.rollout.max_model_len is {self._max_model_len}. Raise it, or "
+                "shorten either."
             )
         num_images = 0 if prompt.vision is None else len(prompt.vision.grid_thw)
-        if num_images > self._limit_images:
+        if 0 < self._limit_images < num_images:
             raise EngineError(
                 f"{prompt.prompt_id}: it has {num_images} images, but worker.rollout.limit_images is "
                 f"{self._limit_images}. Raise it."
@@ -376,9 +377,10 @@ class VllmEngine:
 
 
 def _vision_arguments(processors: Processors, limit_images: int) -> dict[str, Any]:
+    assert processors.image_processor is not None
     size = processors.image_processor.size
     return {
-        "limit_mm_per_prompt": {"image": limit_images, "video": 0},
+        "limit_mm_per_prompt": {"video": 0} | ({"image": limit_images} if limit_images else {}),
         # How large an image can be: vLLM sizes its encoder cache by it, and never processes one itself.
         "mm_processor_kwargs": {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
         "mm_device_do_normalize": False,  # the pixels that we hand over are normalised already
@@ -403,20 +405,17 @@ def _stored_names(folder: Path) -> list[str]:
 
 
 def _import_vllm(device: Literal["cpu", "cuda"]) -> Any:
-    """Import vLLM with the environment that an engine in this process needs. What the user has set is kept, but for one."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # weights are handed over as tensors, which do not leave the process
-    )
+    """Import vLLM, with the environment that an engine in this process needs; but for one, the user's settings stay."""
+    # Weights are handed over as tensors, which do not leave the process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     match device:
         case "cpu":
-            os.environ.setdefault(
-                "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-            )  # else the trainer's threads are pinned as well
+            # Else the threads of the trainer are pinned to cores as well.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault(
-                "VLLM_LOGGING_LEVEL", "ERROR"
-            )  # on the CPU each reload warns of the heads repacked below
+            # Below an error: each reload warns of a tied head, which _repack_heads mends, and each start of LD_PRELOAD.
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         case "cuda":
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         case _:
@@ -426,15 +425,15 @@ def _import_vllm(device: Literal["cpu", "cuda"]) -> Any:
         import vllm
     except ImportError as error:
         raise EngineError(
-            f"worker.rollout.name=vllm needs vLLM, which cannot be imported ({error}). Install trigon's gpu or cpu extra, "
-            "or choose worker.rollout.name=transformers."
+            f"worker.rollout.name=vllm needs vLLM, which cannot be imported ({error}). Install trigon's gpu or cpu "
+            "extra, or choose worker.rollout.name=transformers."
         ) from error
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device:
         raise EngineError(
-            f"vLLM {vllm.__version__} is built for {current_platform.device_type or 'no device'}, but the rollout engine "
-            f"is to run on {device}. Install trigon's {'gpu' if device == 'cuda' else 'cpu'} extra."
+            f"vLLM {vllm.__version__} is built for {current_platform.device_type or 'no device'}, but the rollout "
+            f"engine is to run on {device}. Install trigon's {'gpu' if device == 'cuda' else 'cpu'} extra."
         )
     return vllm
 
@@ -478,8 +477,8 @@ def _process_left_as_it_was() -> Iterator[None]:
 def _repack_heads(model: torch.nn.Module) -> None:
     """Pack the output head's weights again, after the embedding that a tied head shares them with has been reloaded.
 
-    Not public in 0.32: on the CPU a head computes with a packed copy of its weights, and a reload renews the copy only if
-    the head has tensors of its own. Without this a tied head keeps the old weights, silently.
+    Not public in 0.32: on the CPU a head computes with a packed copy of its weights, and a reload renews the copy only
+    if the head has tensors of its own. Without this a tied head keeps the old weights, silently.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

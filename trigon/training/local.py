@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,13 +17,24 @@ from trigon.data.packing import Positions, pack_train
 from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
 from trigon.models.policy import Policy
-from trigon.training.optim import Schedule, Strategy, make_optimizer
+from trigon.training.optim import Schedule, Strategy, bytes_per_parameter, make_optimizer
 from trigon.training.step import LossTerms, micro_batch_backward, score_rollouts, to_device
 from trigon.types import NamedTensors, RolloutGroup, TrainGroup
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large a policy and its training are, at their peak. parameters, trainable: numbers; the rest in bytes."""
+
+    parameters: int
+    trainable: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
 
 
 class LocalScorer:
@@ -195,6 +207,19 @@ class LocalTrainEngine:
         self._load_optimizer_tensors(load_file(folder / OPTIMIZER_FILE), folder)
         self._updates = int(state["updates"])
 
+    def sizes(self) -> Sizes:
+        """Return how much memory weights, gradients and optimizer take once training runs; activations not counted."""
+        parameters = list(self._policy.parameters())
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+        return Sizes(
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in trainable),
+            weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=bytes_per_parameter(self._strategy) * sum(p.numel() for p in trainable),
+        )
+
     def close(self) -> None:
         """See TrainEngine. Nothing but memory is held."""
 
@@ -217,7 +242,7 @@ class LocalTrainEngine:
         }
 
     def _load_optimizer_tensors(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        """Restore the optimizer's tensors after one update's worth of state was created to compare them with."""
+        """Give every tensor back to its parameter. Raises: CheckpointError if they do not fit."""
         parameters = dict(self._policy.named_parameters())
         keys = {key.rpartition("/")[2] for key in tensors}
         trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}

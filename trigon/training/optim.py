@@ -72,6 +72,20 @@ def make_optimizer(
             assert_never(strategy)
 
 
+def bytes_per_parameter(strategy: Strategy) -> int:
+    """Return the bytes that the optimizer's states take for each parameter, weights and gradients not counted.
+
+    adamw keeps both moments in the weights' own format, float32 as a rule.
+    """
+    match strategy:
+        case "adamw":
+            return 4 + 4
+        case "adamw_bf16":
+            return 2 + 4 + 2
+        case _:
+            assert_never(strategy)
+
+
 class AdamWBf16(Optimizer):
     """AdamW for bfloat16 parameters, without float32 master weights.
 

@@ -1,0 +1,93 @@
+"""The trainer learns from the very pixels that the rollout engine saw, made by one call of the image processor."""
+
+import hashlib
+import io
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+
+from trigon.data.dataset import open_prompts
+from trigon.data.packing import pack_rollouts
+from trigon.data.prompts import PromptBuilder
+from trigon.data.stream import PromptStream
+from trigon.models.load import load_processors
+from trigon.models.positions import prompt_positions
+from trigon.types import Completion, Rollout, RolloutGroup, Score
+
+NUM_COMPLETIONS = 5
+
+
+def png(width, height, seed):
+    stream = io.BytesIO()
+    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def sampled(prompt):
+    """Return a group as a rollout engine returns it: it holds the very prompt it was given."""
+    completion = Completion((5, 6), (0.0, 0.0), "stop", "", 0)
+    rollout = Rollout(completion, Score(1.0, {"overall": 1.0}, "ok", ""))
+    return RolloutGroup(prompt, (rollout,) * NUM_COMPLETIONS)
+
+
+def content_hashes(pixel_values, grid_thw):
+    """Return what names each image: SHA-256 of its grid and its pixel values."""
+    parts = pixel_values.split(grid_thw.prod(dim=1).tolist())
+    pairs = zip(grid_thw, parts, strict=True)
+    return [hashlib.sha256(grid.numpy().tobytes() + part.numpy().tobytes()).hexdigest() for grid, part in pairs]
+
+
+def test_rollout_and_trainer_see_identical_pixels(tiny_vlm, tmp_path):
+    processors = load_processors(str(tiny_vlm))
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    images = [[png(60 + 9 * i + j, 70, seed=10 * i + j) for j in range(i % 3)] for i in range(6)]
+    rows = {
+        "images": [[{"bytes": data, "path": None} for data in several] for several in images],
+        "problem": ["<image>" * len(several) + "What is it?" for several in images],
+        "answer": ["1"] * len(images),
+    }
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=512,
+        max_image_pixels=1_000_000,
+        limit_images=0,
+    )
+    prompt_set = open_prompts(
+        str(tmp_path / "train.parquet"),
+        builder,
+        filter_overlong_prompts=True,
+        max_bad_row_fraction=0.0,
+        num_workers=2,
+    )
+    stream = PromptStream(prompt_set, batch_size=6, seed=1, shuffle=True, prefetch=False, num_workers=2)
+    prompts = stream.take(6)
+    stream.close()
+    assert builder.image_processor.calls == 4  # for the four prompts with images, whatever n is
+
+    rolled_out = [name for prompt in prompts if prompt.vision is not None for name in prompt.vision.hashes]
+    assert len(set(rolled_out)) == 6
+
+    def positions(prompt):
+        grid = None if prompt.vision is None else prompt.vision.grid_thw
+        ids = torch.tensor(prompt.token_ids)
+        return prompt_positions(ids, grid, processors.family, processors.hf_config)
+
+    (row,) = pack_rollouts([sampled(prompt) for prompt in prompts], max_tokens=100_000, positions=positions)
+    assert content_hashes(row.packed.pixel_values, row.packed.grid_thw) == rolled_out
+    assert builder.image_processor.calls == 4

@@ -1,0 +1,253 @@
+"""The packed forward computes what a padded Hugging Face forward computes, however groups are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs
+from torch import Tensor
+
+from trigon.data.packing import PackedRow, by_group, pack_rollouts
+from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.policy import Policy
+from trigon.models.positions import prompt_positions
+from trigon.types import Prompt, RolloutGroup
+
+TEMPERATURE = 0.7
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3", "llama"]
+VISION_FAMILIES = FAMILIES[:2]
+ONE_ROW = 1_000_000
+
+TinyModel = Callable[..., Path]
+
+
+def make_policy(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Policy, Processors]:
+    processors = load_processors(str(folder))
+    model = load_model(str(folder), dtype=dtype, device="cpu")
+    policy = Policy(
+        model,
+        processors.family,
+        temperature=TEMPERATURE,
+        banned_token_ids=processors.banned_token_ids,
+        logprob_chunk=7,  # several chunks, the last one short
+    )
+    return policy, processors
+
+
+def make_groups(processors: Processors) -> list[RolloutGroup]:
+    """Two images of unlike shape with text between, then one image, then text alone; completions of one token too."""
+    images = processors.family.has_vision
+    return [
+        make_group(make_prompt(processors, [(6, 10), (4, 4)] if images else [], seed=1), [3, 7, 7, 1, 5, 7], seed=11),
+        make_group(make_prompt(processors, [(8, 6)] if images else [], seed=2), [4, 4, 4], seed=12),
+        make_group(make_prompt(processors, [], seed=3), [2, 9], seed=13),
+    ]
+
+
+def pack(groups: Sequence[RolloutGroup], processors: Processors, max_tokens: int) -> list[PackedRow]:
+    def positions(prompt: Prompt) -> Tensor:
+        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
+        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
+
+    return pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
+
+
+def packed_scores(
+    policy: Policy, processors: Processors, groups: Sequence[RolloutGroup], max_tokens: int
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return log-probabilities and entropies, for each group and completion."""
+    rows = pack(groups, processors, max_tokens)
+    scores = [policy(row.packed, entropy_gradient=True) for row in rows]
+    return by_group(rows, [s.logprobs for s in scores]), by_group(rows, [s.entropy for s in scores])
+
+
+def padded_scores(model, processors: Processors, groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
+    scores = [
+        padded_logprobs(
+            model,
+            group.prompt,
+            [rollout.completion.token_ids for rollout in group.rollouts],
+            temperature=TEMPERATURE,
+            banned_token_ids=processors.banned_token_ids,
+        )
+        for group in groups
+    ]
+    return torch.cat([logprobs for logprobs, _ in scores]), torch.cat([entropy for _, entropy in scores])
+
+
+def flat(values: list[list[Tensor]]) -> Tensor:
+    return torch.cat([value for group in values for value in group])
+
+
+def some_loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """Weigh every token differently, so that a gradient in the wrong place shows."""
+    weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(0)).to(logprobs.dtype)
+    return weights[0] @ logprobs + weights[1] @ entropy
+
+
+def gradients_of(model) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def largest_relative_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+def packed_gradients(policy: Policy, processors: Processors, groups, max_tokens: int) -> dict[str, Tensor]:
+    policy.zero_grad()
+    logprobs, entropy = packed_scores(policy, processors, groups, max_tokens)
+    some_loss(flat(logprobs), flat(entropy)).backward()
+    return gradients_of(policy.model)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed_equals_padded_in_values_and_gradients(tiny_model: TinyModel, model_type: str, tied: bool) -> None:
+    folder = tiny_model(model_type, tie_word_embeddings=tied)
+    policy, processors = make_policy(folder)
+    groups = make_groups(processors)
+    logprobs, entropy = packed_scores(policy, processors, groups, ONE_ROW)
+    some_loss(flat(logprobs), flat(entropy)).backward()
+
+    oracle = load_hugging_face(folder, torch.float32)
+    expected_logprobs, expected_entropy = padded_scores(oracle, processors, groups)
+    some_loss(expected_logprobs, expected_entropy).backward()
+
+    torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-5, rtol=0)
+    assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-5
+    if processors.family.has_vision:
+        tower = processors.family.vision_tower(policy.model)
+        assert all(parameter.grad.abs().max() > 0 for parameter in tower.parameters())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_type: str) -> None:
+    folder = tiny_model(model_type)
+    policy, processors = make_policy(folder, torch.float64)
+    groups = make_groups(processors)
+    logprobs, entropy = packed_scores(policy, processors, groups, ONE_ROW)
+    some_loss(flat(logprobs), flat(entropy)).backward()
+
+    oracle = load_hugging_face(folder, torch.float64)
+    expected_logprobs, expected_entropy = padded_scores(oracle, processors, groups)
+    some_loss(expected_logprobs, expected_entropy).backward()
+
+    torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=1e-13, rtol=0)
+    torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-13, rtol=0)
+    # transformers' norms work in float32 whatever the model's dtype, so their gradients are no better than that
+    assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-6
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_perturbing_one_completion_leaves_every_other_value_untouched(tiny_model: TinyModel, model_type: str) -> None:
+    policy, processors = make_policy(tiny_model(model_type))
+    groups = make_groups(processors)
+    completions = [rollout.completion.token_ids for rollout in groups[0].rollouts]
+    changed = [*completions[:1], tuple((token + 1) % 900 for token in completions[1]), *completions[2:]]
+    with torch.no_grad():
+        before, entropy_before = packed_scores(policy, processors, groups, ONE_ROW)
+        after, entropy_after = packed_scores(
+            policy, processors, [group_of(groups[0].prompt, changed), *groups[1:]], ONE_ROW
+        )
+    for group, index in ((g, i) for g in range(len(groups)) for i in range(len(before[g]))):
+        untouched = (group, index) != (0, 1)
+        assert torch.equal(before[group][index], after[group][index]) == untouched
+        if untouched:
+            assert torch.equal(entropy_before[group][index], entropy_after[group][index])
+
+
+@pytest.mark.parametrize("model_type", VISION_FAMILIES)
+def test_changing_an_image_changes_its_own_group_only(tiny_model: TinyModel, model_type: str) -> None:
+    policy, processors = make_policy(tiny_model(model_type))
+    groups = make_groups(processors)
+    other = make_prompt(processors, [(8, 6)], seed=99).vision
+    assert other is not None
+    prompt = groups[1].prompt
+    swapped = Prompt(prompt.prompt_id, prompt.token_ids, other, "", None, {}, prompt.image_refs)
+    completions = [rollout.completion.token_ids for rollout in groups[1].rollouts]
+    with torch.no_grad():
+        before, _ = packed_scores(policy, processors, groups, ONE_ROW)
+        after, _ = packed_scores(policy, processors, [groups[0], group_of(swapped, completions), groups[2]], ONE_ROW)
+    assert torch.equal(flat(before[:1]), flat(after[:1]))
+    assert torch.equal(flat(before[2:]), flat(after[2:]))
+    assert (flat(before[1:2]) - flat(after[1:2])).abs().min() > 0
+
+
+@pytest.mark.parametrize("max_tokens", [100, 45, 1], ids=["two rows", "split groups", "one completion a row"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packing_does_not_change_values_or_gradients(tiny_model: TinyModel, model_type: str, max_tokens: int) -> None:
+    policy, processors = make_policy(tiny_model(model_type))
+    groups = make_groups(processors)
+    expected, expected_entropy = packed_scores(policy, processors, groups, ONE_ROW)
+    logprobs, entropy = packed_scores(policy, processors, groups, max_tokens)
+    torch.testing.assert_close(flat(logprobs), flat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(flat(entropy), flat(expected_entropy), atol=1e-5, rtol=0)
+
+    whole = packed_gradients(policy, processors, groups, ONE_ROW)
+    assert largest_relative_error(packed_gradients(policy, processors, groups, max_tokens), whole) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_gradient_checkpointing_changes_nothing(tiny_model: TinyModel, model_type: str) -> None:
+    folder = tiny_model(model_type)
+    policy, processors = make_policy(folder)
+    groups = make_groups(processors)
+    kept = packed_gradients(policy, processors, groups, ONE_ROW)
+
+    policy, _ = make_policy(folder)
+    policy.enable_gradient_checkpointing()
+    logprobs, entropy = packed_scores(policy, processors, groups, ONE_ROW)
+    layer = processors.family.language_model(policy.model).layers[0]
+    recomputed: list[bool] = []
+    layer.mlp.register_forward_hook(lambda *_: recomputed.append(True))
+    some_loss(flat(logprobs), flat(entropy)).backward()
+    assert recomputed, "the layers were not recomputed, so nothing was checkpointed"
+    for name, gradient in gradients_of(policy.model).items():
+        assert torch.equal(gradient, kept[name]), name
+
+
+@pytest.mark.parametrize("model_type", VISION_FAMILIES)
+def test_freezing_the_vision_tower_changes_no_other_gradient(tiny_model: TinyModel, model_type: str) -> None:
+    policy, processors = make_policy(tiny_model(model_type))
+    groups = make_groups(processors)
+    trained = packed_gradients(policy, processors, groups, ONE_ROW)
+    policy.freeze_vision_tower()
+    frozen = packed_gradients(policy, processors, groups, ONE_ROW)
+    assert frozen.keys() == {name for name in trained if not name.startswith("model.visual.")}
+    for name, gradient in frozen.items():
+        assert torch.equal(gradient, trained[name]), name
+
+
+@pytest.mark.parametrize("model_type", VISION_FAMILIES)
+def test_touching_the_vision_tower_gives_it_gradients_of_zero_and_nothing_else(
+    tiny_model: TinyModel, model_type: str
+) -> None:
+    policy, processors = make_policy(tiny_model(model_type))
+    (row,) = pack([make_groups(processors)[2]], processors, ONE_ROW)
+    tower = processors.family.vision_tower(policy.model)
+
+    untouched = policy(row.packed)
+    untouched.logprobs.sum().backward()
+    assert all(parameter.grad is None for parameter in tower.parameters())
+
+    policy.zero_grad()
+    touched = policy(row.packed, touch_vision=True)
+    touched.logprobs.sum().backward()
+    assert torch.equal(touched.logprobs, untouched.logprobs)
+    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in tower.parameters())
+
+
+def test_a_bfloat16_model_scores_in_float32_close_to_its_float32_self(tiny_vlm: Path) -> None:
+    policy, processors = make_policy(tiny_vlm, torch.bfloat16)
+    exact, _ = make_policy(tiny_vlm)
+    groups = make_groups(processors)
+    with torch.no_grad():
+        logprobs, entropy = packed_scores(policy, processors, groups, ONE_ROW)
+        expected, _ = packed_scores(exact, processors, groups, ONE_ROW)
+    assert flat(logprobs).dtype == flat(entropy).dtype == torch.float32
+    assert 0 < (flat(logprobs) - flat(expected)).abs().max() < 0.1

@@ -1,0 +1,249 @@
+import io
+import json
+import math
+
+import pytest
+
+from trigon.metrics import Mean
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class MemorySink:
+    """A tracker that remembers, and fails from the moment it is told to."""
+
+    def __init__(self, name="memory", *, failing=False):
+        self.name, self.failing = name, failing
+        self.logged, self.shown, self.closed = [], [], False
+
+    def _maybe_fail(self):
+        if self.failing:
+            raise ConnectionError("no network")
+
+    def log(self, step, metrics):
+        self._maybe_fail()
+        self.logged.append((step, dict(metrics)))
+
+    def rollouts(self, step, rows):
+        self._maybe_fail()
+        self.shown.append((step, [row.prompt_id for row in rows]))
+
+    def close(self):
+        self._maybe_fail()
+        self.closed = True
+
+
+def group(prompt_id):
+    prompt = Prompt(prompt_id, (1,), None, "<image> How many?", "4", {}, ("a.png",))
+    completion = Completion((5, 6), (-0.5, -0.25), "stop", "\\boxed{4}", 0)
+    score = Score(1.0, {"overall": 1.0, "accuracy": 1.0}, "ok", "")
+    return RolloutGroup(prompt, (Rollout(completion, score),) * 2)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        yield folder
+
+
+def reporter(folder, stream, clock, *sinks, **options):
+    return Reporter(folder, Console(stream=stream, clock=clock), sinks, clock=clock, **options)
+
+
+def test_a_step_reaches_folder_screen_and_trackers_with_its_timings(folder, stream, clock):
+    sink = MemorySink()
+    report = reporter(folder, stream, clock, sink, num_devices=2)
+    with report.phase("gen", total=8) as advance:
+        advance(8)
+        clock.now += 3.0
+    for seconds in (0.5, 0.25):
+        with report.phase("update_actor"):
+            clock.now += seconds
+    with report.phase("validation"):
+        clock.now += 10.0
+    clock.now += 0.25
+    report.step(1, 5, {"reward/overall": Mean(3.0, 4.0)}, num_tokens=6000, num_response_tokens=1000)
+
+    (line,) = folder.read_metrics()
+    assert line.step == 1
+    assert {key: value for key, value in line.metrics.items() if "memory" not in key} == {
+        "reward/overall": 0.75,
+        "timing_s/gen": 3.0,
+        "timing_s/update_actor": 0.75,
+        "timing_s/validation": 10.0,
+        "timing_s/step": 14.0,
+        "perf/time_per_step": 4.0,
+        "perf/total_num_tokens": 6000.0,
+        "perf/throughput": 750.0,
+        "timing_per_token_ms/gen": 3.0,
+        "timing_per_token_ms/update_actor": 0.125,
+    }
+    assert 0.01 < line.metrics["perf/cpu_memory_used_gb"] < 100
+    assert sink.logged == [(1, line.metrics)]
+    assert stream.getvalue().splitlines()[-1] == "step 1/5  reward 0.75  tokens/s 750  seconds 14  left 56.0 s"
+
+
+def test_the_save_after_a_step_is_part_of_the_next_line(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+    report.step(1, 2, {})
+    with report.phase("save_checkpoint"):
+        clock.now += 2.0
+    clock.now += 1.0
+    report.step(2, 2, {})
+    first, second = folder.read_metrics()
+    assert "timing_s/save_checkpoint" not in first.metrics
+    assert second.metrics["timing_s/save_checkpoint"] == 2.0
+    assert second.metrics["timing_s/step"] == 3.0
+    assert second.metrics["perf/time_per_step"] == 1.0
+
+
+def test_a_phase_within_another_counts_as_the_outer_one(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+    with report.phase("validation"), report.phase("gen", total=1) as advance:
+        clock.now += 2.0
+        advance(1)
+    report.step(0, 1, {})
+    assert folder.read_metrics()[0].metrics["timing_s/validation"] == 2.0
+    assert "timing_s/gen" not in folder.read_metrics()[0].metrics
+
+
+def test_a_phase_that_fails_is_timed_and_its_error_passed_on(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+
+    def fail():
+        with report.phase("gen"):
+            clock.now += 1.0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    report.step(1, 1, {})
+    assert folder.read_metrics()[0].metrics["timing_s/gen"] == 1.0
+
+
+def test_what_was_loaded_before_the_first_step_is_not_part_of_it(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+    with report.phase("load_model"):
+        clock.now += 60.0
+    report.rewind(0)
+    clock.now += 1.0
+    report.step(1, 1, {})
+    assert folder.read_metrics()[0].metrics["timing_s/step"] == 1.0
+    assert "timing_s/load_model" not in folder.read_metrics()[0].metrics
+
+
+def test_only_keys_under_timing_and_perf_are_the_reporters(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+    with report.phase("gen"):
+        clock.now += 1.0
+    report.step(1, 1, {"reward/overall": Mean(1.0)}, num_tokens=10, num_response_tokens=5)
+    own = folder.read_metrics()[0].metrics.keys() - {"reward/overall"}
+    assert all(key.startswith(("timing_s/", "timing_per_token_ms/", "perf/")) for key in own)
+
+
+def test_no_pace_is_told_where_no_tokens_were_counted(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+    clock.now += 1.0
+    report.step(0, 5, {})
+    assert not [key for key in folder.read_metrics()[0].metrics if "token" in key or "throughput" in key]
+    assert "left" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("call", ["log", "rollouts", "close"])
+def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(folder, stream, clock, call):
+    bad, good = MemorySink("wandb", failing=True), MemorySink()
+    report = reporter(folder, stream, clock, bad, good)
+    if call == "rollouts":
+        report.validation(1, [group("val:1")], {}, shown=1)
+    if call != "close":
+        report.step(1, 2, {"a": Mean(1.0)})
+        report.step(2, 2, {"a": Mean(1.0)})
+        assert [step for step, _ in good.logged] == [1, 2]
+    report.close()
+    assert good.closed
+    assert stream.getvalue().count("wandb failed and is not used any more: ConnectionError: no network") == 1
+
+
+def test_a_broken_run_folder_is_no_tracker_and_stops_the_run(folder, stream, clock):
+    report = reporter(folder, stream, clock)
+    (folder.path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        report.step(1, 1, {})
+
+
+def test_validation_answers_are_all_written_and_the_first_ones_shown(folder, stream, clock):
+    sink = MemorySink()
+    report = reporter(folder, stream, clock, sink)
+    metrics = {
+        "val/reward_score": 0.9,
+        "val/format_reward": 1.0,
+        "val/accuracy_reward": 0.85,
+        "val_response_length/mean": 9,
+    }
+    report.validation(5, [group("val:1"), group("val:2")], metrics, shown=3)
+    written = (folder.path / "rollouts" / "validation_000005.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt_id"] for line in written] == ["val:1", "val:1", "val:2", "val:2"]
+    assert sink.shown == [(5, ["val:1", "val:1", "val:2"])]
+    assert stream.getvalue().count("How many?") == 3
+    assert stream.getvalue().endswith(
+        "validation after step 5: 4 answers  accuracy_reward 0.85  format_reward 1  reward_score 0.9\n"
+    )
+
+
+def test_rollouts_are_written_into_the_folder(folder, stream, clock):
+    reporter(folder, stream, clock).rollouts(7, [group("train:1")], split="train")
+    assert len((folder.path / "rollouts" / "step_000007.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_summary_tells_the_whole_run_even_after_a_resume(folder, stream, clock, tmp_path):
+    before = {"val/accuracy_reward": 0.25, "val/format_reward": 0.5, "val/reward_score": 0.3}
+    after = {"val/accuracy_reward": 0.875, "val/format_reward": 1.0, "val/reward_score": 0.9}
+    folder.append_metrics(0, before | {"timing_s/step": 2.0, "timing_s/validation": 2.0})
+    folder.append_metrics(1, {"timing_s/step": 8.0, "timing_s/gen": 5.0, "perf/total_num_tokens": 4000.0})
+    folder.append_metrics(2, after | {"timing_s/step": 10.0, "timing_s/gen": 6.0, "perf/total_num_tokens": 6000.0})
+    report = reporter(folder, stream, clock)
+    report.summary(exported=tmp_path / "model", next_steps=["trigon train more=1"])
+    words = [line.split() for line in stream.getvalue().replace("│", " ").replace("┃", " ").splitlines()]
+    assert ["accuracy_reward", "0.25", "0.875"] in words
+    assert ["format_reward", "0.5", "1"] in words
+    assert ["reward_score", "0.3", "0.9"] in words
+    assert ["gen", "11.0", "s", "55", "%"] in words
+    assert ["validation", "2.0", "s", "10", "%"] in words
+    assert ["other", "7.0", "s", "35", "%"] in words
+    assert ["all", "20.0", "s", "100", "%"] in words
+    text = stream.getvalue()
+    assert "tokens trained on: 10,000 (500 a second over all)" in text
+    for part in (f"run:      {folder.path}\n", f"model:    {tmp_path / 'model'}\n", "next:\n  trigon train more=1\n"):
+        assert part in text
+
+
+def test_the_summary_of_a_run_without_validation_or_steps_is_short(folder, stream, clock):
+    reporter(folder, stream, clock).summary(exported=None, next_steps=[])
+    assert "Validation" not in stream.getvalue()
+    assert f"run:      {folder.path}" in stream.getvalue()
+
+
+def test_a_number_that_is_not_finite_is_reported_as_such(folder, stream, clock):
+    reporter(folder, stream, clock).step(1, 1, {"actor/grad_norm": Mean(0.0, 0.0)})
+    assert math.isnan(folder.read_metrics()[0].metrics["actor/grad_norm"])
+    assert "grad norm nan" in stream.getvalue()

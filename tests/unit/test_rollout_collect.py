@@ -1,0 +1,92 @@
+"""Prompts become scored groups: everything in order, and the reward function sees all there is to see."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from trigon.models.load import load_processors
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.collect import collect
+from trigon.rollout.fake import FakeEngine
+from trigon.types import Prompt, SamplingParams
+
+SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
+
+REWARD = """
+REWARD_TYPE = "sequential"
+
+def reward(answer):
+    assert set(answer) == {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row"}
+    digit, _, seed = answer["response"].partition(" ")
+    return {
+        "overall": float(digit == answer["ground_truth"]),
+        "length": answer["response_length"],
+        "seed": float(seed),
+        "stopped": answer["finish_reason"] == "stop",
+        "asked": answer["prompt"] == "How many?",
+        "level": answer["row"]["level"],
+    }
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return load_processors(str(tiny_model("qwen2"))).tokenizer
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    pool = RewardPool(
+        f"{tmp_path / 'reward.py'}:reward", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.0
+    )
+    yield pool
+    pool.close()
+
+
+class Phases:
+    """Remembers what was announced: (name, total, how far it came)."""
+
+    def __init__(self):
+        self.seen = []
+
+    @contextmanager
+    def __call__(self, name, *, total=None):
+        done = []
+        yield done.append
+        self.seen.append((name, total, sum(done)))
+
+
+def prompts():
+    return [
+        Prompt(f"train:{i}", (1, 2, 3), None, text="How many?", answer=str(i), row={"level": i}, image_refs=())
+        for i in range(4)
+    ]
+
+
+def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
+    def answer(prompt, version, seed):
+        return f"{2 * (int(prompt.answer) // 2)} {seed % 1000}"  # right for the even prompts
+
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    phases, asked = Phases(), prompts()
+    with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
+        groups = collect(asked, engine, rewards, SAMPLING, step=1, phase=phases)
+
+    assert [group.prompt for group in groups] == asked
+    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3] * 2
+    assert all(rollout.score.outcome == "ok" for group in groups for rollout in group.rollouts)
+    for level, group in enumerate(groups):
+        for rollout in group.rollouts:
+            completion, parts = rollout.completion, rollout.score.parts
+            assert completion.text.split()[1] == str(int(parts["seed"]))
+            assert (parts["stopped"], parts["asked"], parts["level"]) == (1.0, 1.0, level)
+            assert parts["length"] == len(completion.token_ids)
+    assert phases.seen == [("gen", 12, 12), ("reward", None, 0)]
+
+
+def test_no_prompts_no_groups(tokenizer, rewards):
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
+    with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
+        assert collect([], engine, rewards, SAMPLING, step=1, phase=Phases()) == []

@@ -1,0 +1,48 @@
+"""`trigon export CHECKPOINT` and `trigon merge --local_dir .../global_step_N/actor`: a checkpoint becomes a model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.report.console import Console
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Errors of ours are left to the caller."""
+    options = _parser().parse_args(arguments)
+    # Heavy libraries are imported only for a command line that makes sense.
+    from trigon.checkpoint.export import export_checkpoint
+
+    console = Console()
+    folder = export_checkpoint(
+        options.local_dir or options.checkpoint,
+        options.output,
+        dtype=options.dtype,
+        best=options.best,
+        warn=console.warn,
+        say=console.print,
+    )
+    console.print(f"exported and proven: {folder}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trigon export",
+        description="Write a checkpoint as a Hugging Face model, and prove it: equal tensors, equal logits.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "checkpoint", nargs="?", type=Path, help="a global_step_N folder, its actor folder, or a run folder"
+    )
+    source.add_argument("--local_dir", type=Path, metavar="ACTOR", help="the same, as EasyR1's merger calls it")
+    parser.add_argument(
+        "--output", type=Path, help="where to; default: huggingface_model in CHECKPOINT, huggingface in ACTOR"
+    )
+    parser.add_argument("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own, bit for bit")
+    parser.add_argument(
+        "--best", action="store_true", help="of a run folder, the best checkpoint instead of the latest"
+    )
+    return parser

@@ -1,0 +1,50 @@
+"""`trigon quickstart`: make a tiny model and its data, train it, export it: the main job, here and now."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.cli.train import train
+from trigon.config.load import load_config
+
+CONFIG = Path(__file__).with_name("quickstart.yaml")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see trigon.cli.main for the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="trigon quickstart",
+        description="Make a tiny genuine vision-language model and drawings to read, train it with GRPO, export it.",
+        epilog="Any option may be changed: trigon quickstart trainer.max_steps=20. The configuration: " + str(CONFIG),
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/quickstart"), help="where everything goes (%(default)s)"
+    )
+    parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of model, data, order and sampling (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of `trigon train`")
+    chosen = parser.parse_args(arguments)
+    folder: Path = chosen.folder
+    made = folder / "made" / f"{chosen.model_type}_seed{chosen.seed}"
+    loaded = load_config(
+        CONFIG,
+        [
+            f"data.train_files={made / 'data' / 'train.parquet'}",
+            f"data.val_files={made / 'data' / 'validation.parquet'}",
+            f"data.seed={chosen.seed}",
+            f"worker.rollout.seed={chosen.seed}",
+            f"worker.actor.model.model_path={made / 'model'}",
+            f"trainer.save_checkpoint_path={folder / 'run'}",
+            *chosen.overrides,
+        ],
+    )
+    # Only now, when the options are known to be sound.
+    from trigon.cli.tiny import main as make_tiny
+
+    if not (made / "model").is_dir():
+        status = make_tiny([str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)])
+        if status:
+            return status
+    return train(loaded, export_to=folder / "model")
