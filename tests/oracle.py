@@ -73,7 +73,7 @@ def padded_logprobs(
 
 
 def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, seed: int) -> Prompt:
-    """Return a prompt of random words with one random image of (height, width) patches for each grid, text in between."""
+    """Return a prompt of random words, with a random image of (height, width) patches for each grid, text between."""
     generator = torch.Generator().manual_seed(seed)
     token_ids = random_words(6, generator)
     vision = None

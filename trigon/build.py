@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import assert_never
 
 import torch
-from torch import Tensor
 
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.export import export_checkpoint
@@ -25,7 +24,6 @@ from trigon.config.options import read_text_option
 from trigon.config.plan import Plan, context_length, make_plan
 from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
-from trigon.data.packing import Positions
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.errors import ConfigError
@@ -33,7 +31,7 @@ from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.policy import Policy
-from trigon.models.positions import prompt_positions
+from trigon.models.positions import positions_of
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -45,7 +43,7 @@ from trigon.training.local import LocalScorer, LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.protocol import LogprobEngine
 from trigon.training.step import LossTerms
-from trigon.types import Prompt, SamplingParams
+from trigon.types import SamplingParams
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXACT_PARITY_TOLERANCE = 1e-3
@@ -310,7 +308,7 @@ def open_trainer(config: Config, processors: Processors, plan: Plan, device: tor
         betas=actor.optim.betas,
         weight_decay=actor.optim.weight_decay,
         max_grad_norm=actor.max_grad_norm,
-        positions=positions_of(processors),
+        positions=positions_of(processors.family, processors.hf_config),
         update_max_tokens=plan.tokens_per_update_pass,
         score_max_tokens=plan.tokens_per_experience_pass,
         device=device,
@@ -329,7 +327,7 @@ def open_reference(config: Config, processors: Processors, plan: Plan, device: t
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and device.type != "cpu"
     return LocalScorer(
         open_policy(config, processors, dtype, "cpu" if offload else device),
-        positions=positions_of(processors),
+        positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,
         device=device,
         compute_dtype=dtype,
@@ -382,16 +380,6 @@ def open_rollout(config: Config, processors: Processors, device: torch.device) -
             )
         case _:
             assert_never(rollout.name)
-
-
-def positions_of(processors: Processors) -> Positions:
-    """Return the function that gives the rotary positions of a prompt."""
-
-    def positions(prompt: Prompt) -> Tensor:
-        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
-        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
-
-    return positions
 
 
 def save_state(trainer: LocalTrainEngine, source: Path, config: Config, folder: Path) -> None:

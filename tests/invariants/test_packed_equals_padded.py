@@ -94,7 +94,8 @@ def gradients_of(model) -> dict[str, Tensor]:
 
 def largest_relative_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+    differences = {name: float((ours[name] - theirs[name]).norm()) for name in theirs}
+    return max(difference / (float(theirs[name].norm()) or 1.0) for name, difference in differences.items())
 
 
 def packed_gradients(policy: Policy, processors: Processors, groups, max_tokens: int) -> dict[str, Tensor]:
@@ -122,7 +123,9 @@ def test_packed_equals_padded_in_values_and_gradients(tiny_model: TinyModel, mod
     assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-5
     if processors.family.has_vision:
         tower = processors.family.vision_tower(policy.model)
-        assert all(parameter.grad.abs().max() > 0 for parameter in tower.parameters())
+        # The tiny Qwen3-VL has two layers, and what is added behind the last one reaches no completion.
+        reached = [name for name, p in tower.named_parameters() if not name.startswith("deepstack_merger_list.1.")]
+        assert all(tower.get_parameter(name).grad.abs().max() > 0 for name in reached)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -204,7 +207,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: TinyModel, model_typ
     logprobs, entropy = packed_scores(policy, processors, groups, ONE_ROW)
     layer = processors.family.language_model(policy.model).layers[0]
     recomputed: list[bool] = []
-    layer.mlp.register_forward_hook(lambda *_: recomputed.append(True))
+    layer.mlp.register_forward_pre_hook(lambda *_: recomputed.append(True))
     some_loss(flat(logprobs), flat(entropy)).backward()
     assert recomputed, "the layers were not recomputed, so nothing was checkpointed"
     for name, gradient in gradients_of(policy.model).items():

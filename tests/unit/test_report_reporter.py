@@ -205,9 +205,7 @@ def test_validation_answers_are_all_written_and_the_first_ones_shown(folder, str
     assert [json.loads(line)["prompt_id"] for line in written] == ["val:1", "val:1", "val:2", "val:2"]
     assert sink.shown == [(5, ["val:1", "val:1", "val:2"])]
     assert stream.getvalue().count("How many?") == 3
-    assert stream.getvalue().endswith(
-        "validation after step 5: 4 answers  accuracy_reward 0.85  format_reward 1  reward_score 0.9\n"
-    )
+    assert stream.getvalue().endswith("validation after step 5: 4 answers  accuracy 0.85  format 1  reward 0.9\n")
 
 
 def test_rollouts_are_written_into_the_folder(folder, stream, clock):
@@ -224,9 +222,9 @@ def test_the_summary_tells_the_whole_run_even_after_a_resume(folder, stream, clo
     report = reporter(folder, stream, clock)
     report.summary(exported=tmp_path / "model", next_steps=["trigon train more=1"])
     words = [line.split() for line in stream.getvalue().replace("│", " ").replace("┃", " ").splitlines()]
-    assert ["accuracy_reward", "0.25", "0.875"] in words
-    assert ["format_reward", "0.5", "1"] in words
-    assert ["reward_score", "0.3", "0.9"] in words
+    assert ["accuracy", "0.25", "0.875"] in words
+    assert ["format", "0.5", "1"] in words
+    assert ["reward", "0.3", "0.9"] in words
     assert ["gen", "11.0", "s", "55", "%"] in words
     assert ["validation", "2.0", "s", "10", "%"] in words
     assert ["other", "7.0", "s", "35", "%"] in words

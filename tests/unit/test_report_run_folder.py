@@ -96,13 +96,19 @@ def test_a_resumed_run_leaves_the_files_of_one_that_never_stopped(tmp_path):
     assert contents(tmp_path / "resumed") == contents(tmp_path / "uninterrupted")
 
 
-def test_a_run_that_starts_anew_keeps_nothing_not_even_the_validation_before_the_first_step(folder):
+def test_a_run_that_starts_anew_sets_an_earlier_one_aside(folder):
+    assert folder.rewind(0) is None
     folder.append_metrics(0, {"val/reward_score": 0.5})
     folder.write_rollouts(0, "validation", rollout_rows([group()]))
     write(folder, [1])
-    folder.rewind(0)
+    moved = folder.rewind(0)
+    assert moved == folder.path / "set_aside" / "report"
     assert folder.read_metrics() == []
-    assert list((folder.path / "rollouts").iterdir()) == []
+    assert not (folder.path / "rollouts").exists()
+    assert [line.step for line in read_metrics(moved)] == [0, 1]
+    assert len(list((moved / "rollouts").iterdir())) == 2
+    write(folder, [1])
+    assert folder.rewind(0) == folder.path / "set_aside" / "report.2"
 
 
 def test_going_on_from_a_step_keeps_the_validation_before_the_first_step(folder):
@@ -113,10 +119,10 @@ def test_going_on_from_a_step_keeps_the_validation_before_the_first_step(folder)
 
 
 def test_rewind_leaves_files_of_others_alone(folder):
-    write(folder, [1])
+    write(folder, [1, 2])
     (folder.path / "rollouts" / "notes.jsonl").write_text("mine")
-    folder.rewind(0)
-    assert [file.name for file in (folder.path / "rollouts").iterdir()] == ["notes.jsonl"]
+    folder.rewind(1)
+    assert sorted(file.name for file in (folder.path / "rollouts").iterdir()) == ["notes.jsonl", "step_000001.jsonl"]
 
 
 def test_a_rollout_is_written_with_everything_that_a_reader_needs(folder):

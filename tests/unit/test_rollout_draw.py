@@ -14,9 +14,8 @@ LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()  # four tokens, likeliest fi
 
 
 def drawn(uniform, sampling=PLAIN, logits=LOGITS, banned=()):
-    tokens, logprobs = draw(
-        logits[None], torch.tensor([uniform], dtype=torch.float64), sampling, banned_token_ids=banned
-    )
+    uniforms = torch.tensor([uniform], dtype=torch.float64)
+    tokens, logprobs = draw(logits[None], uniforms, sampling, banned_token_ids=banned)
     return int(tokens), float(logprobs)
 
 
@@ -30,10 +29,8 @@ def test_a_uniform_number_falls_into_the_interval_of_its_token(uniform, token, p
 
 def test_temperature_flattens():
     weights = [math.sqrt(p) for p in (0.5, 0.3, 0.15, 0.05)]
-    assert drawn(0.0, replace(PLAIN, temperature=2.0)) == (
-        0,
-        pytest.approx(math.log(weights[0] / sum(weights)), abs=1e-6),
-    )
+    expected = math.log(weights[0] / sum(weights))
+    assert drawn(0.0, replace(PLAIN, temperature=2.0)) == (0, pytest.approx(expected, abs=1e-6))
 
 
 def test_top_k_keeps_the_k_likeliest_and_renormalises():

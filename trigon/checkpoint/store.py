@@ -357,6 +357,7 @@ def _is_optimizer(name: str) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
+    """Tell whether something failed because a disk or a quota is full."""
     # safetensors reports a full disk by an error of its own, which carries the number only in its text.
     return (isinstance(error, OSError) and error.errno in _FULL) or f"os error {errno.ENOSPC}" in str(error)
 

@@ -11,6 +11,7 @@ Qwen2-VL, section 2.1 (arXiv:2409.12191); Qwen2.5-VL and Qwen3-VL place still im
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trigon.errors import ModelError
 from trigon.models.families import Family
+from trigon.types import Prompt
 
 
 def prompt_positions(token_ids: Tensor, grid_thw: Tensor | None, family: Family, hf_config: Any) -> Tensor:
@@ -58,6 +60,16 @@ def prompt_positions(token_ids: Tensor, grid_thw: Tensor | None, family: Family,
         token += t * h * w
     parts.append(_text(position, token_count - token))
     return torch.cat(parts, 1)
+
+
+def positions_of(family: Family, hf_config: Any) -> Callable[[Prompt], Tensor]:
+    """Return the function that gives the positions of a Prompt of this model."""
+
+    def positions(prompt: Prompt) -> Tensor:
+        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
+        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, family, hf_config)
+
+    return positions
 
 
 def completion_positions(prompt: Tensor, length: int) -> Tensor:

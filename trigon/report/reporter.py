@@ -19,7 +19,7 @@ from types import TracebackType
 from trigon.metrics import Max, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, duration, number
 from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
-from trigon.report.sinks import Sink
+from trigon.report.sinks import Sink, Trackers
 from trigon.types import RolloutGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
@@ -47,7 +47,7 @@ class Reporter:
     ) -> None:
         self._folder = run_folder
         self._console = console
-        self._sinks = list(sinks)
+        self._trackers = Trackers(sinks, warn=self.warn)
         self._num_devices = num_devices
         self._clock = clock
         self._step_started = clock()
@@ -92,7 +92,7 @@ class Reporter:
         self._folder.append_metrics(step, plain)
         average = sum(self._recent) / len(self._recent)
         self._console.step(step, total_steps, plain, seconds_left=average * (total_steps - step) if step else None)
-        self._tell(lambda sink: sink.log(step, plain))
+        self._trackers.log(step, plain)
         self.begin()
 
     def _measured(self, num_tokens: int, num_response_tokens: int) -> dict[str, Metric]:
@@ -130,13 +130,17 @@ class Reporter:
         some = rows[:shown]
         if some:
             self._console.generations(f"validation after step {step}", some)
-            self._tell(lambda sink: sink.rollouts(step, some))
-        figures = "  ".join(f"{key.removeprefix('val/')} {number(value)}" for key, value in _validation(metrics))
+            self._trackers.rollouts(step, some)
+        figures = "  ".join(f"{_plain_name(key)} {number(value)}" for key, value in _validation(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} answers  {figures}")
 
     def rewind(self, step: int) -> None:
-        """Forget what was reported after this step, where a resumed run goes on. 0: all."""
-        self._folder.rewind(step)
+        """Forget what was reported after this step, where a resumed run goes on. At 0 an earlier run is set aside."""
+        moved = self._folder.rewind(step)
+        if moved is not None:
+            self.warn(
+                f"this run starts from the beginning: an earlier one's metrics and rollouts were moved to {moved}"
+            )
         self.begin()
 
     def ledger(self, rows: Sequence[tuple[str, str]]) -> None:
@@ -160,7 +164,7 @@ class Reporter:
                 "Validation",
                 ("", f"before (step {first.step})", f"after (step {last.step})"),
                 [
-                    (key.removeprefix("val/"), number(first.metrics.get(key, float("nan"))), number(value))
+                    (_plain_name(key), number(first.metrics.get(key, float("nan"))), number(value))
                     for key, value in _validation(last.metrics)
                 ],
             )
@@ -188,8 +192,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close the trackers. The run folder is its owner's to close."""
-        self._tell(lambda sink: sink.close())
-        self._sinks.clear()
+        self._trackers.close()
 
     def __enter__(self) -> Reporter:
         return self
@@ -199,29 +202,17 @@ class Reporter:
     ) -> None:
         self.close()
 
-    def _tell(self, what: Callable[[Sink], None]) -> None:
-        """Call every tracker; one that raises is reported and left out from now on.
-
-        Besides reward functions this is the one place where any exception is caught: trackers fail in their own ways
-        (no network, no room, a quota, a bug), all numbers are in metrics.jsonl already, and hours of training are
-        worth more than a curve on somebody's server.
-        """
-        for sink in list(self._sinks):
-            try:
-                what(sink)
-            except Exception as error:  # noqa: BLE001
-                self._sinks.remove(sink)
-                self.warn(
-                    f"{sink.name} failed and is not used any more: {type(error).__name__}: {error}. "
-                    f"Training goes on; every number is in {self._folder.path / 'metrics.jsonl'}"
-                )
-
 
 def _validation(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return the figures of a validation, what is looked for first coming first."""
     order = ("val/accuracy_reward", "val/format_reward", "val/reward_score")
     rest = sorted(key for key in metrics if key.startswith("val/") and key not in (*order, "val/overall_reward"))
     return [(key, metrics[key]) for key in (*order, *rest) if key in metrics]
+
+
+def _plain_name(key: str) -> str:
+    """Return what val/accuracy_reward or val/reward_score is called among people: accuracy, reward."""
+    return key.removeprefix("val/").removesuffix("_reward").removesuffix("_score")
 
 
 def _total(lines: Sequence[StepMetrics], prefix: str) -> dict[str, float]:

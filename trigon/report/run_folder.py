@@ -6,6 +6,7 @@
       rollouts/step_000012.jsonl           every rollout of step 12, one line each
       rollouts/validation_000012.jsonl     every validation answer given after step 12
       run.lock                             held while a run writes here
+      set_aside/report/ ...                what an earlier run left here, when a new one starts from the beginning
       global_step_12/ ...                  checkpoints: not this module's business
 
 A number that is not finite is null, since JSON has no other word for it. Knows files and JSON; refuses to know what a
@@ -15,6 +16,7 @@ metric means and how a run is shown.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -128,19 +130,34 @@ class RunFolder:
         _replace(path, b"".join(_json(asdict(row)) for row in rows))
         return path
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> Path | None:
         """Forget what was reported after this step, so that a resumed run leaves the files of one that never stopped.
 
-        step: where the run goes on; 0 forgets everything, since the validation before the first step is done again.
+        step: where the run goes on. At 0 another run begins, and its predecessor's files are moved, not forgotten.
+        Returns: where they were moved, None if nothing was.
         """
+        if step == 0:
+            return self._set_aside()
         path = self.path / METRICS
         if path.exists():
             lines = [line for line in path.read_bytes().split(b"\n") if line]
-            _replace(path, b"".join(line + b"\n" for line in lines if step > 0 and _parsed(line, path).step <= step))
+            _replace(path, b"".join(line + b"\n" for line in lines if _parsed(line, path).step <= step))
         for file in (self.path / "rollouts").glob("*.jsonl"):
             match = _ROLLOUTS.fullmatch(file.name)
-            if match and (step == 0 or int(match.group(2)) > step):
+            if match and int(match.group(2)) > step:
                 file.unlink()
+        return None
+
+    def _set_aside(self) -> Path | None:
+        old = [self.path / name for name in (METRICS, "rollouts") if (self.path / name).exists()]
+        if not old:
+            return None
+        names = itertools.chain(["report"], (f"report.{again}" for again in itertools.count(2)))
+        target = next(t for t in (self.path / "set_aside" / name for name in names) if not t.exists())
+        target.mkdir(parents=True)
+        for entry in old:
+            os.rename(entry, target / entry.name)
+        return target
 
     def close(self) -> None:
         """Let other runs in. The folder stays."""

@@ -1,7 +1,7 @@
 """The trackers that a run can report to besides the screen and its own folder.
 
-Each is imported when it is chosen and not before. Knows the four libraries; refuses to know where their settings come
-from (the command line reads the environment) and what becomes of a tracker that fails.
+Each is imported when it is chosen and not before, and none can stop a run. Knows the four libraries; refuses to know
+where their settings come from: the command line reads the environment.
 """
 
 from __future__ import annotations
@@ -113,6 +113,43 @@ def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
                 f"{_PACKAGES[name]}, or remove it"
             ) from error
     return sinks
+
+
+class Trackers:
+    """All trackers of a run. One that fails is reported once and left out from then on.
+
+    Besides the grader of answers this is the one place where any exception is caught: trackers fail in their own ways (no
+    network, no room, a quota, a bug), all numbers are in metrics.jsonl already, and hours of training are worth more than
+    a curve on somebody's server.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, warn: Callable[[str], None]) -> None:
+        self._sinks = list(sinks)
+        self._warn = warn
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of a step."""
+        self._tell(lambda sink: sink.log(step, metrics))
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Record some validation answers."""
+        self._tell(lambda sink: sink.rollouts(step, rows))
+
+    def close(self) -> None:
+        """Close them all."""
+        self._tell(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _tell(self, what: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                what(sink)
+            except Exception as error:  # noqa: BLE001  (see the class)
+                self._sinks.remove(sink)
+                self._warn(
+                    f"{sink.name} failed and is not used any more: {type(error).__name__}: {error}. Training goes on; "
+                    "every number is in metrics.jsonl"
+                )
 
 
 class _TensorBoard:

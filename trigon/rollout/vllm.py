@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -59,7 +60,8 @@ class VllmEngine:
 
         Args: max_model_len: prompt and response together, in tokens. gpu_memory_utilization: fraction of the GPU that
         vLLM may hold while awake; on the CPU the cache takes VLLM_CPU_KVCACHE_SPACE GiB instead (1 unless set).
-        enforce_eager: neither compile the model nor record CUDA graphs; on the CPU that is never done.
+        max_num_batched_tokens: raised to max_model_len unless prompts may be split. enable_chunked_prefill: whether they
+        may; never on the CPU. enforce_eager: neither compile the model nor record CUDA graphs; never done on the CPU.
         limit_images: most images in one prompt; 0: any number. skip_special_tokens: for Completion.text.
         Raises: EngineError if vLLM is not installed, or built for another device.
         """
@@ -74,7 +76,11 @@ class VllmEngine:
         self._awake = False
         self._unusable = ""  # why the engine can no longer be used; empty while it can
         folder = model_folder(model_path)
-        with _process_left_as_it_was():
+        # On the CPU vLLM 0.32 dies of a seeded request whose prompt it has split ("CPU Generator does not use offset").
+        split = enable_chunked_prefill and device == "cuda"
+        with _process_left_as_it_was(), warnings.catch_warnings():
+            for deprecated in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", deprecated)  # what vLLM uses of torch is not the user's to mend
             vllm = _import_vllm(device)
             _register_in_process(vllm, processors.hf_config.architectures)
             self._engine = vllm.LLMEngine.from_engine_args(
@@ -82,10 +88,12 @@ class VllmEngine:
                     model=str(folder),
                     dtype=dtype,
                     max_model_len=max_model_len,
-                    max_num_batched_tokens=max_num_batched_tokens,
+                    max_num_batched_tokens=max_num_batched_tokens
+                    if split
+                    else max(max_num_batched_tokens, max_model_len),
                     gpu_memory_utilization=gpu_memory_utilization,
                     enforce_eager=enforce_eager or device == "cpu",
-                    enable_chunked_prefill=enable_chunked_prefill,
+                    enable_chunked_prefill=split,
                     enable_prefix_caching=enable_prefix_caching,
                     enable_sleep_mode=device == "cuda",
                     distributed_executor_backend="uni",
@@ -95,6 +103,7 @@ class VllmEngine:
                     hf_overrides=dict(override_config),
                     trust_remote_code=trust_remote_code,
                     disable_log_stats=disable_log_stats,
+                    use_tqdm_on_load=False,
                     seed=seed,
                 )
             )

@@ -1,0 +1,308 @@
+"""Exports of real, tiny models: loaded again by transformers and by vLLM, as a user would."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trigon.checkpoint import export
+from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.store import CheckpointStore, open_checkpoint
+from trigon.cli.export import main
+from trigon.errors import CheckpointError
+from trigon.models.families import family_of
+from trigon.models.load import copy_side_files, load_model
+from trigon.models.policy import Policy
+from trigon.torchvision_stub import declare_operators
+
+FAMILIES = [
+    ("qwen2_5_vl", False),
+    ("qwen2_5_vl", True),
+    ("qwen3_vl", False),
+    ("qwen3_vl", True),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("llama", True),
+]
+
+
+def trained_policy(model_folder: Path) -> Policy:
+    """A policy whose weights are no longer those of its model folder."""
+    model = load_model(str(model_folder), dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return Policy(model, family_of(model.config), temperature=1.0, banned_token_ids=())
+
+
+def save(root: Path, model_folder: Path, policy: Policy, *, step: int = 5, score: float | None = None):
+    def write(actor: Path) -> None:
+        weights = {name: tensor.contiguous() for name, tensor in policy.named_weights()}
+        save_file(weights, actor / "weights.safetensors")
+        save_file({"state": torch.zeros(1)}, actor / "optimizer.safetensors")
+        copy_side_files(model_folder, actor / "huggingface")
+
+    return CheckpointStore(root, keep=-1).save(step, write=write, progress={}, score=score)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_vlm):
+    return trained_policy(tiny_vlm)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tiny_vlm, trained):
+    return save(tmp_path / "run", tiny_vlm, trained)
+
+
+def hugging_face_logits(folder: Path, *, has_vision: bool) -> torch.Tensor:
+    declare_operators()
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+    text = "user: how many circles? assistant:"
+    if has_vision:
+        processor = AutoProcessor.from_pretrained(folder)
+        image = torch.randint(0, 256, (3, 56, 84), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+        inputs = processor(
+            text=["<|vision_start|><|image_pad|><|vision_end|>" + text], images=[image], return_tensors="pt"
+        )
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+    else:
+        inputs = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(**inputs).logits.float()
+
+
+@pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
+def test_an_export_is_what_transformers_itself_would_have_saved(tmp_path, tiny_model, model_type, tied):
+    model_folder = tiny_model(model_type, tie_word_embeddings=tied)
+    policy = trained_policy(model_folder)
+    policy.model.save_pretrained(tmp_path / "theirs")  # the independent road: transformers' own names and files
+    copy_side_files(model_folder, tmp_path / "theirs")
+
+    checkpoint = save(tmp_path / "run", model_folder, policy)
+    ours = export_checkpoint(checkpoint.folder, None, dtype=None)
+
+    assert ours == checkpoint.folder / "huggingface_model"
+    theirs_weights, our_weights = (load_file(f / "model.safetensors") for f in (tmp_path / "theirs", ours))
+    assert our_weights.keys() == theirs_weights.keys()
+    assert all(torch.equal(our_weights[name], theirs_weights[name]) for name in our_weights)
+    has_vision = policy.family.has_vision
+    changed = hugging_face_logits(ours, has_vision=has_vision)
+    assert torch.equal(changed, hugging_face_logits(tmp_path / "theirs", has_vision=has_vision))
+    assert not torch.allclose(changed, hugging_face_logits(model_folder, has_vision=has_vision), atol=0.1)
+
+
+def test_side_files_are_copied_unchanged_and_nothing_hidden_is_left(checkpoint, tiny_vlm):
+    folder = export_checkpoint(checkpoint.folder, None, dtype=None)
+    for file in tiny_vlm.iterdir():
+        if file.suffix != ".safetensors":
+            assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
+    assert {path.name for path in folder.iterdir()} == {path.name for path in tiny_vlm.iterdir()} | {
+        "trigon_export.json"
+    }
+    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_the_receipt_says_where_it_came_from(tmp_path, tiny_vlm, trained):
+    checkpoint = save(tmp_path, tiny_vlm, trained, step=7, score=0.5)
+    receipt = json.loads((export_checkpoint(checkpoint.folder, None, dtype=None) / "trigon_export.json").read_text())
+    assert receipt.pop("trigon_version")
+    assert receipt == {"checkpoint": "global_step_7", "step": 7, "val_reward_score": 0.5, "dtype": "float32"}
+
+
+def test_another_dtype_is_written_everywhere_and_still_proven(checkpoint):
+    from transformers import AutoConfig
+
+    folder = export_checkpoint(checkpoint.folder, None, dtype="bf16")
+    before, after = load_file(checkpoint.actor / "weights.safetensors"), load_file(folder / "model.safetensors")
+    assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
+    config = AutoConfig.from_pretrained(folder)
+    assert config.dtype == config.text_config.dtype == config.vision_config.dtype == torch.bfloat16
+    # The checkpoint's own side files say float32 still.
+    assert json.loads((checkpoint.actor / "huggingface" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_large_model_is_written_in_several_files(checkpoint, monkeypatch):
+    monkeypatch.setattr(export, "SHARD_BYTES", 500_000)
+    folder = export_checkpoint(checkpoint.folder, None, dtype=None)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["weight_map"].keys() == load_file(checkpoint.actor / "weights.safetensors").keys()
+
+
+def test_merging_in_place_gives_a_model_and_leaves_the_checkpoint_sound(checkpoint, monkeypatch):
+    in_place = checkpoint.actor / "huggingface"
+    monkeypatch.setattr(export, "SHARD_BYTES", 500_000)
+    assert main(["--local_dir", str(checkpoint.actor), "--dtype", "bf16"]) == 0
+    assert open_checkpoint(checkpoint.folder, resumable=True).step == 5
+    monkeypatch.undo()
+    assert export_checkpoint(checkpoint.actor, None, dtype=None) == in_place
+    assert [path.name for path in in_place.glob("model*")] == [
+        "model.safetensors"
+    ]  # no shard of the first merge is left
+    assert json.loads((in_place / "config.json").read_text())["dtype"] == "float32"
+    assert open_checkpoint(checkpoint.folder, resumable=True).step == 5
+    assert hugging_face_logits(in_place, has_vision=True).isfinite().all()
+
+
+def test_of_a_run_folder_the_latest_or_the_best_is_taken(tmp_path, tiny_vlm, trained):
+    for step, score in ((1, 0.9), (2, 0.1)):
+        save(tmp_path / "run", tiny_vlm, trained, step=step, score=score)
+    receipt = tmp_path / "run" / "huggingface_model" / "trigon_export.json"
+    assert export_checkpoint(tmp_path / "run", None, dtype=None) == receipt.parent
+    assert json.loads(receipt.read_text())["step"] == 2
+    assert main([str(tmp_path / "run"), "--best"]) == 0
+    assert json.loads(receipt.read_text())["step"] == 1
+
+
+def test_a_damaged_latest_is_passed_over_loudly_but_not_when_named(tmp_path, tiny_vlm, trained):
+    save(tmp_path / "run", tiny_vlm, trained, step=1)
+    folder = save(tmp_path / "run", tiny_vlm, trained, step=2).folder
+    (folder / "actor" / "huggingface" / "tokenizer.json").write_text("{}")
+    heard = []
+    made = export_checkpoint(tmp_path / "run", tmp_path / "model", dtype=None, warn=heard.append)
+    assert json.loads((made / "trigon_export.json").read_text())["step"] == 1
+    assert len(heard) == 1
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has"):
+        export_checkpoint(folder, tmp_path / "other", dtype=None)
+
+
+def test_weights_that_are_not_finite_are_never_exported(tmp_path, tiny_vlm):
+    policy = trained_policy(tiny_vlm)
+    with torch.no_grad():
+        policy.model.lm_head.weight[3, 4] = float("nan")
+    checkpoint = save(tmp_path / "run", tiny_vlm, policy)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight .* holds NaN or infinity"):
+        export_checkpoint(checkpoint.folder, None, dtype=None)
+    assert sorted(path.name for path in checkpoint.folder.iterdir()) == ["actor", "manifest.json", "progress.json"]
+
+
+def test_weights_out_of_the_range_of_float16_are_refused(tmp_path, tiny_vlm):
+    policy = trained_policy(tiny_vlm)
+    with torch.no_grad():
+        policy.model.lm_head.weight[3, 4] = 1e6
+    checkpoint = save(tmp_path / "run", tiny_vlm, policy)
+    with pytest.raises(CheckpointError, match="infinity as float16"):
+        export_checkpoint(checkpoint.folder, None, dtype="fp16")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "complaint"),
+    [
+        (lambda config: config["text_config"].update(num_hidden_layers=1), "does not know"),
+        (lambda config: config["text_config"].update(num_hidden_layers=3), "is missing from"),
+        (lambda config: config["text_config"].update(intermediate_size=128), "belong to its own"),
+    ],
+)
+def test_weights_that_do_not_fit_their_config_fail_the_proof(tmp_path, tiny_vlm, trained, break_it, complaint):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_vlm, broken)
+    config = json.loads((broken / "config.json").read_text())
+    break_it(config)
+    config["text_config"].pop("layer_types", None)
+    (broken / "config.json").write_text(json.dumps(config))
+    checkpoint = save(tmp_path / "run", broken, trained)
+    with pytest.raises(CheckpointError, match=complaint):
+        export_checkpoint(checkpoint.folder, None, dtype=None)
+    assert not (checkpoint.folder / "huggingface_model").exists()
+
+
+def test_a_folder_of_somebody_else_is_never_replaced_but_an_earlier_export_is(checkpoint, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is no earlier export"):
+        export_checkpoint(checkpoint.folder, mine, dtype=None)
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    for dtype in ("bf16", None):
+        folder = export_checkpoint(checkpoint.folder, tmp_path / "model", dtype=dtype)
+    assert load_file(folder / "model.safetensors")["lm_head.weight"].dtype == torch.float32
+
+
+def test_an_unknown_dtype_and_a_missing_checkpoint_are_named(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="'int4'; choose one of bf16"):
+        export_checkpoint(checkpoint.folder, None, dtype="int4")
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        export_checkpoint(tmp_path / "nowhere", None, dtype=None)
+
+
+def test_exporting_draws_no_random_numbers_of_the_callers(checkpoint):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    export_checkpoint(checkpoint.folder, None, dtype=None)
+    assert torch.equal(torch.rand(1), expected)
+
+
+# In a process of its own, as a user would: vLLM changes the process that it runs in.
+IN_VLLM = """
+    import json, sys
+    from trigon.torchvision_stub import declare_operators
+    declare_operators()
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+
+    folder, text, picture = sys.argv[1:]
+    llm = LLM(
+        model=folder,
+        dtype="float32",  # else vLLM rounds the model to bfloat16
+        max_model_len=256,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+    )
+    prompt = {"prompt": text, "multi_modal_data": {"image": Image.open(picture)}}
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    (result,) = llm.generate(prompt, greedy, use_tqdm=False)
+    ids = result.prompt_token_ids
+    logprobs = [result.prompt_logprobs[t][ids[t]].logprob for t in range(1, len(ids))]
+    print("RESULT", json.dumps({"ids": ids, "logprobs": logprobs, "next": result.outputs[0].token_ids[0]}))
+"""
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_export_runs_in_vllm_with_the_logprobs_that_it_has_in_transformers(tmp_path, checkpoint):
+    folder = export_checkpoint(checkpoint.folder, None, dtype=None)
+    declare_operators()
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    text = "<|vision_start|><|image_pad|><|vision_end|>how many circles are there?"
+    picture = Image.linear_gradient("L").convert("RGB").resize((84, 56))
+    picture.save(tmp_path / "picture.png")
+    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[picture], return_tensors="pt")
+    with torch.no_grad():
+        logits = AutoModelForImageTextToText.from_pretrained(folder).eval()(**inputs).logits[0]
+    expected = logits.log_softmax(-1)
+
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(IN_VLLM), str(folder), text, str(tmp_path / "picture.png")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.partition("RESULT")[2])
+    ids = inputs["input_ids"][0].tolist()
+    assert result["ids"] == ids
+    assert result["next"] == int(expected[-1].argmax())
+    assert result["logprobs"] == pytest.approx([float(expected[t - 1, ids[t]]) for t in range(1, len(ids))], abs=1e-4)

@@ -1,0 +1,83 @@
+"""A save that is killed at any moment leaves a whole checkpoint, and the next run cleans up behind it."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# One process saves step 3 over steps 1 (the best) and 2, and is killed by SIGKILL at its k-th operation on the file
+# system; then once more with k + 1, until it survives. It is forked, so that each of the many tries costs milliseconds.
+KILLED_EVERYWHERE = """
+    import json, os, shutil, signal, sys
+    from pathlib import Path
+    from trigon.checkpoint.store import CheckpointStore
+
+    keep, best, top = int(sys.argv[1]), sys.argv[2] == "best", Path(sys.argv[3])
+    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+    def write(step):
+        def fill(actor):
+            for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
+                (actor / name).write_text(f"{name} of {step}")
+        return fill
+
+    def save(root, step):
+        store = CheckpointStore(root, keep=keep, warn=lambda text: None)
+        store.save(step, write=write(step), progress={"step": step}, score=1.0 / step if best else None)
+
+    save(top / "before", 1)
+    save(top / "before", 2)
+    before = sorted(p.name for p in (top / "before").glob("global_step_*"))
+    survived, k, after = False, 0, set()
+    while not survived:
+        k += 1
+        root = top / f"killed_at_{k}"
+        shutil.copytree(top / "before", root)
+        child = os.fork()
+        if child == 0:
+            left = k
+            def count(event, args):
+                global left
+                if event in EVENTS:
+                    left -= 1
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+            sys.addaudithook(count)
+            save(root, 3)
+            os._exit(0)
+        survived = os.waitpid(child, 0)[1] == 0
+        warnings = []
+        store = CheckpointStore(root, keep=keep, warn=warnings.append)
+        newest = store.latest()
+        assert newest.step in (2, 3) and not warnings, (k, newest, warnings)
+        assert newest.progress == {"step": newest.step}
+        assert (newest.actor / "weights.safetensors").read_text() == f"weights.safetensors of {newest.step}"
+        if best:
+            assert store.best().step == 1, k
+        after.add(newest.step)
+        store.rewind(newest.step)
+        for step in range(newest.step + 1, 5):
+            save(root, step)
+        names = sorted(p.name for p in root.iterdir())
+        steps = [1, 4] if best else [4]
+        assert names == ["checkpoint_tracker.json", *(f"global_step_{s}" for s in steps)], (k, names)
+        assert json.loads((root / "checkpoint_tracker.json").read_text())["last_global_step"] == 4
+        shutil.rmtree(root)
+    print(json.dumps({"kill_points": k - 1, "resumed_from": sorted(after), "before": before}))
+"""
+
+
+@pytest.mark.parametrize("best", ["best", "no_best"])
+def test_killed_at_any_file_operation_of_a_save_a_whole_checkpoint_remains(tmp_path, best):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED_EVERYWHERE), "1", best, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["resumed_from"] == [2, 3]
+    assert report["kill_points"] > 20

@@ -1,0 +1,194 @@
+"""Groups into rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from trigon.data.packing import by_group, pack_rollouts, pack_train
+from trigon.types import (
+    Completion,
+    GroupSpan,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    TrainGroup,
+    TrainSequence,
+    Vision,
+)
+
+
+def make_prompt(name: int, length: int, images: int = 0) -> Prompt:
+    """Token ids tell where they come from: 1000 * group + place."""
+    vision = Vision(
+        pixel_values=torch.full((4 * images, 2), float(name)),
+        grid_thw=torch.tensor([[1, 2, 2]] * images),
+        hashes=("",) * images,
+    )
+    return Prompt(
+        prompt_id=str(name),
+        token_ids=tuple(1000 * name + place for place in range(length)),
+        vision=vision if images else None,
+        text="",
+        answer=None,
+        row={},
+        image_refs=("",) * images,
+    )
+
+
+def completion_ids(group: int, index: int, length: int) -> tuple[int, ...]:
+    return tuple(1000 * group + 100 * (index + 1) + place for place in range(length))
+
+
+def rollout_group(name: int, prompt_length: int, lengths: Sequence[int], images: int = 0) -> RolloutGroup:
+    return RolloutGroup(
+        prompt=make_prompt(name, prompt_length, images),
+        rollouts=tuple(
+            Rollout(
+                Completion(completion_ids(name, index, length), (0.0,) * length, "stop", "", 0),
+                Score(0.0, {}, "ok", ""),
+            )
+            for index, length in enumerate(lengths)
+        ),
+    )
+
+
+def positions(prompt: Prompt) -> Tensor:
+    return torch.arange(len(prompt.token_ids))[None]
+
+
+def owners(groups: Sequence[RolloutGroup], max_tokens: int) -> list[list[tuple[int, int]]]:
+    return [list(row.owners) for row in pack_rollouts(groups, max_tokens=max_tokens, positions=positions)]
+
+
+def test_a_group_is_laid_out_prompt_first_and_its_positions_go_on() -> None:
+    (row,) = pack_rollouts([rollout_group(1, 3, [2, 1])], max_tokens=6, positions=positions)
+    assert row.packed.token_ids.tolist() == [1000, 1001, 1002, 1100, 1101, 1200]
+    assert row.packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert row.packed.spans == (GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 6))),)
+    assert row.owners == ((0, 0), (0, 1))
+    assert row.packed.pixel_values is None
+    assert row.packed.grid_thw is None
+
+
+def test_groups_share_a_row_as_they_came() -> None:
+    (row,) = pack_rollouts(
+        [rollout_group(1, 1, [1], images=1), rollout_group(2, 1, [5]), rollout_group(3, 1, [2], images=2)],
+        max_tokens=11,
+        positions=positions,
+    )
+    assert row.owners == ((0, 0), (1, 0), (2, 0))
+    assert [span.prompt for span in row.packed.spans] == [(0, 1), (2, 3), (8, 9)]
+    assert row.packed.pixel_values is not None
+    assert row.packed.pixel_values[:, 0].tolist() == [1.0] * 4 + [3.0] * 8
+    assert row.packed.grid_thw is not None
+    assert row.packed.grid_thw.tolist() == [[1, 2, 2]] * 3
+
+
+def test_each_group_goes_into_the_fullest_row_with_room() -> None:
+    # costs 6, 5, 4, 3, 2 in rows of 10: 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
+    groups = [rollout_group(name, 1, [cost - 1]) for name, cost in enumerate([2, 3, 4, 5, 6])]
+    assert owners(groups, 10) == [[(0, 0), (1, 0), (3, 0)], [(2, 0), (4, 0)]]
+
+
+def test_a_group_that_is_too_large_is_split_and_repeats_only_its_prompt() -> None:
+    group = rollout_group(7, 4, [3, 2, 3, 2], images=1)
+    rows = pack_rollouts([group], max_tokens=9, positions=positions)
+    assert [row.owners for row in rows] == [((0, 0), (0, 1)), ((0, 2), (0, 3))]
+    for row in rows:
+        assert row.packed.token_ids[:4].tolist() == [7000, 7001, 7002, 7003]
+        assert row.packed.pixel_values is not None
+        assert len(row.packed.pixel_values) == 4
+
+
+def test_a_completion_longer_than_the_budget_has_a_row_of_its_own_uncut() -> None:
+    rows = pack_rollouts([rollout_group(1, 3, [2, 50, 2])], max_tokens=10, positions=positions)
+    assert [row.owners for row in rows] == [((0, 0), (0, 2)), ((0, 1),)]
+    assert len(rows[1].packed.token_ids) == 53
+
+
+def test_a_prompt_longer_than_the_budget_is_not_cut_either() -> None:
+    rows = pack_rollouts([rollout_group(1, 30, [2, 3])], max_tokens=10, positions=positions)
+    assert [len(row.packed.token_ids) for row in rows] == [32, 33]
+
+
+def test_positions_are_asked_for_once_for_each_prompt() -> None:
+    asked: list[str] = []
+
+    def counted(prompt: Prompt) -> Tensor:
+        asked.append(prompt.prompt_id)
+        return positions(prompt)
+
+    pack_rollouts([rollout_group(1, 4, [3] * 6), rollout_group(2, 4, [3])], max_tokens=8, positions=counted)
+    assert asked == ["1", "2"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_doubled_or_over_budget(seed: int) -> None:
+    draw = random.Random(seed)
+    groups = [
+        rollout_group(name, draw.randint(1, 12), [draw.randint(1, 12) for _ in range(draw.randint(1, 6))])
+        for name in range(draw.randint(1, 12))
+    ]
+    rows = pack_rollouts(groups, max_tokens=24, positions=positions)
+    assert sorted(owner for row in rows for owner in row.owners) == [
+        (g, i) for g, group in enumerate(groups) for i in range(len(group.rollouts))
+    ]
+    assert all(len(row.packed.token_ids) <= 24 for row in rows)
+    again = pack_rollouts(groups, max_tokens=24, positions=positions)
+    assert [row.owners for row in again] == [row.owners for row in rows]
+
+
+def test_results_find_their_way_back() -> None:
+    groups = [rollout_group(0, 2, [3, 1, 4]), rollout_group(1, 3, [2, 2])]
+    rows = pack_rollouts(groups, max_tokens=7, positions=positions)
+    assert len(rows) > 2
+    targets = []
+    for row in rows:  # stands in for a per-token result: the completion's own tokens
+        places = [torch.arange(*part) for span in row.packed.spans for part in span.completions]
+        targets.append(row.packed.token_ids[torch.cat(places)])
+    returned = by_group(rows, targets)
+    for group, values in zip(groups, returned, strict=True):
+        assert [tuple(value.tolist()) for value in values] == [r.completion.token_ids for r in group.rollouts]
+
+
+def train_sequence(group: int, index: int, length: int, *, old: bool) -> TrainSequence:
+    mark = torch.full((length,), 10.0 * group + index)
+    return TrainSequence(
+        token_ids=completion_ids(group, index, length),
+        loss_mask=torch.ones(length),
+        advantages=mark,
+        sampling_logprobs=-mark,
+        old_logprobs=mark + 0.5 if old else None,
+        ref_logprobs=None,
+    )
+
+
+def test_a_micro_batch_lists_every_completion_token_in_row_order() -> None:
+    groups = [
+        TrainGroup(make_prompt(0, 2), tuple(train_sequence(0, i, n, old=True) for i, n in enumerate([1, 2]))),
+        TrainGroup(make_prompt(1, 2), (train_sequence(1, 0, 3, old=True),)),
+    ]
+    (batch,) = pack_train(groups, max_tokens=20, positions=positions)
+    assert batch.num_sequences == 3
+    assert batch.sequence_index.tolist() == [0, 1, 1, 2, 2, 2]
+    assert batch.advantages.tolist() == [0.0, 1.0, 1.0, 10.0, 10.0, 10.0]
+    assert batch.sampling_logprobs.tolist() == [0.0, -1.0, -1.0, -10.0, -10.0, -10.0]
+    assert batch.old_logprobs is not None
+    assert batch.old_logprobs.tolist() == [0.5, 1.5, 1.5, 10.5, 10.5, 10.5]
+    assert batch.ref_logprobs is None
+    assert batch.loss_mask.tolist() == [1.0] * 6
+    assert batch.packed.spans[1] == GroupSpan(prompt=(5, 7), completions=((7, 10),))
+
+
+def test_training_keeps_a_completion_without_a_trained_token() -> None:
+    sequence = TrainSequence((5, 6), torch.zeros(2), torch.zeros(2), torch.zeros(2), None, None)
+    (batch,) = pack_train([TrainGroup(make_prompt(0, 2), (sequence,))], max_tokens=20, positions=positions)
+    assert batch.num_sequences == 1
+    assert batch.loss_mask.tolist() == [0.0, 0.0]
+    assert batch.old_logprobs is None

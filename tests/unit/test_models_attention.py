@@ -1,0 +1,94 @@
+"""Group attention and window attention against one dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trigon.models.attention import group_attention, plan_attention, window_attention
+from trigon.types import GroupSpan
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 8
+SCALE = 0.3
+
+TWO_GROUPS = (
+    GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 9), (9, 11), (11, 12))),
+    GroupSpan(prompt=(12, 13), completions=((13, 18),)),
+)
+
+
+def states(tokens: int, key_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(1, heads, tokens, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
+        for heads in (HEADS, key_heads, key_heads)
+    ]
+
+
+def dense_mask(spans: tuple[GroupSpan, ...]) -> Tensor:
+    """The definition: [T, T], true where a token may look."""
+    tokens = spans[-1].completions[-1][1]
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for span in spans:
+        first, last = span.prompt
+        mask[first:last, first:last] = True
+        for start, end in span.completions:
+            mask[start:end, first:last] = True
+            mask[start:end, start:end] = True
+    return mask.tril()
+
+
+def test_the_drawing_of_the_module() -> None:
+    mask = dense_mask((GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 8))),))
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 0, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("key_heads", [1, KEY_HEADS, HEADS])
+def test_group_attention_equals_a_dense_mask_in_values_and_gradients(key_heads: int) -> None:
+    inputs = states(18, key_heads)
+    output = group_attention(*inputs, plan_attention(TWO_GROUPS, torch.device("cpu")), scale=SCALE)
+    expected = scaled_dot_product_attention(
+        *inputs, attn_mask=dense_mask(TWO_GROUPS), scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
+    assert output.shape == (1, 18, HEADS, WIDTH)
+    torch.testing.assert_close(output, expected, atol=1e-14, rtol=0)
+
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((output * weights).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weights).sum(), inputs)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-13, rtol=0)
+
+
+def test_group_attention_works_in_bfloat16() -> None:
+    inputs = states(18, KEY_HEADS, torch.bfloat16)
+    output = group_attention(*inputs, plan_attention(TWO_GROUPS, torch.device("cpu")), scale=SCALE)
+    expected = scaled_dot_product_attention(
+        *(state.float() for state in inputs), attn_mask=dense_mask(TWO_GROUPS), scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [[18], [6, 6, 6], [4, 4, 1, 4, 1, 4], [1, 17]])
+def test_window_attention_equals_a_dense_mask(lengths: list[int]) -> None:
+    inputs = states(18, HEADS)
+    window = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    expected = scaled_dot_product_attention(*inputs, attn_mask=window[:, None] == window, scale=SCALE)
+    output = window_attention(*inputs, lengths, scale=SCALE)
+    torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-14, rtol=0)
+    ours = torch.autograd.grad(output.pow(2).sum(), inputs)
+    theirs = torch.autograd.grad(expected.pow(2).sum(), inputs)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-13, rtol=0)

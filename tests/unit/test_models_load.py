@@ -1,0 +1,209 @@
+"""Bringing a Hugging Face folder into memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trigon.errors import ModelError
+from trigon.models.load import copy_side_files, load_model, load_processors, model_folder
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.fixture
+def copied(tiny_vlm: Path, tmp_path: Path) -> Path:
+    """A tiny Qwen2.5-VL that a test may damage."""
+    return Path(shutil.copytree(tiny_vlm, tmp_path / "model"))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_local_folder_is_used_as_it_is(tiny_vlm: Path) -> None:
+    assert model_folder(str(tiny_vlm)) == tiny_vlm
+
+
+@pytest.mark.parametrize("model_path", ["no/such-model", "/no/such/folder", "not a name!"])
+def test_a_model_that_is_nowhere_is_refused(model_path: str) -> None:
+    with pytest.raises(ModelError, match="neither a folder on this machine nor"):
+        model_folder(model_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        model_folder(str(tmp_path))
+
+
+def test_processors_know_what_stops_and_what_is_banned(tiny_vlm: Path) -> None:
+    processors = load_processors(str(tiny_vlm))
+    config = processors.hf_config
+    assert processors.family.model_type == "qwen2_5_vl"
+    assert processors.stop_token_ids == tuple(
+        processors.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    )
+    assert processors.banned_token_ids == tuple(
+        processors.tokenizer.convert_tokens_to_ids(
+            ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+        )
+    )
+    assert processors.image_processor.patch_size == config.vision_config.patch_size
+
+
+def test_a_text_model_has_no_image_processor_and_bans_nothing(tiny_model: TinyModel) -> None:
+    processors = load_processors(str(tiny_model("llama")))
+    assert processors.image_processor is None
+    assert processors.banned_token_ids == ()
+
+
+def test_one_stop_token_may_stand_without_a_list(copied: Path) -> None:
+    edit_json(copied / "generation_config.json", eos_token_id=7)
+    assert load_processors(str(copied)).stop_token_ids == (7,)
+
+
+def test_without_a_generation_config_the_tokenizer_says_what_stops(copied: Path) -> None:
+    (copied / "generation_config.json").unlink()
+    processors = load_processors(str(copied))
+    assert processors.stop_token_ids == (processors.tokenizer.eos_token_id,)
+
+
+def test_pixel_limits_are_those_of_the_processor_unless_given(tiny_vlm: Path) -> None:
+    own = load_processors(str(tiny_vlm)).image_processor
+    given = load_processors(str(tiny_vlm), min_pixels=28 * 28 * 6).image_processor
+    assert given.size["shortest_edge"] == 28 * 28 * 6
+    assert given.size["longest_edge"] == own.size["longest_edge"]
+
+
+def test_pixel_limits_decide_how_many_patches_an_image_has(tiny_vlm: Path) -> None:
+    from PIL import Image
+
+    processor = load_processors(str(tiny_vlm), min_pixels=28 * 28 * 6, max_pixels=28 * 28 * 9).image_processor
+    small, large = Image.new("RGB", (56, 56)), Image.new("RGB", (840, 840))
+    grid = processor(images=[small, large], return_tensors="pt")["image_grid_thw"]
+    assert grid.tolist() == [[1, 6, 6], [1, 6, 6]]
+
+
+def test_crossed_pixel_limits_are_refused(tiny_vlm: Path) -> None:
+    with pytest.raises(ModelError, match="min_pixels must not exceed max_pixels"):
+        load_processors(str(tiny_vlm), min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 6)
+
+
+def test_a_chat_template_can_be_replaced(tiny_vlm: Path) -> None:
+    processors = load_processors(str(tiny_vlm), chat_template="{{ messages[0].content }}!")
+    text = processors.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    assert text == "Hello!"
+
+
+def test_a_model_without_a_chat_template_is_refused(copied: Path) -> None:
+    (copied / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="has no chat template"):
+        load_processors(str(copied))
+
+
+def test_an_unsupported_model_is_refused_before_anything_is_loaded(copied: Path) -> None:
+    edit_json(copied / "config.json", model_type="mamba")
+    with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported are: llama"):
+        load_processors(str(copied))
+
+
+def test_a_model_is_loaded_whole_and_quiet(tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen3_vl")
+    model = load_model(str(folder), dtype=torch.float32, device="cpu")
+    on_disk = load_file(folder / "model.safetensors")
+    weights = dict(model.named_parameters())
+    assert weights.keys() == on_disk.keys()
+    assert all(torch.equal(weights[name], on_disk[name]) for name in on_disk)
+    assert not model.training
+
+
+def test_a_tied_head_is_not_missing(tiny_model: TinyModel) -> None:
+    model = load_model(str(tiny_model("qwen2", tie_word_embeddings=True)), dtype=torch.float32, device="cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda weights: weights.pop("visual.merger.ln_q.weight"),
+            r"1 missing \(model\.visual\.merger\.ln_q\.weight\)",
+        ),
+        (lambda weights: weights.update(extra=torch.zeros(1)), r"1 left over \(extra\)"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}),
+            r"1 of the wrong shape \(model\.language_model\.norm\.weight\)",
+        ),
+    ],
+    ids=["missing", "left over", "misshapen"],
+)
+def test_weights_that_do_not_fit_are_refused(
+    copied: Path, change: Callable[[dict[str, torch.Tensor]], None], complaint: str
+) -> None:
+    edit_weights(copied, change)
+    with pytest.raises(ModelError, match=complaint):
+        load_model(str(copied), dtype=torch.float32, device="cpu")
+
+
+def test_the_config_can_be_overridden(tiny_vlm: Path) -> None:
+    changes = {"text_config": {"rms_norm_eps": 0.5}}
+    model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
+    assert model.model.language_model.norm.variance_epsilon == 0.5
+
+
+def test_overriding_what_the_config_does_not_have_is_refused_with_the_nearest_name(tiny_vlm: Path) -> None:
+    changes = {"text_config": {"rms_norm_epz": 0.5}}
+    with pytest.raises(ModelError, match=r"sets text_config\.rms_norm_epz.*mean text_config\.rms_norm_eps"):
+        load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
+
+
+def test_dropout_is_refused(tiny_vlm: Path) -> None:
+    changes = {"text_config": {"attention_dropout": 0.1}}
+    with pytest.raises(ModelError, match=r"attention_dropout = 0\.1"):
+        load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
+
+
+def test_an_active_sliding_window_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
+    edit_json(folder / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
+    with pytest.raises(ModelError, match="sliding window attention, which is not supported"):
+        load_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def test_calling_the_model_past_its_policy_is_refused(tiny_model: TinyModel) -> None:
+    model = load_model(str(tiny_model("llama")), dtype=torch.float32, device="cpu")
+    with pytest.raises(RuntimeError, match="Call its Policy"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_side_files_are_copied_unchanged_and_weights_are_not(copied: Path, tmp_path: Path) -> None:
+    (copied / "model.safetensors.index.json").write_text("{}")
+    (copied / ".cache").mkdir()
+    (copied / ".cache" / "note.json").write_text("{}")
+    (copied / "more").mkdir()
+    (copied / "more" / "template.jinja").write_text("x")
+    names = copy_side_files(copied, tmp_path / "copy")
+    assert names == (
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "more/template.jinja",
+        "processor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    )
+    for name in names:
+        assert (tmp_path / "copy" / name).read_bytes() == (copied / name).read_bytes()

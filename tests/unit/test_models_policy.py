@@ -1,0 +1,101 @@
+"""The policy's weights by name, and what it refuses. That it computes the right thing is an invariant test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import load_hugging_face, make_group, make_prompt
+from safetensors.torch import load_file
+
+from trigon.data.packing import pack_rollouts
+from trigon.errors import ModelError
+from trigon.models.load import load_model, load_processors
+from trigon.models.policy import Policy
+from trigon.types import PackedGroups
+
+TinyModel = Callable[..., Path]
+
+
+def make_policy(folder: Path) -> Policy:
+    processors = load_processors(str(folder))
+    model = load_model(str(folder), dtype=torch.float32, device="cpu")
+    return Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3", "llama"])
+def test_weights_have_the_names_that_save_pretrained_writes(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, tied: bool
+) -> None:
+    folder = tiny_model(model_type, tie_word_embeddings=tied)
+    load_hugging_face(folder, torch.float32).save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    named = dict(make_policy(folder).named_weights())
+    assert named.keys() == written.keys()
+    assert all(torch.equal(named[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_named_weights_come_back_as_they_went(tiny_model: TinyModel, model_type: str) -> None:
+    source = make_policy(tiny_model(model_type, seed=1))
+    target = make_policy(tiny_model(model_type, seed=2))
+    weights = {name: weight.clone() for name, weight in source.named_weights()}
+    assert not torch.equal(dict(target.named_weights())["lm_head.weight"], weights["lm_head.weight"])
+    target.load_named_weights(weights)
+    assert all(torch.equal(weight, weights[name]) for name, weight in target.named_weights())
+
+
+def test_loading_into_a_tied_model_keeps_it_tied(tiny_model: TinyModel) -> None:
+    policy = make_policy(tiny_model("qwen2", tie_word_embeddings=True))
+    weights = {name: torch.full_like(weight, 0.5) for name, weight in policy.named_weights()}
+    policy.load_named_weights(weights)
+    assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
+    assert (policy.model.lm_head.weight == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda weights: weights.pop("lm_head.weight"), r"lm_head\.weight is missing \(1 differences"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "extra is unknown"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(2)}), r"lm_head\.weight is \(2,\) instead of"),
+    ],
+    ids=["missing", "unknown", "misshapen"],
+)
+def test_weights_of_another_model_are_refused_with_nothing_changed(
+    tiny_vlm: Path, change: Callable[[dict[str, torch.Tensor]], None], complaint: str
+) -> None:
+    policy = make_policy(tiny_vlm)
+    before = {name: weight.clone() for name, weight in policy.named_weights()}
+    weights = {name: weight + 1.0 for name, weight in before.items()}
+    change(weights)
+    with pytest.raises(ModelError, match=complaint):
+        policy.load_named_weights(weights)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_weights())
+
+
+def test_images_that_do_not_match_the_placeholders_are_refused(tiny_vlm: Path) -> None:
+    policy = make_policy(tiny_vlm)
+    processors = load_processors(str(tiny_vlm))
+    group = make_group(make_prompt(processors, [(4, 4)], seed=0), [2], seed=1)
+    (row,) = pack_rollouts([group], max_tokens=100, positions=lambda prompt: torch.zeros(3, len(prompt.token_ids)))
+    packed = row.packed
+    assert packed.pixel_values is not None
+    doubled = PackedGroups(
+        packed.token_ids,
+        packed.position_ids,
+        packed.spans,
+        packed.pixel_values.repeat(2, 1),
+        torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    )
+    with pytest.raises(ModelError, match="has 4 image placeholder tokens, but its 2 images give 8 features"):
+        policy(doubled)
+
+
+def test_greedy_temperature_is_refused(tiny_vlm: Path) -> None:
+    model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu")
+    with pytest.raises(ModelError, match="temperature above 0, not 0"):
+        Policy(model, load_processors(str(tiny_vlm)).family, temperature=0.0, banned_token_ids=())

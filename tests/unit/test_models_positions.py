@@ -1,0 +1,93 @@
+"""Positions: drawn by hand, and as transformers computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import load_hugging_face, make_prompt
+
+from trigon.errors import ModelError
+from trigon.models.families import family_named
+from trigon.models.load import load_processors
+from trigon.models.positions import completion_positions, prompt_positions
+
+VLM = family_named("qwen2_5_vl")
+CONFIG = SimpleNamespace(image_token_id=99, vision_config=SimpleNamespace(spatial_merge_size=2))
+
+
+def positions_of(token_ids: list[int], grids: list[list[int]] | None) -> list[list[int]]:
+    grid_thw = None if grids is None else torch.tensor(grids)
+    return prompt_positions(torch.tensor(token_ids), grid_thw, VLM, CONFIG).tolist()
+
+
+def test_the_drawing_of_an_image_of_two_by_three_tokens() -> None:
+    assert positions_of([1] + [99] * 6 + [2, 3], [[1, 4, 6]]) == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5],
+    ]
+
+
+def test_a_tall_image_pushes_the_text_by_its_height() -> None:
+    assert positions_of([99, 99, 99, 1], [[1, 6, 2]]) == [[0, 0, 0, 3], [0, 1, 2, 3], [0, 0, 0, 3]]
+
+
+def test_two_images_may_touch() -> None:
+    assert positions_of([99, 99, 99, 1], [[1, 2, 4], [1, 2, 2]]) == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
+
+
+def test_without_images_all_three_positions_count_tokens() -> None:
+    assert positions_of([1, 2, 3], None) == [[0, 1, 2]] * 3
+
+
+def test_a_text_model_has_one_position() -> None:
+    assert prompt_positions(torch.tensor([1, 2]), None, family_named("llama"), SimpleNamespace()).tolist() == [[0, 1]]
+
+
+def test_a_completion_goes_on_after_the_largest_position() -> None:
+    prompt = torch.tensor([[0, 0, 0], [0, 1, 2], [0, 0, 0]])
+    assert completion_positions(prompt, 2).tolist() == [[3, 4]] * 3
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "grids", "complaint"),
+    [
+        ([1, 99, 2], [[1, 4, 4]], "has 1 image placeholder tokens, but its 1 images need 4"),
+        ([1, 99, 2], None, "has 1 image placeholder tokens, but its 0 images need 0"),
+        ([99, 99, 1, 99, 99], [[1, 4, 4]], "4 placeholder tokens of an image are interrupted"),
+    ],
+)
+def test_placeholders_that_do_not_match_the_images_are_refused(
+    token_ids: list[int], grids: list[list[int]] | None, complaint: str
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        positions_of(token_ids, grids)
+
+
+def test_a_text_model_takes_no_images() -> None:
+    with pytest.raises(ModelError, match="'llama' model has no vision tower"):
+        prompt_positions(torch.tensor([1]), torch.tensor([[1, 2, 2]]), family_named("llama"), SimpleNamespace())
+
+
+@pytest.mark.parametrize("grids", [[(6, 10)], [(4, 4), (10, 2), (2, 6)], []], ids=["one image", "three", "none"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_of_transformers(
+    tiny_model: Callable[..., Path], model_type: str, grids: list[tuple[int, int]]
+) -> None:
+    folder = tiny_model(model_type)
+    processors = load_processors(str(folder))
+    prompt = make_prompt(processors, grids, seed=0)
+    token_ids = torch.tensor(prompt.token_ids)
+    grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
+    expected, shift = load_hugging_face(folder, torch.float32).model.get_rope_index(
+        token_ids[None],
+        mm_token_type_ids=(token_ids == processors.hf_config.image_token_id).int()[None],
+        image_grid_thw=grid_thw,
+    )
+    positions = prompt_positions(token_ids, grid_thw, processors.family, processors.hf_config)
+    assert torch.equal(positions, expected[:, 0])
+    assert completion_positions(positions, 1)[0, 0] == len(token_ids) + shift[0, 0]

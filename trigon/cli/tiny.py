@@ -1,0 +1,122 @@
+"""`trigon tiny FOLDER`:
+
+a tiny genuine vision-language model with a weak skill, and a dataset on which it can learn to see better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.report.console import Console
+
+NUM_TRAIN, NUM_VALIDATION = 2048, 192
+WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 60, 32, 2e-3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see trigon.cli.main for the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="trigon tiny",
+        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL warmed up to a weak skill, and FOLDER/data, drawings "
+        "in Geometry3K's schema, as train.parquet, validation.parquet and validation_blank.parquet (no drawing to see).",
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the warm start (%(default)s)")
+    parser.add_argument(
+        "--warm-start-updates",
+        type=int,
+        default=WARM_START_UPDATES,
+        help="supervised updates; 0: random weights, more: a better start (%(default)s)",
+    )
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    folder: Path = chosen.folder
+    with console.progress("draw the data", None):
+        train, _ = make_data(folder / "data", chosen.seed)
+    # Aside first, so that an interrupted command leaves no half-made model to be taken for a whole one.
+    aside = folder / ".making_model"
+    shutil.rmtree(aside, ignore_errors=True)
+    make_model(aside, train, chosen.model_type, chosen.seed, chosen.warm_start_updates, console)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    aside.rename(folder / "model")
+    console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
+    return 0
+
+
+def make_data(folder: Path, seed: int) -> tuple[Path, Path]:
+    """Write train.parquet, validation.parquet and validation_blank.parquet, and return the paths of the first two."""
+    from trigon.data.synthetic import make_dataset
+
+    sizes = {"num_train": NUM_TRAIN, "num_validation": NUM_VALIDATION, "seed": seed}
+    _, blank = make_dataset(folder / ".blank", **sizes, blank=True)
+    paths = make_dataset(folder, **sizes)
+    blank.rename(folder / "validation_blank.parquet")
+    shutil.rmtree(folder / ".blank")
+    return paths
+
+
+def make_model(folder: Path, train: Path, model_type: str, seed: int, num_updates: int, console: Console) -> None:
+    """Write a model folder with random weights, and warm it up on the training prompts."""
+    import torch
+    from safetensors.torch import save_file
+
+    from trigon.data.dataset import open_prompts
+    from trigon.data.prompts import PromptBuilder
+    from trigon.models.load import load_model, load_processors
+    from trigon.models.policy import Policy
+    from trigon.models.positions import positions_of
+    from trigon.models.tiny import make_tiny
+    from trigon.training.optim import Schedule
+    from trigon.training.supervised import warm_start
+
+    make_tiny(folder, model_type=model_type, seed=seed)
+    if num_updates == 0:
+        return
+    processors = load_processors(str(folder))
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=1024,
+        max_image_pixels=10**6,
+        limit_images=1,
+    )
+    prompts = open_prompts(str(train), builder, filter_overlong_prompts=False, max_bad_row_fraction=0.0, num_workers=1)
+    count = min(len(prompts), num_updates * WARM_START_BATCH)
+    with console.progress("read the data", count) as advance:
+        examples = []
+        for index in range(count):
+            prompt = prompts[index]
+            answer = f"<think>I see it in the picture.</think>\\boxed{{{prompt.answer}}}"
+            examples.append((prompt, (*processors.tokenizer.encode(answer), processors.stop_token_ids[0])))
+            advance(1)
+    policy = Policy(
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    with console.progress("warm up the model", num_updates) as advance:
+        warm_start(
+            policy,
+            examples,
+            num_updates=num_updates,
+            batch_size=WARM_START_BATCH,
+            schedule=Schedule(WARM_START_RATE, "constant", 20, num_updates, 0.0),
+            positions=positions_of(processors.family, processors.hf_config),
+            seed=seed,
+            on_progress=lambda loss: advance(1),
+        )
+    save_file(
+        {name: weight.contiguous() for name, weight in policy.named_weights()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )

@@ -1,0 +1,110 @@
+"""A generated dataset in Geometry3K's own schema, whose answers must be seen.
+
+A drawing shows a square of unit cells, some of them shaded; asked is the shaded area. The text is the same for every
+row, the areas are equally frequent, and position and colours are drawn at random, so that without the picture nothing
+beats a guess among NUM_ANSWERS. Knows drawings, Parquet and seeds; refuses to know models and tokens.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+CELLS = 3
+"""Cells along each side."""
+CELL_PIXELS = 28
+"""Pixels along each side of a cell: two patches of 14, the area that becomes one image token of Qwen2.5-VL."""
+NUM_ANSWERS = 6
+"""Areas 1 to 6, equally frequent: chance is 1/6."""
+PROBLEM = "<image>Find the area of the shaded part."
+
+_SHADES = ((200, 30, 30), (30, 60, 200), (20, 130, 40), (160, 30, 160))
+
+
+def make_dataset(
+    folder: Path, *, num_train: int, num_validation: int, seed: int, blank: bool = False
+) -> tuple[Path, Path]:
+    """Write train.parquet and validation.parquet and return their paths. The same arguments give the same pixels.
+
+    Columns: images (a list of one PNG), problem (with `<image>`), answer (text). No drawing of one file is in the
+    other, or twice in one.
+    blank: paint every drawing in one colour, the questions and answers staying as they are: what is left to guess from
+    is the text.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = list(itertools.islice(_distinct_rows(random.Random(seed)), num_train + num_validation))
+    paths = folder / "train.parquet", folder / "validation.parquet"
+    for path, part in zip(paths, (rows[:num_train], rows[num_train:]), strict=True):
+        _write(path, [(_png(_blank()) if blank else png, area) for png, area in part])
+    return paths
+
+
+def _distinct_rows(rng: random.Random) -> Iterator[tuple[bytes, int]]:
+    """Yield (PNG, area), the areas in equal shares, no drawing twice."""
+    seen: set[bytes] = set()
+    while True:
+        areas = list(range(1, NUM_ANSWERS + 1))
+        rng.shuffle(areas)
+        for area in areas:
+            png = _png(_draw(rng, area))
+            while png in seen:
+                png = _png(_draw(rng, area))
+            seen.add(png)
+            yield png, area
+
+
+def _draw(rng: random.Random, area: int) -> Image.Image:
+    """Draw a square of cells with the given number of them shaded: paper, ink and shade of random colour."""
+    paper = tuple(rng.randint(215, 255) for _ in range(3))
+    ink = tuple(rng.randint(0, 110) for _ in range(3))
+    shade = tuple(channel + rng.randint(-20, 20) for channel in rng.choice(_SHADES))
+    side = CELLS * CELL_PIXELS
+    image = Image.new("RGB", (side, side), paper)
+    pen = ImageDraw.Draw(image)
+    for cell in rng.sample(range(CELLS**2), area):
+        left, top = cell % CELLS * CELL_PIXELS, cell // CELLS * CELL_PIXELS
+        pen.rectangle((left, top, left + CELL_PIXELS - 1, top + CELL_PIXELS - 1), fill=shade)
+    for line in range(CELLS + 1):
+        at = min(line * CELL_PIXELS, side - 1)
+        pen.line((at, 0, at, side), fill=ink)
+        pen.line((0, at, side, at), fill=ink)
+    return image
+
+
+def _blank() -> Image.Image:
+    return Image.new("RGB", (CELLS * CELL_PIXELS,) * 2, (235, 235, 235))
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _write(path: Path, rows: Sequence[tuple[bytes, int]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {
+        "images": pa.array(
+            [[{"bytes": png, "path": None}] for png, _ in rows],
+            pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        ),
+        "problem": pa.array([PROBLEM] * len(rows)),
+        "answer": pa.array([str(area) for _, area in rows]),
+    }
+    # What `datasets` writes beside a table, so that it reads the column back as images.
+    features: dict[str, Any] = {
+        "images": {"feature": {"_type": "Image"}, "_type": "List"},
+        "problem": {"dtype": "string", "_type": "Value"},
+        "answer": {"dtype": "string", "_type": "Value"},
+    }
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)

@@ -1,0 +1,73 @@
+"""A short supervised warm start: reinforcement learning can only strengthen what a model already does now and then.
+
+Knows the policy and packing; the prompts and the wanted answers are handed in. Nothing here is used once a run has begun.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trigon.data.packing import Positions, pack_train
+from trigon.models.policy import Policy
+from trigon.training.optim import Schedule, make_optimizer
+from trigon.types import Prompt, TrainGroup, TrainSequence
+
+Example = tuple[Prompt, tuple[int, ...]]
+"""A prompt, and the token ids of its wanted answer, end-of-sequence token included."""
+
+
+def warm_start(
+    policy: Policy,
+    examples: Sequence[Example],
+    *,
+    num_updates: int,
+    batch_size: int,
+    schedule: Schedule,
+    positions: Positions,
+    seed: int,
+    on_progress: Callable[[float], None] | None = None,
+) -> None:
+    """Train the policy in place to give the wanted answers: the mean negative log-probability of their tokens.
+
+    on_progress hears the loss of each update.
+    """
+    optimizer = make_optimizer(
+        policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
+    )
+    rng = random.Random(seed)
+    order: list[int] = []
+    for update in range(1, num_updates + 1):
+        if len(order) < batch_size:
+            order = rng.sample(range(len(examples)), len(examples))
+        groups = [_as_group(examples[order.pop()]) for _ in range(batch_size)]
+        [batch] = pack_train(groups, max_tokens=sum(_length(group) for group in groups), positions=positions)
+        loss = -policy(batch.packed).logprobs.mean()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate(update)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if on_progress is not None:
+            on_progress(float(loss.detach()))
+
+
+def _as_group(example: Example) -> TrainGroup:
+    prompt, answer = example
+    ones = torch.ones(len(answer))
+    sequence = TrainSequence(
+        token_ids=answer,
+        loss_mask=ones,
+        advantages=ones,
+        sampling_logprobs=torch.zeros(len(answer)),
+        old_logprobs=None,
+        ref_logprobs=None,
+    )
+    return TrainGroup(prompt=prompt, sequences=(sequence,))
+
+
+def _length(group: TrainGroup) -> int:
+    return len(group.prompt.token_ids) + sum(len(sequence.token_ids) for sequence in group.sequences)
