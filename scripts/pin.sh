@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes constraints/cpu.txt and constraints/cpu-oldest.txt anew: run it when a dependency is to move, then the suites (make test test-oldest).
+# Writes constraints/cpu.txt and constraints/cpu-oldest.txt anew. Run it when a dependency is to move, then both suites.
 #
 #   scripts/pin.sh [FOLDER]      FOLDER: where the two environments are made, 5 GB each (default: a temporary one)
 #
@@ -23,7 +23,7 @@ freeze() { # VENV TITLE: what is installed, without ourselves, pip, and the buil
     {
         "$1/bin/python" -m pip freeze --all --exclude-editable --exclude pip --exclude wheel | sed 's/+[^;]*$//'
         printf '%s\n' "torchaudio==$TORCHAUDIO" "six==$SIX"
-    } | LC_ALL=C sort --ignore-case --unique
+    } | LC_ALL=C sort --field-separator== --key=1,1 --ignore-case --unique
 }
 
 printf '%s\n' "torch==$TORCH" "torchvision==$TORCHVISION" "torchaudio==$TORCHAUDIO" "six==$SIX" >"$FOLDER/newest.in"

@@ -97,6 +97,11 @@ def nodes_outside(places: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
                 yield f"trigon/{name_of(path)}:{getattr(node, 'lineno', 0)}", node
 
 
+def called_name(function: ast.expr) -> str:
+    """Return the last part of what is called (importlib.import_module -> "import_module")."""
+    return ast.unparse(function).rsplit(".", 1)[-1]
+
+
 def imports(path: Path) -> Iterator[Import]:
     """Return every import of a file, those inside functions too. `from a import b` counts as a and as a.b."""
     parents = ["trigon", *path.relative_to(PACKAGE).parts[:-1]]
@@ -108,8 +113,8 @@ def imports(path: Path) -> Iterator[Import]:
                 above = parents[: len(parents) - level + 1] if level else []
                 module = ".".join([*above, *([module] if module else [])])
                 modules = [module, *(f"{module}.{alias.name}" for alias in names)]
-            case ast.Call(func=func, args=[ast.Constant(value=str(module)), *_]) if "import" in ast.unparse(func):
-                modules = [module]  # import_module("..."), importorskip("...")
+            case ast.Call(func=func, args=[ast.Constant(value=str(module)), *_]) if "import" in called_name(func):
+                modules = [module]  # import_module("...") and its like
             case _:
                 continue
         for module in modules:

@@ -6,11 +6,16 @@ a tiny genuine vision-language model with a weak skill, and a dataset on which i
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trigon.report.console import Console
+
+if TYPE_CHECKING:
+    from trigon.models.tiny import TinyModelType
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
 WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 60, 32, 2e-3
@@ -20,8 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; see trigon.cli.main for the exit status."""
     parser = argparse.ArgumentParser(
         prog="trigon tiny",
-        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL warmed up to a weak skill, and FOLDER/data, drawings "
-        "in Geometry3K's schema, as train.parquet, validation.parquet and validation_blank.parquet (no drawing to see).",
+        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL warmed up to a weak skill, and FOLDER/data, "
+        "drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet (all blank).",
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
@@ -51,15 +56,17 @@ def make_data(folder: Path, seed: int) -> tuple[Path, Path]:
     """Write train.parquet, validation.parquet and validation_blank.parquet, and return the paths of the first two."""
     from trigon.data.synthetic import make_dataset
 
-    sizes = {"num_train": NUM_TRAIN, "num_validation": NUM_VALIDATION, "seed": seed}
-    _, blank = make_dataset(folder / ".blank", **sizes, blank=True)
-    paths = make_dataset(folder, **sizes)
+    make = functools.partial(make_dataset, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=seed)
+    _, blank = make(folder / ".blank", blank=True)
+    paths = make(folder)
     blank.rename(folder / "validation_blank.parquet")
     shutil.rmtree(folder / ".blank")
     return paths
 
 
-def make_model(folder: Path, train: Path, model_type: str, seed: int, num_updates: int, console: Console) -> None:
+def make_model(
+    folder: Path, train: Path, model_type: TinyModelType, seed: int, num_updates: int, console: Console
+) -> None:
     """Write a model folder with random weights, and warm it up on the training prompts."""
     import torch
     from safetensors.torch import save_file

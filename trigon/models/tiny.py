@@ -1,9 +1,9 @@
-"""Makes a tiny but genuine model folder: what a published checkpoint has, with random weights, in about a second and offline.
+"""Makes a tiny but genuine model folder: what a published checkpoint has, with random weights, in a second and offline.
 
-Knows the Hugging Face file formats: configs with every mechanism of the real families (window and full attention, merging,
-m-RoPE, deepstack), a byte-level BPE tokenizer trained here on a few built-in sentences, Qwen's special tokens and chat layout,
-image and video processors, generation config. Refuses to know what the model is for: data, rewards and training live elsewhere.
-The same arguments give the same bytes, whatever the machine drew at random before.
+Knows the Hugging Face file formats: configs with every mechanism of the real families (window and full attention,
+merging, m-RoPE, deepstack), a byte-level BPE tokenizer trained here on a few built-in sentences, Qwen's special tokens
+and chat layout, image and video processors, generation config. Refuses to know what the model is for: data, rewards and
+training live elsewhere. The same arguments give the same bytes, whatever the machine drew at random before.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ _CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-# What the tokenizer learns its merges from. Frequent words first become whole tokens, so the sentences are about what a tiny
-# model is asked and says; the rest is there that ordinary English is not spelt letter by letter.
+# What the tokenizer learns its merges from. Frequent words become whole tokens first, so the sentences are about what a
+# tiny model is asked and says; the rest is there so that ordinary English is not spelt letter by letter.
 _CORPUS = (
-    r"<think> </think> \boxed{0} \boxed{1} \boxed{2} \boxed{3} \boxed{4} \boxed{5} \boxed{6} \boxed{7} \boxed{8} \boxed{9}",
+    (
+        r"<think> </think> \boxed{0} \boxed{1} \boxed{2} \boxed{3} \boxed{4} \boxed{5} \boxed{6} \boxed{7} "
+        r"\boxed{8} \boxed{9}"
+    ),
     r"<think> I look at the drawing. </think> \boxed{12} <think> I see it in the picture. </think> \boxed{30}",
     r"First think between <think> and </think>, then give the final answer in \boxed{}. The answer is a number.",
     "system\nYou answer questions about pictures.",
@@ -85,26 +88,50 @@ _CORPUS = (
     "What is the measure of the angle in degrees? The angle between the two rays measures 30, 45, 60, 90, 120 degrees.",
     "Find the length of the side. Find x. Find the area of the shaded triangle, square, circle, rectangle or pentagon.",
     "What number does the dot stand on? Which segment of the figure is marked? Count the shapes in the image.",
-    "The question is about the picture, and the picture shows what the question does not say, so one has to look at it.",
+    (
+        "The question is about the picture, and the picture shows what the question does not say, so one has "
+        "to look at it."
+    ),
     "The radius of a circle is half of its diameter; a square has four equal sides and four right angles.",
     "If the sum of two angles is known, then the third angle of a triangle follows, for all three make a half turn.",
     "Reason step by step, check the result, and write down only what you are sure of. Put the result at the end.",
     "red green blue yellow black white left right top bottom above below inside outside near far small large",
     "We start from what is given, name what is wanted, and go from one to the other in steps that anyone can follow.",
-    "This is not the only way to do it, but it is short. Here is another: draw a line through the middle of the figure.",
+    (
+        "This is not the only way to do it, but it is short. Here is another: draw a line through the middle "
+        "of the figure."
+    ),
     "Please explain your answer in a few words. Let me think about it. Wait, that would be more than the whole.",
     "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(i, add(i, i))\n",
     "There were people who had been there before, and they could tell which of these things would work and which not.",
-    "Mathematics describes numbers, shapes, quantities and change; geometry, algebra, statistics and calculus are branches.",
-    "Measure twice before cutting once. Estimate roughly, calculate carefully, compare, and round towards the nearest integer.",
-    "Parallel lines never cross, perpendicular lines meet at ninety degrees, and a tangent touches its circle at a single point.",
-    "Opposite edges of a parallelogram have equal lengths. A hexagon has six vertices, an octagon eight, a trapezoid only four.",
-    "Colour, brightness, position, rotation, texture and size vary from image to image, so remembering pixels does not help.",
+    (
+        "Mathematics describes numbers, shapes, quantities and change; geometry, algebra, statistics and "
+        "calculus are branches."
+    ),
+    (
+        "Measure twice before cutting once. Estimate roughly, calculate carefully, compare, and round "
+        "towards the nearest integer."
+    ),
+    (
+        "Parallel lines never cross, perpendicular lines meet at ninety degrees, and a tangent touches its "
+        "circle at a single point."
+    ),
+    (
+        "Opposite edges of a parallelogram have equal lengths. A hexagon has six vertices, an octagon eight, "
+        "a trapezoid only four."
+    ),
+    (
+        "Colour, brightness, position, rotation, texture and size vary from image to image, so remembering "
+        "pixels does not help."
+    ),
     "Reinforcement learning rewards good samples and discourages bad ones until the policy improves during training.",
     "Yesterday morning several children walked along the river, picked flowers, watched birds and talked about school.",
     "Bread, butter, apples, cheese, coffee and fresh water were bought cheaply from the small market behind our house.",
     "Please write a short program which reads every file, counts its lines, sorts them by name and prints the totals.",
-    "import numpy as np\nclass Model:\n    def forward(self, x):\n        if x is None:\n            raise ValueError(x)\n",
+    (
+        "import numpy as np\nclass Model:\n    def forward(self, x):\n        if x is None:\n            "
+        "raise ValueError(x)\n"
+    ),
 )
 
 
@@ -117,8 +144,8 @@ def make_tiny(
 ) -> Path:
     """Write a complete model folder with random weights (float32, under a million parameters), and return it.
 
-    The folder is made if missing; files of the same names are overwritten. It loads with AutoConfig, AutoTokenizer, AutoProcessor
-    and AutoModelForImageTextToText (AutoModelForCausalLM for the text families), and in vLLM.
+    The folder is made if missing; files of the same names are overwritten. It loads with AutoConfig, AutoTokenizer,
+    AutoProcessor and AutoModelForImageTextToText (AutoModelForCausalLM for the text families), and in vLLM.
     Raises: ModelError for another model_type.
     """
     if model_type not in get_args(TinyModelType):
@@ -152,7 +179,7 @@ def _train_tokenizer() -> Any:
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    # The untrained tokenizer already has Qwen's normalizer, pre-tokenizer and decoder: learn merges under exactly those.
+    # The untrained tokenizer already has Qwen's normalizer, pre-tokenizer and decoder: learn merges under just those.
     learner = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_ENTRIES - len(_SPECIAL_TOKENS),
@@ -164,11 +191,11 @@ def _train_tokenizer() -> Any:
     tokenizer = Qwen2Tokenizer(
         vocab=learned["vocab"],
         merges=[tuple(pair) for pair in learned["merges"]],
-        eos_token="<|im_end|>",
         model_max_length=4096,
         chat_template=_CHAT_TEMPLATE,
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
+    tokenizer.eos_token = "<|im_end|>"  # not before: the constructor would give it the first special id
     return tokenizer
 
 
@@ -218,7 +245,7 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
-    """Return the family's own config at toy widths. Heads are 32 wide, the narrowest that vLLM's CPU attention takes."""
+    """Return the family's own config at toy widths. Heads are 32 wide, the least that vLLM's CPU attention takes."""
     from transformers import LlamaConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3Config, Qwen3VLConfig
 
     text: dict[str, Any] = {
@@ -253,7 +280,7 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
     }
     match model_type:
         case "qwen2_5_vl":
-            # Windows of 2 x 2 image tokens: a drawing of 3 x 3 falls into four, so that windows differ from full attention.
+            # Windows of 2 x 2 image tokens: a drawing of 3 x 3 falls into four, so windows differ from full attention.
             return Qwen2_5_VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config=vision | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -266,7 +293,12 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 text_config=text
                 | {"head_dim": 32, "rope_parameters": rope | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
                 vision_config=vision
-                | {"hidden_size": 48, "patch_size": 16, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]},
+                | {
+                    "hidden_size": 48,
+                    "patch_size": 16,
+                    "num_position_embeddings": 36,
+                    "deepstack_visual_indexes": [0, 1],
+                },
                 **media,
                 **tied,
             )

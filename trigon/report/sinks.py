@@ -118,9 +118,9 @@ def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
 class Trackers:
     """All trackers of a run. One that fails is reported once and left out from then on.
 
-    Besides the grader of answers this is the one place where any exception is caught: trackers fail in their own ways (no
-    network, no room, a quota, a bug), all numbers are in metrics.jsonl already, and hours of training are worth more than
-    a curve on somebody's server.
+    Besides the grader of answers this is the one place where any exception is caught: trackers fail in their own ways
+    (no network, no room, a quota, a bug), all numbers are in metrics.jsonl already, and hours of training are worth
+    more than a curve on somebody's server.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, warn: Callable[[str], None]) -> None:

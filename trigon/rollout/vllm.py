@@ -58,11 +58,15 @@ class VllmEngine:
     ) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
-        Args: max_model_len: prompt and response together, in tokens. gpu_memory_utilization: fraction of the GPU that
-        vLLM may hold while awake; on the CPU the cache takes VLLM_CPU_KVCACHE_SPACE GiB instead (1 unless set).
-        max_num_batched_tokens: raised to max_model_len unless prompts may be split. enable_chunked_prefill: whether they
-        may; never on the CPU. enforce_eager: neither compile the model nor record CUDA graphs; never done on the CPU.
-        limit_images: most images in one prompt; 0: any number. skip_special_tokens: for Completion.text.
+        Args:
+            max_model_len: prompt and response together, in tokens.
+            max_num_batched_tokens: of all requests in one forward; at least max_model_len where prompts are not split.
+            gpu_memory_utilization: fraction of the GPU that vLLM may hold while awake. On the CPU its cache takes
+                VLLM_CPU_KVCACHE_SPACE GiB instead, 1 unless set.
+            enforce_eager: neither compile the model nor record CUDA graphs; neither is ever done on the CPU.
+            enable_chunked_prefill: let long prompts be split; they never are on the CPU.
+            limit_images: most images in one prompt; 0: any number.
+            skip_special_tokens: for Completion.text.
         Raises: EngineError if vLLM is not installed, or built for another device.
         """
         self._processors = processors
@@ -78,6 +82,7 @@ class VllmEngine:
         folder = model_folder(model_path)
         # On the CPU vLLM 0.32 dies of a seeded request whose prompt it has split ("CPU Generator does not use offset").
         split = enable_chunked_prefill and device == "cuda"
+        batched_tokens = max_num_batched_tokens if split else max(max_num_batched_tokens, max_model_len)
         with _process_left_as_it_was(), warnings.catch_warnings():
             for deprecated in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", deprecated)  # what vLLM uses of torch is not the user's to mend
@@ -88,9 +93,7 @@ class VllmEngine:
                     model=str(folder),
                     dtype=dtype,
                     max_model_len=max_model_len,
-                    max_num_batched_tokens=max_num_batched_tokens
-                    if split
-                    else max(max_num_batched_tokens, max_model_len),
+                    max_num_batched_tokens=batched_tokens,
                     gpu_memory_utilization=gpu_memory_utilization,
                     enforce_eager=enforce_eager or device == "cpu",
                     enable_chunked_prefill=split,

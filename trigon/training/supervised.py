@@ -1,6 +1,7 @@
 """A short supervised warm start: reinforcement learning can only strengthen what a model already does now and then.
 
-Knows the policy and packing; the prompts and the wanted answers are handed in. Nothing here is used once a run has begun.
+Knows the policy and packing; the prompts and the wanted answers are handed in. Nothing here is used once a run has
+begun.
 """
 
 from __future__ import annotations

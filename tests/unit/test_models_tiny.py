@@ -1,0 +1,144 @@
+"""The tiny model folders: genuine, complete, small, and the same bytes for the same arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from trigon.errors import ModelError
+from trigon.models.tiny import make_tiny
+from trigon.torchvision_stub import declare_operators
+
+VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
+ALL_TYPES = (*VISION_TYPES, "qwen2", "qwen3", "llama")
+MakeTiny = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _torchvision() -> None:
+    declare_operators()
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+def _load(folder: Path, model_type: str):
+    import transformers
+
+    vision = model_type in VISION_TYPES
+    auto_class = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
+    return auto_class.from_pretrained(folder, local_files_only=True)
+
+
+def test_another_model_type_is_refused_with_the_possible_ones(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'gpt2'.*qwen2_5_vl, qwen3_vl, qwen2, qwen3, llama"):
+        make_tiny(tmp_path, model_type="gpt2")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ALL_TYPES)
+def test_it_loads_as_its_family_with_under_a_million_parameters(
+    model_type: str, tied: bool, tiny_model: MakeTiny
+) -> None:
+    model = _load(tiny_model(model_type, tie_word_embeddings=tied), model_type)
+    assert model.config.model_type == model_type
+    assert 400_000 < sum(weight.numel() for weight in model.parameters()) < 1_000_000
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_the_same_arguments_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    here = make_tiny(tmp_path / "here", model_type="qwen2_5_vl", seed=3)
+    code = "import sys; from pathlib import Path; from trigon.models.tiny import make_tiny; "
+    code += "make_tiny(Path(sys.argv[1]), model_type='qwen2_5_vl', seed=3)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, capture_output=True)
+    assert _hashes(here) == _hashes(tmp_path / "there")
+
+
+def test_another_seed_changes_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    first, second = (_hashes(make_tiny(tmp_path / str(seed), seed=seed)) for seed in (0, 1))
+    assert {name for name in first if first[name] != second[name]} == {"model.safetensors"}
+    assert first.keys() == second.keys()
+
+
+def test_making_a_model_does_not_touch_the_global_random_state(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    make_tiny(tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_tokenizer_spells_any_text_and_keeps_special_tokens_last(tiny_vlm: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_vlm)
+    text = "<think>caf\u00e9 \u4e09\u89d2\u5f62 \U0001f642</think>\\boxed{17}\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == 1024
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|video_pad|>"]
+    assert tokenizer.convert_tokens_to_ids(names) == [1010, 1011, 1012, 1019, 1022, 1023]
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_the_chat_layout_is_qwens(tiny_vlm: Path) -> None:
+    from transformers import AutoTokenizer
+
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_vlm)
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+    )
+    assert shown == (
+        "<|im_start|>system\nYou answer questions about pictures.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    own = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    assert tokenizer.apply_chat_template(own, tokenize=False) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("model_type", VISION_TYPES)
+def test_a_drawing_becomes_nine_image_tokens_and_reaches_the_logits(model_type: str, tiny_model: MakeTiny) -> None:
+    from transformers import AutoProcessor
+
+    folder = tiny_model(model_type)
+    processor = AutoProcessor.from_pretrained(folder)
+    model = _load(folder, model_type)
+
+    def logits(colour: str) -> torch.Tensor:
+        text = "<|vision_start|><|image_pad|><|vision_end|>What?"
+        batch = processor(text=[text], images=[Image.new("RGB", (84, 84), colour)], return_tensors="pt")
+        assert batch["image_grid_thw"].tolist() == [[1, 6, 6]]
+        assert (batch["input_ids"] == model.config.image_token_id).sum() == 9
+        with torch.no_grad():
+            return model(**batch).logits[0, -1]
+
+    assert (logits("red") - logits("blue")).abs().max() > 1e-3
+
+
+def test_qwen2_5_vl_has_window_and_full_attention_and_qwen3_vl_has_deepstack(tiny_model: MakeTiny) -> None:
+    from transformers import AutoConfig
+
+    windowed = AutoConfig.from_pretrained(tiny_model("qwen2_5_vl")).vision_config
+    assert (windowed.depth, windowed.fullatt_block_indexes, windowed.window_size) == (3, [1], 56)
+    assert (windowed.patch_size, windowed.spatial_merge_size) == (14, 2)
+    stacked = AutoConfig.from_pretrained(tiny_model("qwen3_vl")).vision_config
+    assert (stacked.depth, stacked.deepstack_visual_indexes, stacked.patch_size) == (3, [0, 1], 16)
+
+
+@pytest.mark.parametrize("model_type", ALL_TYPES)
+def test_generation_ends_at_either_end_token(model_type: str, tiny_model: MakeTiny) -> None:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig.from_pretrained(tiny_model(model_type))
+    assert config.eos_token_id == [1012, 1010]  # <|im_end|>, <|endoftext|>
