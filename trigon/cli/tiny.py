@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trigon.models.tiny import TinyModelType
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
-WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 60, 32, 2e-3
+WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 32, 32, 2e-3
 
 
 def main(arguments: Sequence[str]) -> int:

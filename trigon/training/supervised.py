@@ -7,6 +7,7 @@ begun.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,41 +20,55 @@ from trigon.types import Prompt, TrainGroup, TrainSequence
 Example = tuple[Prompt, tuple[int, ...]]
 """A prompt, and the token ids of its wanted answer, end-of-sequence token included."""
 
+SKILL_WINDOW = 4
+
 
 def warm_start(
     policy: Policy,
     examples: Sequence[Example],
     *,
-    num_updates: int,
+    max_updates: int,
+    enough_skill: float,
     batch_size: int,
     schedule: Schedule,
     positions: Positions,
     seed: int,
     on_progress: Callable[[float], None] | None = None,
-) -> None:
-    """Train the policy in place to give the wanted answers: the mean negative log-probability of their tokens.
+) -> float:
+    """Train the policy in place to give the wanted answers, until it gives enough of them, and return how many.
 
-    on_progress hears the loss of each update.
+    The loss is the mean negative log-probability of their tokens. The skill is the probability of a whole wanted answer,
+    which is the accuracy of sampling at temperature 1: measured before each update, so on examples not yet trained on
+    (as long as they last), and averaged over the last SKILL_WINDOW updates. Skill comes suddenly, after a number of
+    updates that differs by seed: hence it, and not their number, ends the warm start. on_progress hears the skill.
     """
     optimizer = make_optimizer(
         policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
     )
     rng = random.Random(seed)
     order: list[int] = []
-    for update in range(1, num_updates + 1):
+    recent: deque[float] = deque(maxlen=SKILL_WINDOW)
+    for update in range(1, max_updates + 1):
         if len(order) < batch_size:
             order = rng.sample(range(len(examples)), len(examples))
         groups = [_as_group(examples[order.pop()]) for _ in range(batch_size)]
         [batch] = pack_train(groups, max_tokens=sum(_length(group) for group in groups), positions=positions)
-        loss = -policy(batch.packed).logprobs.mean()
+        logprobs = policy(batch.packed).logprobs
+        whole = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
+        recent.append(float(whole.exp().mean()))
+        skill = sum(recent) / SKILL_WINDOW  # too low until the window is full
+        if on_progress is not None:
+            on_progress(skill)
+        if skill >= enough_skill:
+            return skill
+        loss = -logprobs.mean()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate(update)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if on_progress is not None:
-            on_progress(float(loss.detach()))
+    return skill
 
 
 def _as_group(example: Example) -> TrainGroup:
