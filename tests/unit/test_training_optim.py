@@ -72,7 +72,7 @@ def test_bf16_adamw_equals_adamw_in_float32():
 
 
 def test_bf16_adamw_keeps_updates_that_bfloat16_would_round_away():
-    # One update of 1e-4 is below half a unit in the last place of a bfloat16 near 1 (2^-8): without compensation nothing moves.
+    # An update of 1e-4 is below half a unit in the last place of a bfloat16 near 1: alone, none would move it.
     parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = make_optimizer(
         [parameter], strategy="adamw_bf16", learning_rate=1e-4, betas=(0.9, 0.999), weight_decay=0.0

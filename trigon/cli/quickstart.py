@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
             *chosen.overrides,
         ],
     )
-    # Only now, when the options are known to be sound.
+    # A model this small gains nothing from a second thread, and with one its numbers are the same on every machine
+    # with the same kernels. Read when torch is imported, so before that.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from trigon.cli.tiny import main as make_tiny
 
     if not (made / "model").is_dir():

@@ -1,7 +1,4 @@
-"""`trigon tiny FOLDER`:
-
-a tiny genuine vision-language model with a weak skill, and a dataset on which it can learn to see better.
-"""
+"""`trigon tiny FOLDER`: a tiny genuine vision-language model with a weak skill, and drawings to learn to see on."""
 
 from __future__ import annotations
 
@@ -10,15 +7,11 @@ import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trigon.report.console import Console
 
-if TYPE_CHECKING:
-    from trigon.models.tiny import TinyModelType
-
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
-WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 32, 32, 2e-3
+WARM_START_SKILL, WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 0.35, 120, 32, 2e-3
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,10 +25,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the warm start (%(default)s)")
     parser.add_argument(
-        "--warm-start-updates",
+        "--skill",
+        type=float,
+        default=WARM_START_SKILL,
+        help="share of right answers at which the supervised warm start ends; 0: random weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--max-updates",
         type=int,
         default=WARM_START_UPDATES,
-        help="supervised updates; 0: random weights, more: a better start (%(default)s)",
+        help="supervised updates after which it ends in any case (%(default)s)",
     )
     chosen = parser.parse_args(arguments)
     console = Console()
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     # Aside first, so that an interrupted command leaves no half-made model to be taken for a whole one.
     aside = folder / ".making_model"
     shutil.rmtree(aside, ignore_errors=True)
-    make_model(aside, train, chosen.model_type, chosen.seed, chosen.warm_start_updates, console)
+    make_model(aside, train, chosen, console)
     shutil.rmtree(folder / "model", ignore_errors=True)
     aside.rename(folder / "model")
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
@@ -64,9 +63,7 @@ def make_data(folder: Path, seed: int) -> tuple[Path, Path]:
     return paths
 
 
-def make_model(
-    folder: Path, train: Path, model_type: TinyModelType, seed: int, num_updates: int, console: Console
-) -> None:
+def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
     """Write a model folder with random weights, and warm it up on the training prompts."""
     import torch
     from safetensors.torch import save_file
@@ -80,8 +77,8 @@ def make_model(
     from trigon.training.optim import Schedule
     from trigon.training.supervised import warm_start
 
-    make_tiny(folder, model_type=model_type, seed=seed)
-    if num_updates == 0:
+    make_tiny(folder, model_type=chosen.model_type, seed=chosen.seed)
+    if chosen.skill <= 0 or chosen.max_updates == 0:
         return
     processors = load_processors(str(folder))
     builder = PromptBuilder(
@@ -97,7 +94,7 @@ def make_model(
         limit_images=1,
     )
     prompts = open_prompts(str(train), builder, filter_overlong_prompts=False, max_bad_row_fraction=0.0, num_workers=1)
-    count = min(len(prompts), num_updates * WARM_START_BATCH)
+    count = min(len(prompts), max(chosen.max_updates, 1) * WARM_START_BATCH)
     with console.progress("read the data", count) as advance:
         examples = []
         for index in range(count):
@@ -111,17 +108,19 @@ def make_model(
         temperature=1.0,
         banned_token_ids=processors.banned_token_ids,
     )
-    with console.progress("warm up the model", num_updates) as advance:
-        warm_start(
+    with console.progress("warm up the model", None) as advance:
+        skill = warm_start(
             policy,
             examples,
-            num_updates=num_updates,
+            max_updates=chosen.max_updates,
+            enough_skill=chosen.skill,
             batch_size=WARM_START_BATCH,
-            schedule=Schedule(WARM_START_RATE, "constant", 20, num_updates, 0.0),
+            schedule=Schedule(WARM_START_RATE, "constant", 20, chosen.max_updates, 0.0),
             positions=positions_of(processors.family, processors.hf_config),
-            seed=seed,
-            on_progress=lambda loss: advance(1),
+            seed=chosen.seed,
+            on_progress=lambda skill: advance(1),
         )
+    console.print(f"the warmed-up model gives {skill:.0%} of the wanted answers")
     save_file(
         {name: weight.contiguous() for name, weight in policy.named_weights()},
         folder / "model.safetensors",

@@ -37,7 +37,8 @@ def warm_start(
 ) -> float:
     """Train the policy in place to give the wanted answers, until it gives enough of them, and return how many.
 
-    The loss is the mean negative log-probability of their tokens. The skill is the probability of a whole wanted answer,
+    The loss is the mean negative log-probability of their tokens. The skill is the probability of a whole wanted
+    answer,
     which is the accuracy of sampling at temperature 1: measured before each update, so on examples not yet trained on
     (as long as they last), and averaged over the last SKILL_WINDOW updates. Skill comes suddenly, after a number of
     updates that differs by seed: hence it, and not their number, ends the warm start. on_progress hears the skill.
