@@ -428,7 +428,7 @@ def parity_tolerance(config: Config) -> float:
     rollout, fsdp = config.worker.rollout, config.worker.actor.fsdp
     if rollout.parity_tolerance is not None:
         return rollout.parity_tolerance
-    exact = rollout.dtype == fsdp.mp_param_dtype == "fp32"
+    exact = rollout.dtype == fsdp.mp_param_dtype == (fsdp.torch_dtype or "fp32") == "fp32"
     return EXACT_PARITY_TOLERANCE if exact else ROUNDED_PARITY_TOLERANCE
 
 

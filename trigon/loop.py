@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,7 +135,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
 
         progress = replace(progress, step=step)
         run.report.rollouts(step, groups, "train")
-        metrics = merge(metrics, describe_groups(groups, rewards, advantages), run.prompts.metrics())
+        metrics = merge(metrics, describe_groups(groups, rewards, advantages, graded), run.prompts.metrics())
         stopping = step == last or run.should_stop()
         score = None
         if is_due(step, run.rhythm.validate_every) or (step == last and run.rhythm.validate_last):
@@ -158,7 +158,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
         return Progress(step=0, kl=run.kl)
     run.trainer.load_state(checkpoint.actor)
     run.prompts.load_state(checkpoint.progress["prompts"])
-    return Progress(step=checkpoint.step, kl=AdaptiveKl(**checkpoint.progress["kl"]))
+    # Only an adaptive coefficient has a history; a fixed one, and the target, are the configuration's.
+    kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
+    return Progress(step=checkpoint.step, kl=kl)
 
 
 def go_on_from(run: Run, step: int) -> None:
@@ -178,7 +180,7 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
 
 def remembered(run: Run, progress: Progress) -> dict[str, Any]:
     """Return the part of a checkpoint that is not the engines', as JSON can hold it. What restore reads."""
-    return {"prompts": run.prompts.state(), "kl": asdict(progress.kl)}
+    return {"prompts": run.prompts.state(), "kl_coefficient": progress.kl.coefficient}
 
 
 def validate(run: Run, progress: Progress) -> Metrics:

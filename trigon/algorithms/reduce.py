@@ -57,7 +57,8 @@ def reduce_loss(
     seq: the mean over sequences of each one's own mean (GRPO, arXiv:2402.03300, equation 3).
 
     Args: per_token, loss_mask [S] float; sequence_index [S] int64 in [0, num_sequences).
-    A masked token contributes nothing, even where its value is not finite.
+    A masked token contributes nothing, even where its value is not finite (its derivative must be, or the gradient is
+    nan).
     """
     masked = torch.where(loss_mask > 0, per_token, torch.zeros_like(per_token))
     match averaging:

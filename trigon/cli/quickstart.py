@@ -29,18 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     folder: Path = chosen.folder
     made = folder / "made" / f"{chosen.model_type}_seed{chosen.seed}"
-    loaded = load_config(
-        CONFIG,
-        [
-            f"data.train_files={made / 'data' / 'train.parquet'}",
-            f"data.val_files={made / 'data' / 'validation.parquet'}",
-            f"data.seed={chosen.seed}",
-            f"worker.rollout.seed={chosen.seed}",
-            f"worker.actor.model.model_path={made / 'model'}",
-            f"trainer.save_checkpoint_path={folder / 'run'}",
-            *chosen.overrides,
-        ],
-    )
+    # Refuses a mistyped override before anything is made.
+    load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
     # A model this small gains nothing from a second thread, and with one its numbers are the same on every machine
     # with the same kernels. Read when torch is imported, so before that.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,4 +40,18 @@ def main(arguments: Sequence[str]) -> int:
         status = make_tiny([str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)])
         if status:
             return status
-    return train(loaded, export_to=folder / "model")
+    data = made / "data"
+    files = str(data / "train.parquet"), str(data / "validation.parquet"), str(made / "model")
+    return train(load_config(CONFIG, [*options(*files, chosen), *chosen.overrides]), export_to=folder / "model")
+
+
+def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:
+    """Return what the command sets, besides the configuration file and the user's overrides."""
+    return [
+        f"data.train_files={train_files}",
+        f"data.val_files={val_files}",
+        f"data.seed={chosen.seed}",
+        f"worker.rollout.seed={chosen.seed}",
+        f"worker.actor.model.model_path={model_path}",
+        f"trainer.save_checkpoint_path={chosen.folder / 'run'}",
+    ]

@@ -10,10 +10,13 @@ from trigon.metrics import Max, Mean, Metric, Min, Sum, mean_of, merge
 from trigon.types import RolloutGroup
 
 
-def describe_groups(groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor) -> dict[str, Metric]:
+def describe_groups(
+    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor, graded: Tensor
+) -> dict[str, Metric]:
     """Describe a training batch.
 
-    Args: rewards: [G, N], after a KL penalty if there is one. advantages: [G, N].
+    Args: rewards: [G, N], after a KL penalty if there is one. advantages: [G, N]. graded: [G, N] bool; the others count
+    in no statistic of rewards and advantages.
     """
     scores = [[rollout.score for rollout in group.rollouts if rollout.score.outcome == "ok"] for group in groups]
     compared = [[score.overall for score in group] for group in scores if group]
@@ -22,8 +25,8 @@ def describe_groups(groups: Sequence[RolloutGroup], rewards: Tensor, advantages:
         **_lengths(groups, prefix=""),
         **_outcomes(groups),
         **_spread("critic/score", (score.overall for group in scores for score in group)),
-        **_spread("critic/rewards", rewards.flatten().tolist()),
-        **_spread("critic/advantages", advantages.flatten().tolist()),
+        **_spread("critic/rewards", rewards[graded].tolist()),
+        **_spread("critic/advantages", advantages[graded].tolist()),
         "group/equal_rewards_fraction": mean_of(float(max(group) == min(group)) for group in compared),
         "group/reward_std": mean_of(_std(group) for group in compared),
         **_solved(groups),

@@ -44,11 +44,11 @@ class FakeTrainEngine:
 
     def save_state(self, folder: Path, *, model_only: bool) -> None:
         """See TrainEngine."""
-        (folder / "state.json").write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
+        (folder / "optimizer.json").write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
-        self.updates = json.loads((folder / "state.json").read_text(encoding="utf-8"))["updates"]
+        self.updates = json.loads((folder / "optimizer.json").read_text(encoding="utf-8"))["updates"]
 
     def close(self) -> None:
         """See TrainEngine."""

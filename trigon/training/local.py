@@ -14,10 +14,10 @@ from torch import Tensor
 
 from trigon.algorithms.reduce import count_denominators
 from trigon.data.packing import Positions, pack_train
-from trigon.errors import CheckpointError
+from trigon.errors import CheckpointError, ModelError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
 from trigon.models.policy import Policy
-from trigon.training.optim import Schedule, Strategy, bytes_per_parameter, make_optimizer
+from trigon.training.optim import Schedule, Strategy, make_optimizer, state_bytes, state_dtype
 from trigon.training.step import LossTerms, micro_batch_backward, score_rollouts, to_device
 from trigon.types import NamedTensors, RolloutGroup, TrainGroup
 
@@ -203,7 +203,7 @@ class LocalTrainEngine:
                 f"{folder} was saved with worker.actor.optim.strategy={state['strategy']}, "
                 f"this run has {self._strategy}"
             )
-        self._policy.load_named_weights(load_file(folder / WEIGHTS_FILE))
+        self._load_weights(load_file(folder / WEIGHTS_FILE), folder)
         self._load_optimizer_tensors(load_file(folder / OPTIMIZER_FILE), folder)
         self._updates = int(state["updates"])
 
@@ -217,11 +217,24 @@ class LocalTrainEngine:
             trainable=sum(parameter.numel() for parameter in trainable),
             weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             gradient_bytes=gradient_bytes,
-            optimizer_bytes=bytes_per_parameter(self._strategy) * sum(p.numel() for p in trainable),
+            optimizer_bytes=sum(state_bytes(parameter, self._strategy) for parameter in trainable),
         )
 
     def close(self) -> None:
         """See TrainEngine. Nothing but memory is held."""
+
+    def _load_weights(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        own = {name: tensor.dtype for name, tensor in self._policy.named_weights()}
+        retyped = sorted(name for name, tensor in tensors.items() if name in own and tensor.dtype != own[name])
+        if retyped:
+            raise CheckpointError(
+                f"{folder} holds {retyped[0]} as {tensors[retyped[0]].dtype}, this run as {own[retyped[0]]} "
+                f"({len(retyped)} such tensors in all); set worker.actor.fsdp.torch_dtype as it was when it was saved"
+            )
+        try:
+            self._policy.load_named_weights(tensors)
+        except ModelError as error:
+            raise CheckpointError(f"{folder} cannot be resumed: {error}") from error
 
     def _wake(self) -> None:
         self._policy.to(self._device)
@@ -257,14 +270,18 @@ class LocalTrainEngine:
             for full, tensor in tensors.items()
             if not full.endswith("/step")
             and (name := full.rpartition("/")[0]) in trainable
-            and tensor.shape != trainable[name].shape
+            and (
+                tensor.shape != trainable[name].shape
+                or tensor.dtype != state_dtype(trainable[name], full.rpartition("/")[2], self._strategy)
+            )
         )
         if unknown or incomplete or misshapen:
             raise CheckpointError(
                 f"the optimizer state in {folder} does not fit this model: "
-                f"unknown {unknown[:3]}, missing {incomplete[:3]}, of another shape {misshapen[:3]} "
+                f"unknown {unknown[:3]}, missing {incomplete[:3]}, of another shape or dtype {misshapen[:3]} "
                 f"({len(unknown)}, {len(incomplete)} and {len(misshapen)} in all)"
             )
+        self._optimizer.state.clear()
         for full, tensor in tensors.items():
             name, _, key = full.rpartition("/")
             parameter = trainable[name]

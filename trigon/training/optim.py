@@ -72,18 +72,20 @@ def make_optimizer(
             assert_never(strategy)
 
 
-def bytes_per_parameter(strategy: Strategy) -> int:
-    """Return the bytes that the optimizer's states take for each parameter, weights and gradients not counted.
-
-    adamw keeps both moments in the weights' own format, float32 as a rule.
-    """
+def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
+    """Return the bytes that the optimizer's states of one parameter take, itself and its gradient not counted."""
     match strategy:
         case "adamw":
-            return 4 + 4
+            return parameter.numel() * 2 * parameter.element_size()
         case "adamw_bf16":
-            return 2 + 4 + 2
+            return parameter.numel() * (2 * parameter.element_size() + 4)
         case _:
             assert_never(strategy)
+
+
+def state_dtype(parameter: Tensor, key: str, strategy: Strategy) -> torch.dtype:
+    """Return the dtype of one of the optimizer's states of a parameter: exp_avg, say."""
+    return torch.float32 if strategy == "adamw_bf16" and key == "exp_avg_sq" else parameter.dtype
 
 
 class AdamWBf16(Optimizer):

@@ -65,7 +65,7 @@ def micro_batch_backward(
     policy_loss = clipped_policy_loss(
         logprobs,
         old,
-        batch.advantages,
+        torch.where(mask > 0, batch.advantages, torch.zeros_like(mask)),  # else an infinite one makes 0 * inf below
         clip_low=terms.clip_low,
         clip_high=terms.clip_high,
         clip_dual=terms.clip_dual,

@@ -1,0 +1,125 @@
+"""A prompt's images go through the image processor once a step, whatever is sampled, scored and learned from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from trigon.data.dataset import open_prompts
+from trigon.data.prompts import PromptBuilder
+from trigon.data.stream import PromptStream
+from trigon.data.synthetic import make_dataset
+from trigon.loop import attach, rewards_of
+from trigon.models.load import load_model, load_processors
+from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
+from trigon.rollout.transformers import TransformersEngine
+from trigon.rollout.vllm import VllmEngine
+from trigon.training.local import LocalTrainEngine
+from trigon.training.optim import Schedule
+from trigon.training.step import LossTerms
+from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
+
+
+class Counting:
+    """Hugging Face's image processor, counting how often anybody calls it."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.calls = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.processor(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.processor, name)
+
+
+@pytest.mark.parametrize("engine_class", [VllmEngine, TransformersEngine])
+@pytest.mark.parametrize("n", [2, 5])
+def test_one_image_processor_call_for_each_prompt_of_a_step(engine_class, n, tiny_vlm, tmp_path):
+    plain = load_processors(str(tiny_vlm))
+    counting = Counting(plain.image_processor)
+    processors = dataclasses.replace(plain, image_processor=counting)
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=128,
+        max_image_pixels=10**6,
+        limit_images=1,
+    )
+    train_file, _ = make_dataset(tmp_path, num_train=6, num_validation=1, seed=0)
+    prompts = open_prompts(
+        str(train_file), builder, filter_overlong_prompts=True, max_bad_row_fraction=0.0, num_workers=1
+    )
+    stream = PromptStream(prompts, batch_size=3, seed=0, shuffle=True, prefetch=False, num_workers=1)
+    trainer = LocalTrainEngine(
+        Policy(
+            load_model(str(tiny_vlm), dtype=torch.float32, device="cpu"),
+            processors.family,
+            temperature=1.0,
+            banned_token_ids=processors.banned_token_ids,
+        ),
+        terms=LossTerms(0.2, 0.3, 3.0, "token", None, 0.0),
+        strategy="adamw",
+        schedule=Schedule(1e-4, "constant", 0, 10, 0.0),
+        betas=(0.9, 0.999),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        positions=positions_of(processors.family, processors.hf_config),
+        update_max_tokens=80,  # several micro-batches, groups split
+        score_max_tokens=80,
+        device=torch.device("cpu"),
+        compute_dtype=torch.float32,
+        offload_params=False,
+        offload_optimizer=False,
+    )
+    options = {
+        "model_path": str(tiny_vlm),
+        "processors": processors,
+        "device": "cpu",
+        "dtype": torch.float32,
+        "max_model_len": 160,
+        "trust_remote_code": False,
+        "override_config": {},
+        "skip_special_tokens": True,
+    }
+    if engine_class is VllmEngine:
+        options |= {
+            "max_num_batched_tokens": 512,
+            "gpu_memory_utilization": 0.5,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "enable_prefix_caching": True,
+            "limit_images": 1,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+    engine = engine_class(**options)
+    sampling = SamplingParams(n=n, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=False, seed=0)
+    before = counting.calls
+    taken = stream.take(3)
+    with engine.awake(trainer.weights(), version=0):
+        completions = engine.generate(taken, sampling, step=1)
+    groups = [
+        RolloutGroup(
+            prompt,
+            tuple(Rollout(completion, Score(float(i), {}, "ok", "")) for i, completion in enumerate(row)),
+        )
+        for prompt, row in zip(taken, completions, strict=True)
+    ]
+    rewards, graded = rewards_of(groups)
+    old = trainer.logprobs(groups)
+    trainer.step(attach(groups, rewards - rewards.mean(), graded, old=old, ref=old))
+    assert counting.calls - before == len(taken)
+    engine.close()
+    stream.close()

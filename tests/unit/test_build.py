@@ -1,0 +1,185 @@
+"""From wishes to objects: the mappings that need no model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trigon import build
+from trigon.algorithms.kl import AdaptiveKl
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+from trigon.loop import Rhythm
+from trigon.training.step import LossTerms
+from trigon.types import SamplingParams
+
+
+def config(**sections) -> Config:
+    return Config(**sections)
+
+
+def test_training_samples_as_the_rollout_section_says():
+    wishes = config(
+        data={"max_response_length": 77},
+        worker={"rollout": {"n": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "ignore_eos": True, "seed": 3}},
+    )
+    assert build.sampling_params(wishes) == SamplingParams(
+        n=5, temperature=0.7, top_p=0.9, top_k=20, max_tokens=77, ignore_eos=True, seed=3
+    )
+
+
+def test_validation_samples_as_training_where_nothing_else_is_said():
+    wishes = config(data={"max_response_length": 77}, worker={"rollout": {"n": 5, "temperature": 0.7, "seed": 3}})
+    assert build.validation_sampling_params(wishes) == build.sampling_params(wishes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 1),
+        ("temperature", 0.0),
+        ("top_p", 0.5),
+        ("top_k", 4),
+        ("max_tokens", 9),
+        ("ignore_eos", False),
+        ("seed", 0),
+    ],
+)
+def test_each_override_of_validation_counts_even_where_it_is_zero_and_changes_nothing_else(field, value):
+    rollout = {"n": 5, "temperature": 0.7, "ignore_eos": True, "seed": 3}
+    wishes = config(worker={"rollout": {**rollout, "val_override_config": {field: value}}})
+    training, validation = build.sampling_params(wishes), build.validation_sampling_params(wishes)
+    assert getattr(validation, field) == value
+    assert getattr(training, field) != value
+    others = [name for name in SamplingParams.__slots__ if name != field]
+    assert [getattr(validation, name) for name in others] == [getattr(training, name) for name in others]
+
+
+KL = [
+    # disable_kl, kl_coef, use_kl_loss -> needs a reference, in the reward, estimator in the loss
+    (False, 0.01, False, True, True, None),
+    (False, 0.01, True, True, False, "low_var_kl"),
+    (False, 0.0, False, False, False, None),
+    (False, 0.0, True, False, False, None),
+    (True, 0.01, False, False, False, None),
+    (True, 0.01, True, False, False, None),
+]
+
+
+@pytest.mark.parametrize(("disable_kl", "kl_coef", "use_kl_loss", "needs", "in_reward", "in_loss"), KL)
+def test_where_the_kl_goes(disable_kl, kl_coef, use_kl_loss, needs, in_reward, in_loss):
+    wishes = config(
+        algorithm={
+            "disable_kl": disable_kl,
+            "kl_coef": kl_coef,
+            "use_kl_loss": use_kl_loss,
+            "kl_penalty": "low_var_kl",
+        }
+    )
+    assert build.needs_reference(wishes) == needs
+    assert build.kl_is_in_reward(wishes) == in_reward
+    assert build.loss_terms(wishes).kl_estimator == in_loss
+    if not needs:
+        assert build.open_reference(wishes, None, None, torch.device("cpu")) is None
+
+
+def test_the_loss_is_what_the_actor_section_says():
+    wishes = config(
+        algorithm={"use_kl_loss": True, "kl_coef": 0.02, "kl_penalty": "mse"},
+        worker={
+            "actor": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4, "clip_ratio_dual": 5.0, "loss_avg_mode": "seq"}
+        },
+    )
+    assert build.loss_terms(wishes) == LossTerms(
+        clip_low=0.1, clip_high=0.4, clip_dual=5.0, averaging="seq", kl_estimator="mse", kl_coefficient=0.02
+    )
+
+
+@pytest.mark.parametrize(("kl_type", "horizon"), [("fixed", 0.0), ("adaptive", 500.0)])
+def test_only_an_adaptive_kl_has_a_horizon(kl_type, horizon):
+    wishes = config(algorithm={"kl_type": kl_type, "kl_coef": 0.02, "kl_target": 0.3, "kl_horizon": 500.0})
+    assert build.initial_kl(wishes) == AdaptiveKl(coefficient=0.02, target=0.3, horizon=horizon)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "actor", "tolerance"),
+    [
+        ({"dtype": "fp32"}, {"mp_param_dtype": "fp32"}, 1e-3),
+        ({"dtype": "bf16"}, {"mp_param_dtype": "fp32"}, 0.1),
+        ({"dtype": "fp32"}, {"mp_param_dtype": "bf16"}, 0.1),
+        ({"dtype": "fp16"}, {"mp_param_dtype": "fp16"}, 0.1),
+        ({}, {}, 0.1),
+        ({"dtype": "fp32", "parity_tolerance": 0.5}, {"mp_param_dtype": "fp32"}, 0.5),
+        ({"parity_tolerance": 1e-5}, {}, 1e-5),
+    ],
+)
+def test_the_parity_tolerance_follows_the_formats_unless_it_is_given(rollout, actor, tolerance):
+    assert build.parity_tolerance(config(worker={"rollout": rollout, "actor": {"fsdp": actor}})) == tolerance
+
+
+@pytest.mark.parametrize("never", [0, -1])
+def test_a_frequency_of_0_or_minus_1_is_never(never):
+    wishes = config(trainer={"val_freq": never, "save_freq": never, "val_generations_to_log": 3})
+    assert build.rhythm(wishes, can_validate=True) == Rhythm(
+        validate_first=True,
+        validate_only=False,
+        validate_every=0,
+        validate_last=True,
+        save_every=0,
+        generations_shown=3,
+    )
+
+
+def test_without_validation_prompts_nothing_is_validated():
+    wishes = config(trainer={"val_freq": 5, "val_before_train": True, "save_freq": 2})
+    rhythm = build.rhythm(wishes, can_validate=False)
+    assert (rhythm.validate_first, rhythm.validate_every, rhythm.validate_last) == (False, 0, False)
+    assert rhythm.save_every == 2
+    assert build.open_evaluator(wishes, None, None) is None
+
+
+def test_the_rhythm_is_the_trainers():
+    wishes = config(trainer={"val_freq": 5, "val_before_train": False, "save_freq": 2, "val_only": True})
+    rhythm = build.rhythm(wishes, can_validate=True)
+    assert (rhythm.validate_first, rhythm.validate_only, rhythm.validate_every) == (False, True, 5)
+
+
+def test_every_format_has_its_dtype():
+    assert {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} == build.DTYPES
+    for name in ("float32", "bfloat16", "float16"):
+        dtype = config(worker={"rollout": {"dtype": name}}).worker.rollout.dtype
+        assert build.DTYPES[dtype] == getattr(torch, name)
+
+
+def test_the_run_folder_is_the_one_named_or_made_of_project_and_experiment():
+    names = {"project_name": "p", "experiment_name": "e"}
+    assert build.run_folder(config(trainer=names)) == Path("checkpoints/p/e")
+    assert build.run_folder(config(trainer={**names, "save_checkpoint_path": "/runs/x"})) == Path("/runs/x")
+
+
+def test_the_device_is_the_one_wished_for():
+    assert build.choose_device(config(trainer={"device": "cpu"})) == torch.device("cpu")
+    if torch.cuda.is_available():
+        assert build.choose_device(config()).type == "cuda"
+    else:
+        assert build.choose_device(config()).type == "cpu"
+        with pytest.raises(ConfigError, match=r"trainer\.device is cuda.*trainer\.device=cpu"):
+            build.choose_device(config(trainer={"device": "cuda"}))
+
+
+def test_trackers_are_told_the_whole_configuration():
+    environment = build.TrackerEnvironment(Path("/tb"), None, "offline", "secret")
+    wishes = config(trainer={"project_name": "p", "experiment_name": "e"})
+    settings = build.tracker_settings(wishes, environment, Path("/runs/x"))
+    assert (settings.project, settings.experiment, settings.folder) == ("p", "e", Path("/runs/x"))
+    assert settings.config == wishes.model_dump()
+    assert (settings.tensorboard_dir, settings.swanlab_mode) == (Path("/tb"), "offline")
+
+
+def test_what_to_do_next_depends_on_what_came_of_the_run():
+    def said(exported, step):
+        return " ".join(build.next_steps(config(), Path("/runs/x"), exported, step))
+
+    assert "trigon export /runs/x" in said(None, 5)
+    assert "export" not in said(Path("/model"), 5)
+    assert "export" not in said(None, 0)

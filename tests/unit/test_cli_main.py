@@ -1,0 +1,167 @@
+"""The command line: instant help, plain errors, and a configuration that can be looked at."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trigon import __version__
+from trigon.cli.main import COMMANDS, main
+from trigon.cli.train import path_from, stop_on_sigterm
+
+COMPLETE = [
+    "data.train_files=hiyouga/geometry3k@train",
+    "data.val_files=hiyouga/geometry3k@test",
+    "worker.actor.model.model_path=Qwen/Qwen2.5-VL-3B-Instruct",
+    "worker.reward.reward_function=math",
+    "worker.rollout.n=5",
+]
+HEAVY = ("torch", "vllm", "transformers", "datasets", "pydantic", "rich", "numpy", "yaml", "PIL", "safetensors")
+
+
+def modules_after(code: str) -> set[str]:
+    """Return which of the heavy libraries a fresh process has imported after running the code."""
+    script = f"{code}\nimport sys\nprint('LOADED', *sorted(set(sys.modules) & set({HEAVY!r})))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(result.stdout.splitlines()[-1].split()[1:])
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("usage: trigon COMMAND")
+    assert [line.split()[0] for line in out.splitlines()[2:]] == list(COMMANDS)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_without_a_command_the_help_is_shown_as_bad_usage(capsys):
+    assert main([]) == 2
+    assert "usage: trigon" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_the_version(capsys, flag):
+    assert main([flag]) == 0
+    assert capsys.readouterr().out == f"trigon {__version__}\n"
+
+
+def test_an_unknown_command_is_named_with_those_there_are(capsys):
+    assert main(["trian"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trigon: there is no command 'trian'\n")
+    assert "  train " in err
+
+
+def test_an_error_of_ours_is_one_line_without_a_traceback(capsys, tmp_path):
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ConfigError: ")
+    assert "missing.yaml" in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_checkpoint_is_one_line_too(capsys, tmp_path):
+    assert main(["export", str(tmp_path / "global_step_5")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("CheckpointError: ")
+    assert "global_step_5" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["export", "merge", "tiny"])
+def test_a_command_without_its_arguments_is_bad_usage(capsys, command):
+    with pytest.raises(SystemExit) as exit_:
+        main([command])
+    assert exit_.value.code == 2
+    assert "usage: trigon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_explains_itself(capsys, command):
+    try:
+        status = main([command, "--help"])
+    except SystemExit as exit_:  # argparse leaves that way
+        status = exit_.code
+    assert status == 0
+    assert "usage: trigon" in capsys.readouterr().out
+
+
+def test_print_config_shows_the_whole_configuration_and_starts_nothing(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  max_prompt_length: 1024\n  max_response_length: 2048\n")
+    assert main(["train", str(file), *COMPLETE, "data.max_response_length=256", "--print-config"]) == 0
+    out, err = capsys.readouterr()
+    shown = yaml.safe_load(out)
+    assert err == ""
+    assert shown["data"]["max_prompt_length"] == 1024
+    assert shown["data"]["max_response_length"] == 256
+    assert shown["worker"]["actor"]["optim"]["lr"] == 1e-6  # a default
+
+    (tmp_path / "shown.yaml").write_text(out)
+    assert main(["train", str(tmp_path / "shown.yaml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_print_config_tells_doubts_aside(capsys):
+    assert main(["train", "--print-config", *COMPLETE, "worker.rollout.top_p=0.9"]) == 0
+    out, err = capsys.readouterr()
+    assert yaml.safe_load(out)["worker"]["rollout"]["top_p"] == 0.9
+    assert err.startswith("warning: worker.rollout.top_p=0.9")
+
+
+def test_a_misspelt_option_is_answered_with_the_nearest(capsys):
+    assert main(["train", *COMPLETE, "data.max_promt_length=5"]) == 1
+    assert "max_prompt_length" in capsys.readouterr().err
+
+
+def test_easyr1s_door_is_the_train_command(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "trigon.trainer.main", f"config={tmp_path / 'missing.yaml'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("ConfigError: ")
+
+
+def test_the_module_is_the_command():
+    result = subprocess.run(
+        [sys.executable, "-m", "trigon.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"trigon {__version__}\n"
+
+
+def test_help_loads_nothing_heavy():
+    assert modules_after("import trigon.cli.main as cli; cli.main(['--help'])") == set()
+
+
+def test_the_configuration_is_checked_before_anything_heavy_is_loaded():
+    code = f"import trigon.cli.main as cli; cli.main(['train', '--print-config', *{COMPLETE!r}])"
+    assert modules_after(code) <= {"pydantic", "yaml"}
+
+
+def test_a_path_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
+    assert path_from("TENSORBOARD_DIR") == Path("/logs")
+    monkeypatch.setenv("TENSORBOARD_DIR", "")
+    assert path_from("TENSORBOARD_DIR") is None
+    monkeypatch.delenv("TENSORBOARD_DIR")
+    assert path_from("TENSORBOARD_DIR") is None
+
+
+def test_the_first_sigterm_asks_and_the_second_finds_the_old_handler(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_sigterm() as stopped:
+        assert not stopped()
+        signal.raise_signal(signal.SIGTERM)
+        assert stopped()
+        assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""docs/metrics.md describes every number that a run tells, and none that no run tells."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_loop import EVERYTHING, SAMPLING, crash_at_times, open_kit, open_run, settings
+from test_training_local import KL_TERMS, make_engine, make_rollouts, to_train
+
+from trigon.loop import train
+from trigon.metrics import values
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
+
+
+def described() -> set[str]:
+    """Return the keys, or patterns of keys, in the first column of the page's tables."""
+    cells = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def as_regex(pattern: str) -> re.Pattern[str]:
+    """Read `{a,b}` as either, `<word>` as a name, and `...` as anything."""
+    parts = []
+    for part in re.split(r"(\{[^}]*\}|<[^>]*>|\.\.\.)", pattern):
+        if part.startswith("{"):
+            parts.append(f"(?:{'|'.join(re.escape(choice.strip()) for choice in part[1:-1].split(','))})")
+        elif part.startswith("<"):
+            parts.append(r"[^/]+")
+        else:
+            parts.append(".+" if part == "..." else re.escape(part))
+    return re.compile("".join(parts))
+
+
+@pytest.fixture(scope="module")
+def told(tiny_model, tmp_path_factory) -> set[str]:
+    """Return the keys of a short run with everything switched on, and of two real updates."""
+    folder = tmp_path_factory.mktemp("told")
+    (folder / "kit").mkdir()
+    with (
+        open_kit(tiny_model("qwen2"), folder / "kit") as kit,
+        open_run(
+            kit, folder / "run", answer=crash_at_times, **settings(2), sampling=replace(SAMPLING, top_k=50)
+        ) as run,
+    ):
+        train(replace(run, rhythm=replace(EVERYTHING, save_every=1)), None)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    keys = {key for line in lines for key in json.loads(line)["metrics"]}
+
+    model = tiny_model("qwen2")
+    rollouts = make_rollouts(model)
+    engine = make_engine(model, terms=KL_TERMS)
+    for old in (None, engine.logprobs(rollouts)):
+        keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
+    return keys
+
+
+def test_every_number_that_is_told_is_described(told):
+    patterns = [as_regex(pattern) for pattern in described()]
+    assert sorted(key for key in told if not any(pattern.fullmatch(key) for pattern in patterns)) == []
+
+
+def test_every_number_that_is_described_is_told(told):
+    unknown = [p for p in described() - GPU_ONLY if not any(as_regex(p).fullmatch(key) for key in told)]
+    assert sorted(unknown) == []
+
+
+def test_every_choice_of_a_described_key_is_told(told):
+    """`x/{mean,max}` stands for two keys, and both must be there."""
+    for pattern in described():
+        for braces in re.findall(r"\{([^}]*)\}", pattern):
+            for choice in braces.split(","):
+                one = as_regex(pattern.replace("{" + braces + "}", choice.strip()))
+                assert any(one.fullmatch(key) for key in told), (pattern, choice)
+
+
+def test_patterns_are_read_as_meant():
+    assert as_regex("a/{mean,max}").fullmatch("a/max")
+    assert not as_regex("a/{mean,max}").fullmatch("a/min")
+    assert as_regex("reward/<part>").fullmatch("reward/overall")
+    assert not as_regex("reward/<part>").fullmatch("rewards/overall")
+    assert as_regex("val_x/...").fullmatch("val_x/mean")
+    assert not as_regex("perf/a.b").fullmatch("perf/axb")

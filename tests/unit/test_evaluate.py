@@ -1,0 +1,160 @@
+"""Validation: the whole set, in calls of a given size, the same draw each time."""
+
+import json
+from contextlib import contextmanager
+
+import datasets
+import pytest
+from PIL import Image
+
+from trigon.data.dataset import open_prompts
+from trigon.data.prompts import PromptBuilder
+from trigon.evaluate import VALIDATION_SEED_STEP, Evaluator
+from trigon.models.load import load_processors
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.fake import FakeEngine
+from trigon.types import SamplingParams
+
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=30, ignore_eos=False, seed=7)
+REWARD = """
+REWARD_TYPE = "sequential"
+
+def reward(answer):
+    return {"overall": float(answer["response"].split()[0] == answer["ground_truth"])}
+"""
+
+
+class Phases:
+    """Remembers what was announced: (name, total, how far it came), outermost last."""
+
+    def __init__(self):
+        self.seen = []
+
+    @contextmanager
+    def __call__(self, name, *, total=None):
+        done = []
+        yield done.append
+        self.seen.append((name, total, sum(done)))
+
+
+class Asked(FakeEngine):
+    """A fake engine that remembers which prompts came together, and for which step."""
+
+    asked = ()
+
+    def generate(self, prompts, sampling, *, step, on_progress=None):
+        self.asked = (*self.asked, (step, [prompt.prompt_id for prompt in prompts]))
+        return super().generate(prompts, sampling, step=step, on_progress=on_progress)
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm):
+    return load_processors(str(tiny_vlm))
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reward") / "reward.py"
+    file.write_text(REWARD)
+    pool = RewardPool(f"{file}:reward", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def prompts(processors, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = []
+    for number in range(5):
+        Image.new("RGB", (56, 56), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append({"images": [f"{number}.png"], "problem": "<image>How many?", "answer": str(number)})
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=512,
+        max_image_pixels=10**6,
+        limit_images=0,
+    )
+    return open_prompts(
+        str(tmp_path / "validation.jsonl"),
+        builder,
+        filter_overlong_prompts=False,
+        max_bad_row_fraction=0.0,
+        num_workers=1,
+    )
+
+
+@pytest.fixture
+def engine(processors):
+    tokenizer = processors.tokenizer
+    # Right for the even answers; then the seed, so that a test can see what was drawn.
+    return Asked(
+        tokenizer=tokenizer,
+        stop_token_id=tokenizer.eos_token_id,
+        answer=lambda prompt, version, seed: f"{2 * (int(prompt.answer) // 2)} {seed}",
+    )
+
+
+def evaluate(evaluator, engine, rewards, *, version=0, phases=None):
+    with engine.awake(iter(()), version=version):
+        return evaluator.sample(engine, rewards, phase=phases or Phases())
+
+
+def texts(groups):
+    return [[rollout.completion.text for rollout in group.rollouts] for group in groups]
+
+
+def fail(text):
+    pytest.fail(f"warned: {text}")
+
+
+def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
+    phases = Phases()
+    groups = evaluate(Evaluator(prompts, SAMPLING, 2, 2, fail), engine, rewards, phases=phases)
+    assert [group.prompt.answer for group in groups] == ["0", "1", "2", "3", "4"]
+    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [
+        [1.0, 1.0],
+        [0.0, 0.0],
+        [1.0, 1.0],
+        [0.0, 0.0],
+        [1.0, 1.0],
+    ]
+    assert all(group.prompt.vision is not None for group in groups)
+    ids = [group.prompt.prompt_id for group in groups]
+    assert engine.asked == tuple((VALIDATION_SEED_STEP, part) for part in (ids[:2], ids[2:4], ids[4:]))
+    assert phases.seen[-1] == ("validation", 5, 5)
+    assert [name for name, _, _ in phases.seen[:-1]] == ["gen", "reward"] * 3
+
+
+def test_the_draw_is_the_same_each_time_and_however_prompts_are_batched(prompts, engine, rewards):
+    first = texts(evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards))
+    again = texts(evaluate(Evaluator(prompts, SAMPLING, 5, 3, fail), engine, rewards, version=9))
+    assert first == again
+    assert len({text for group in first for text in group}) == 10, "every answer has its own seed"
+
+
+def test_a_vanished_image_is_left_out_with_a_warning(prompts, engine, rewards, tmp_path):
+    whole = texts(evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards))
+    (tmp_path / "1.png").unlink()
+    warnings, phases = [], Phases()
+    groups = evaluate(Evaluator(prompts, SAMPLING, 2, 1, warnings.append), engine, rewards, phases=phases)
+    assert [group.prompt.answer for group in groups] == ["0", "2", "3", "4"]
+    assert texts(groups) == [whole[0], *whole[2:]]
+    [warning] = warnings
+    assert "left out" in warning
+    assert "1.png" in warning
+    assert phases.seen[-1] == ("validation", 5, 5)
+
+
+def test_a_set_whose_images_are_all_gone_gives_no_groups(prompts, engine, rewards, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.png").unlink()
+    warnings = []
+    assert evaluate(Evaluator(prompts, SAMPLING, 2, 1, warnings.append), engine, rewards) == []
+    assert len(warnings) == 5

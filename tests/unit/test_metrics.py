@@ -1,0 +1,51 @@
+"""Metrics keep their meaning however they are merged."""
+
+import itertools
+import math
+
+import pytest
+
+from trigon.metrics import Max, Mean, Min, Sum, mean_of, merge, values
+
+
+def test_a_mean_is_weighted_by_what_it_counts():
+    assert Mean(6.0, 4.0).value == 1.5
+    assert merge({"a": Mean(6.0, 4.0)}, {"a": Mean(1.0)})["a"] == Mean(7.0, 5.0)
+    assert values(merge({"a": Mean(6.0, 4.0)}, {"a": Mean(1.0)})) == {"a": 1.4}  # the mean of means would be 1.25
+
+
+def test_an_empty_mean_is_nan_and_changes_no_other():
+    assert math.isnan(Mean(0.0, 0.0).value)
+    assert math.isnan(mean_of([]).value)
+    assert merge({"a": Mean(0.0, 0.0)}, {"a": Mean(3.0, 2.0)})["a"].value == 1.5
+
+
+def test_mean_of_knows_how_many_there_were():
+    assert mean_of(iter([1.0, 2.0, 6.0])) == Mean(9.0, 3.0)
+
+
+def test_sums_maxima_and_minima():
+    several = [{"s": Sum(v), "hi": Max(v), "lo": Min(v)} for v in (2.0, -3.0, 5.0)]
+    assert values(merge(*several)) == {"hi": 5.0, "lo": -3.0, "s": 4.0}
+
+
+def test_the_order_of_merging_does_not_matter():
+    parts = [{"a": Mean(1.0, 2.0), "b": Max(1.0)}, {"a": Mean(4.0, 4.0)}, {"b": Max(7.0), "c": Sum(1.0)}]
+    merged = {tuple(values(merge(*order)).items()) for order in itertools.permutations(parts)}
+    assert merged == {(("a", 5.0 / 6.0), ("b", 7.0), ("c", 1.0))}
+
+
+def test_merging_nothing_gives_nothing_and_leaves_its_arguments_alone():
+    assert merge() == {}
+    first = {"a": Sum(1.0)}
+    merge(first, {"a": Sum(2.0)})
+    assert first == {"a": Sum(1.0)}
+
+
+def test_one_key_has_one_reduction():
+    with pytest.raises(TypeError, match="'a' is both a Mean and a Max"):
+        merge({"a": Mean(1.0)}, {"a": Max(1.0)})
+
+
+def test_values_are_sorted_by_key():
+    assert list(values({"b": Sum(1.0), "a": Sum(2.0)})) == ["a", "b"]
