@@ -39,7 +39,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.training.local import LocalScorer, LocalTrainEngine
+from trigon.training.local import LocalScorer, LocalTrainEngine, Sizes
 from trigon.training.optim import Schedule
 from trigon.training.protocol import LogprobEngine
 from trigon.training.step import LossTerms
@@ -91,12 +91,15 @@ def run_training(
         with report.phase("load model"):
             trainer = open_trainer(config, processors, plan, device)
             stack.callback(trainer.close)
+            sizes = trainer.sizes()
+            optimizer_bytes = 0 if config.trainer.save_model_only else sizes.optimizer_bytes
+            store.check_space(sizes.weight_bytes + optimizer_bytes)
             reference = open_reference(config, processors, plan, device)
         with report.phase("start rollout engine"):
             rollout = open_rollout(config, processors, device)
             stack.callback(rollout.close)
 
-        report.ledger(ledger(config, plan, val_prompts, trainer, reference, device))
+        report.ledger(ledger(config, plan, val_prompts, sizes, reference, device))
         if checkpoint is not None:
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
@@ -510,7 +513,7 @@ def ledger(
     config: Config,
     plan: Plan,
     val_prompts: PromptSet | None,
-    trainer: LocalTrainEngine,
+    sizes: Sizes,
     reference: LogprobEngine | None,
     device: torch.device,
 ) -> list[tuple[str, str]]:
@@ -519,7 +522,6 @@ def ledger(
     the arithmetic that people otherwise do by hand, and get wrong.
     """
     n = config.worker.rollout.n
-    sizes = trainer.sizes()
     gib = 1024**3
     return [
         ("device", str(device)),
