@@ -10,6 +10,7 @@ the whole chunk: when that fails, its answers are asked again one by one, so tha
 from __future__ import annotations
 
 import json
+import secrets
 import selectors
 import signal
 import threading
@@ -152,10 +153,12 @@ class RewardPool:
             if worker.contract is None or worker.asked:
                 continue
             share = -(-len(asked.requests) // (4 * len(self._workers)))  # so that no worker idles long at the end
-            indices, line = self._next_chunk(asked, limit=min(self._chunk, share))
+            indices, answers = self._next_chunk(asked, limit=min(self._chunk, share))
             if not indices:
                 return
             worker.asked.extend(indices)
+            worker.chunk, worker.num_replies = secrets.token_hex(8), 0
+            line = f'{{"chunk": "{worker.chunk}", "answers": {answers}}}'
             worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
             if not self._send(worker, line, timeout_seconds=self._timeout_seconds):
                 asked.waiting.extendleft(reversed(worker.asked))  # it had died before: these answers are not to blame
@@ -163,7 +166,7 @@ class RewardPool:
                 self._start(worker.number)
 
     def _next_chunk(self, asked: _Asked, *, limit: int) -> tuple[list[int], str]:
-        """Take up to limit answers, or one of those that must be asked alone. Return their indices, and their line."""
+        """Take up to limit answers, or one that must be asked alone. Return their indices, and them as JSON."""
         indices: list[int] = []
         encoded: list[str] = []
         alone = bool(asked.alone)
@@ -228,6 +231,10 @@ class RewardPool:
                 raise RewardError(self._broken)
             worker.contract = cast(RewardContract, reply["contract"])
             return
+        # The user's code runs where the replies are written: what it writes there itself must not pass for one.
+        if (reply["chunk"], reply["number"]) != (worker.chunk, worker.num_replies):
+            raise ValueError("not a reply of ours")
+        worker.num_replies += 1
         if "singly" in reply:
             asked.alone.extend(worker.asked)
             worker.asked.clear()
@@ -275,7 +282,8 @@ class _Worker:
     """One process and what it is doing.
 
     contract: None until it has loaded the function. asked: indices of the answers that it owes, in order.
-    deadline: when it must have loaded, or sent its next reply.
+    deadline: when it must have loaded, or sent its next reply. chunk, num_replies: the secret name of what it was
+    asked last, and how many replies it has sent to that.
     """
 
     def __init__(self, number: int, process: ChildProcess) -> None:
@@ -284,6 +292,8 @@ class _Worker:
         self.contract: RewardContract | None = None
         self.asked: deque[int] = deque()
         self.deadline = 0.0
+        self.chunk = ""
+        self.num_replies = 0
 
     @property
     def is_busy(self) -> bool:

@@ -77,7 +77,10 @@ def _serve(greeting: Mapping[str, Any], requests: Iterator[bytes]) -> Iterator[R
         return
     yield {"contract": contract}
     for request in requests:
-        yield from replies_to(json.loads(request), function, contract, timeout_seconds=greeting["timeout_seconds"])
+        chunk = json.loads(request)
+        replies = replies_to(chunk["answers"], function, contract, timeout_seconds=greeting["timeout_seconds"])
+        for number, reply in enumerate(replies):
+            yield {**reply, "chunk": chunk["chunk"], "number": number}
 
 
 def replies_to(
