@@ -45,10 +45,12 @@ def start(made: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
         "algorithm.kl_penalty=low_var_kl",
         "worker.ref.fsdp.torch_dtype=fp32",
         "worker.rollout.n=4",
+        "worker.actor.optim.lr_warmup_ratio=0",  # a schedule over all steps would see a changed trainer.max_steps
+        "worker.actor.optim.lr_scheduler_type=constant",
         *overrides,
     ]
-    log = (folder.parent / f"{folder.name}.log").open("a")
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    with (folder.parent / f"{folder.name}.log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> None:
