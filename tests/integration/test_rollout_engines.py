@@ -308,7 +308,7 @@ def test_media_tokens_are_never_sampled_however_likely(scene):
     head = scene.policy.model.get_output_embeddings().weight
     kept = head.detach().clone()
     with torch.no_grad():
-        head[banned] = 10 * torch.randn(len(banned), head.shape[1], generator=torch.Generator().manual_seed(0))
+        head[banned] = 20 * torch.randn(len(banned), head.shape[1], generator=torch.Generator().manual_seed(0))
     scene.version += 1
     answers = scene.generate()
     for prompt, row in zip(scene.prompts, answers, strict=True):
