@@ -522,7 +522,6 @@ def ledger(
     the arithmetic that people otherwise do by hand, and get wrong.
     """
     n = config.worker.rollout.n
-    gib = 1024**3
     return [
         ("device", str(device)),
         (
@@ -543,10 +542,15 @@ def ledger(
         ("parameters", f"{sizes.parameters:,}, {sizes.trainable:,} of them trained"),
         (
             "memory",
-            f"weights {sizes.weight_bytes / gib:.2f} + gradients {sizes.gradient_bytes / gib:.2f} + optimizer "
-            f"{sizes.optimizer_bytes / gib:.2f} GiB, activations and rollout engine not counted",
+            f"weights {readable(sizes.weight_bytes)}, gradients {readable(sizes.gradient_bytes)}, optimizer "
+            f"{readable(sizes.optimizer_bytes)}; activations and rollout engine not counted",
         ),
     ]
+
+
+def readable(num_bytes: int) -> str:
+    """Return a number of bytes as a person says it: "3.3 MiB", "7.0 GiB"."""
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def next_steps(config: Config, folder: Path, exported: Path | None, step: int) -> list[str]:
