@@ -78,7 +78,7 @@ def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: C
     from trigon.training.supervised import warm_start
 
     make_tiny(folder, model_type=chosen.model_type, seed=chosen.seed)
-    if chosen.skill <= 0 or chosen.max_updates == 0:
+    if chosen.skill <= 0 or chosen.max_updates <= 0:
         return
     processors = load_processors(str(folder))
     builder = PromptBuilder(
@@ -94,7 +94,7 @@ def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: C
         limit_images=1,
     )
     prompts = open_prompts(str(train), builder, filter_overlong_prompts=False, max_bad_row_fraction=0.0, num_workers=1)
-    count = min(len(prompts), max(chosen.max_updates, 1) * WARM_START_BATCH)
+    count = min(len(prompts), chosen.max_updates * WARM_START_BATCH)
     with console.progress("read the data", count) as advance:
         examples = []
         for index in range(count):
