@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by GRPO, followed in SwanLab (pip install -e '.[swanlab]', then swanlab login).
+# Qwen2.5-VL-7B on Geometry3K by GRPO, on eight GPUs, followed in SwanLab (pip install -e ".[swanlab]", then swanlab login).
 # Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
 #     bash examples/qwen2_5_vl_7b_geo3k_swanlab.sh trainer.max_steps=10
 set -euo pipefail
@@ -11,9 +11,7 @@ python3 -m trigon.trainer.main \
     data.train_files=hiyouga/geometry3k@train \
     data.val_files=hiyouga/geometry3k@test \
     worker.actor.model.model_path="${MODEL_PATH}" \
-    worker.actor.fsdp.torch_dtype=bf16 \
-    worker.actor.optim.strategy=adamw_bf16 \
     trainer.experiment_name=qwen2_5_vl_7b_geo_grpo \
     'trainer.logger=[console,file,swanlab]' \
-    trainer.n_gpus_per_node=1 \
+    trainer.n_gpus_per_node=8 \
     "$@"

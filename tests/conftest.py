@@ -64,3 +64,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def tiny_vlm(tiny_model: Callable[..., Path]) -> Path:
     """Return the folder of a tiny Qwen2.5-VL, the embedded default. Do not write into it."""
     return tiny_model("qwen2_5_vl")
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the embedded model, barely trained, with its data and a reward, for whole runs (runs.py)."""
+    from runs import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("made"))

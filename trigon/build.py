@@ -7,49 +7,71 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 import torch
 
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.export import export_checkpoint
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish, open_checkpoint
 from trigon.config.load import dump_config
 from trigon.config.options import read_text_option
 from trigon.config.plan import Plan, context_length, make_plan
 from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
+from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
+from trigon.data.vision import ImageProcessor
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
+from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
-from trigon.report.run_folder import RunFolder
+from trigon.report.run_folder import LOCK, RunFolder
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.local import LocalScorer, LocalTrainEngine, Sizes
 from trigon.training.optim import Schedule
-from trigon.training.protocol import LogprobEngine
+from trigon.training.parallel import Alone, Ranks
+from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams
+
+if TYPE_CHECKING:
+    from trigon.distributed.crew import Crew
+    from trigon.distributed.preflight import Surroundings
+    from trigon.distributed.worker import Member
+    from trigon.training.fsdp import ProcessRanks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXACT_PARITY_TOLERANCE = 1e-3
 """Mean |log-prob difference| tolerated where both engines compute in float32; they agree to about 1e-5."""
 ROUNDED_PARITY_TOLERANCE = 0.1
 """The same where either computes in 16 bits; healthy runs lie near 0.01."""
+REMEMBERED_PIXEL_BYTES = 4 * 2**30
+"""Host memory in which a worker remembers processed images, so that a step processes each of them once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What a run learns and samples with. sizes: of each worker's part, by rank; of the whole where there is one."""
+
+    trainer: TrainEngine
+    reference: LogprobEngine | None
+    rollout: RolloutEngine
+    sizes: tuple[Sizes, ...]
 
 
 def run_training(
@@ -67,7 +89,8 @@ def run_training(
     Raises: TrigonError, before the slow parts are built where that is possible.
     """
     check_sinks(config.trainer.logger)
-    device = choose_device(config)
+    if num_workers(config) == 1:
+        choose_device(config)  # refuses what is not there
     with ExitStack() as stack:
         rewards = open_rewards(config)
         stack.callback(rewards.close)
@@ -75,12 +98,18 @@ def run_training(
         console = open_console(config)
         for warning in warnings:
             console.warn(warning)
-        store = CheckpointStore(folder.path, keep=config.trainer.save_limit, warn=console.warn)
+        store = CheckpointStore(
+            folder.path,
+            keep=config.trainer.save_limit,
+            background=config.trainer.save_in_background,
+            warn=console.warn,
+        )
         checkpoint = choose_checkpoint(config, store)
         processors = open_processors(config)
+        crew = stack.enter_context(open_crew(config, folder.path)) if num_workers(config) > 1 else None
         rewards.ready()
         sinks = open_sinks(config.trainer.logger, tracker_settings(config, trackers, folder.path))
-        report = stack.enter_context(Reporter(folder, console, sinks))
+        report = stack.enter_context(Reporter(folder, console, sinks, num_devices=num_workers(config)))
 
         builder = open_builder(config, processors)
         val_prompts = look_at(config, config.data.val_files, builder, report) if config.data.val_files else None
@@ -88,18 +117,12 @@ def run_training(
         plan = make_plan(config, num_train_prompts=len(train_prompts))
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
-        with report.phase("load model"):
-            trainer = open_trainer(config, processors, plan, device)
-            stack.callback(trainer.close)
-            sizes = trainer.sizes()
-            optimizer_bytes = 0 if config.trainer.save_model_only else sizes.optimizer_bytes
-            store.check_space(sizes.weight_bytes + optimizer_bytes)
-            reference = open_reference(config, processors, plan, device)
-        with report.phase("start rollout engine"):
-            rollout = open_rollout(config, processors, device)
-            stack.callback(rollout.close)
-
-        report.ledger(ledger(config, plan, val_prompts, sizes, reference, device))
+        engines = (
+            open_engines(config, processors, plan, store, report, stack)
+            if crew is None
+            else open_workers(config, plan, crew, store, report)
+        )
+        report.ledger(ledger(config, plan, val_prompts, engines, crew))
         if checkpoint is not None:
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
@@ -109,17 +132,17 @@ def run_training(
                 rhythm=rhythm(config, can_validate=val_prompts is not None),
                 sampling=sampling_params(config),
                 prompts=prompts,
-                rollout=rollout,
+                rollout=engines.rollout,
                 rewards=rewards,
-                trainer=trainer,
-                reference=reference,
+                trainer=engines.trainer,
+                reference=engines.reference,
                 kl_in_reward=config.algorithm.kl_penalty if kl_is_in_reward(config) else None,
                 kl=initial_kl(config),
                 needs_old=plan.updates_per_step > 1 or kl_is_in_reward(config),
                 evaluator=open_evaluator(config, val_prompts, report),
                 parity=ParityCheck(parity_tolerance(config)),
                 store=store,
-                save_state=partial(save_state, trainer, model_folder(model_path(config)), config),
+                save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),
                 report=report,
                 should_stop=should_stop,
             ),
@@ -152,11 +175,16 @@ def choose_device(config: Config) -> torch.device:
             "trainer.device is cuda, but torch sees no GPU here; set trainer.device=cpu, or install CUDA torch"
         )
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+    set_determinism(device)
+    return device
+
+
+def set_determinism(device: torch.device) -> None:
+    """Make kernels deterministic on the CPU: same seed, same numbers."""
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         # Nothing here reads memory before writing it, and filling it costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return device
 
 
 def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | None:
@@ -197,6 +225,7 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
+        process_images=num_workers(config) == 1,  # several do so themselves
     )
 
 
@@ -272,8 +301,37 @@ def open_rewards(config: Config) -> RewardPool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where engines are opened: on a device, alone or as one of several ranks."""
+
+    device: torch.device
+    ranks: Ranks
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.ranks.size == 1
+
+
+def open_engines(
+    config: Config, processors: Processors, plan: Plan, store: CheckpointStore, report: Reporter, stack: ExitStack
+) -> Engines:
+    """Load the models and start the rollout engine in this process."""
+    place = Place(choose_device(config), Alone())
+    with report.phase("load model"):
+        trainer = open_trainer(config, processors, plan, place)
+        stack.callback(trainer.close)
+        check_space(config, store, (trainer.sizes(),))
+        reference = open_reference(config, processors, plan, place, trainer)
+    with report.phase("start rollout engine"):
+        rollout = open_rollout(config, processors, place)
+        stack.callback(rollout.close)
+    return Engines(trainer, reference, rollout, (trainer.sizes(),))
+
+
 def open_policy(config: Config, processors: Processors, dtype: torch.dtype, device: torch.device | str) -> Policy:
-    """Load the model's weights and make them a policy."""
+    """Load the model's weights, or on "meta" none, and make them a policy."""
     model = config.worker.actor.model
     return Policy(
         load_model(
@@ -289,14 +347,54 @@ def open_policy(config: Config, processors: Processors, dtype: torch.dtype, devi
     )
 
 
-def open_trainer(config: Config, processors: Processors, plan: Plan, device: torch.device) -> LocalTrainEngine:
-    """Load the policy and make its optimizer."""
+def open_trained_policy(config: Config, processors: Processors, device: torch.device | str) -> Policy:
+    """Load the policy as it is to be trained: what is frozen, what is adapted, what is computed again."""
     actor = config.worker.actor
     policy = open_policy(config, processors, DTYPES[actor.fsdp.torch_dtype or "fp32"], device)
     if actor.model.freeze_vision_tower:
         policy.freeze_vision_tower()
+    if actor.model.lora.rank > 0:
+        add_lora(policy.model, lora_settings(config), seed=config.worker.rollout.seed)
     if actor.model.enable_gradient_checkpointing:
         policy.enable_gradient_checkpointing()
+    return policy
+
+
+def lora_settings(config: Config) -> LoraSettings:
+    """Return which adapters are trained."""
+    lora = config.worker.actor.model.lora
+    return LoraSettings(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+    )
+
+
+def open_trainer(config: Config, processors: Processors, plan: Plan, place: Place) -> LocalTrainEngine:
+    """Load the policy, sharded where there are several ranks, and make its optimizer."""
+    actor = config.worker.actor
+    compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
+    make_policy = partial(open_trained_policy, config, processors)
+    if place.is_alone:
+        policy = make_policy(place.device)
+    else:
+        from trigon.training.fsdp import Sharding, open_sharded
+
+        policy = open_sharded(
+            make_policy,
+            place.ranks,
+            Sharding(
+                full_shard=actor.fsdp.enable_full_shard,
+                fsdp_size=actor.fsdp.fsdp_size,
+                param_dtype=compute_dtype,
+                reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
+                cpu_offload=actor.fsdp.enable_cpu_offload and place.device.type != "cpu",
+            ),
+            place.device,
+        )
+    # What is offloaded always need not be moved.
+    moves = place.device.type != "cpu" and not actor.fsdp.enable_cpu_offload
     return LocalTrainEngine(
         policy,
         terms=loss_terms(config),
@@ -314,33 +412,53 @@ def open_trainer(config: Config, processors: Processors, plan: Plan, device: tor
         positions=positions_of(processors.family, processors.hf_config),
         update_max_tokens=plan.tokens_per_update_pass,
         score_max_tokens=plan.tokens_per_experience_pass,
-        device=device,
-        compute_dtype=DTYPES[actor.fsdp.mp_param_dtype],
-        offload_params=actor.offload.offload_params and device.type != "cpu",
-        offload_optimizer=actor.offload.offload_optimizer and device.type != "cpu",
+        device=place.device,
+        compute_dtype=compute_dtype if place.is_alone else None,
+        offload_params=actor.offload.offload_params and moves,
+        offload_optimizer=actor.offload.offload_optimizer and moves,
+        ranks=place.ranks,
     )
 
 
-def open_reference(config: Config, processors: Processors, plan: Plan, device: torch.device) -> LogprobEngine | None:
-    """Load the reference policy, or nothing where no term needs it."""
+def open_reference(
+    config: Config, processors: Processors, plan: Plan, place: Place, trainer: LocalTrainEngine
+) -> LogprobEngine | None:
+    """Load the reference policy, or nothing where no term needs it. With LoRA it is the policy without its adapters."""
     if not needs_reference(config):
         return None
+    if config.worker.actor.model.lora.rank > 0:
+        return trainer.reference()
     ref = config.worker.ref
     dtype = DTYPES[ref.fsdp.torch_dtype or "bf16"]
-    offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and device.type != "cpu"
+    offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
+    make_policy = partial(open_policy, config, processors, dtype)
+    if place.is_alone:
+        policy = make_policy("cpu" if offload else place.device)
+    else:
+        from trigon.training.fsdp import Sharding, open_sharded
+
+        sharding = Sharding(
+            full_shard=ref.fsdp.enable_full_shard,
+            fsdp_size=config.worker.actor.fsdp.fsdp_size,
+            param_dtype=dtype,
+            reduce_dtype=dtype,
+            cpu_offload=offload,
+        )
+        policy = open_sharded(make_policy, place.ranks, sharding, place.device)
     return LocalScorer(
-        open_policy(config, processors, dtype, "cpu" if offload else device),
+        policy,
         positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,
-        device=device,
-        compute_dtype=dtype,
-        offload_params=offload,
+        device=place.device,
+        compute_dtype=dtype if place.is_alone else None,
+        offload_params=offload and place.is_alone,
+        ranks=place.ranks,
     )
 
 
-def open_rollout(config: Config, processors: Processors, device: torch.device) -> RolloutEngine:
+def open_rollout(config: Config, processors: Processors, place: Place) -> RolloutEngine:
     """Start the engine that samples."""
-    rollout, model = config.worker.rollout, config.worker.actor.model
+    rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
         case "vllm":
             if importlib.util.find_spec("vllm") is None:
@@ -367,6 +485,7 @@ def open_rollout(config: Config, processors: Processors, device: torch.device) -
                 override_config=model.override_config,
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
                 disable_log_stats=rollout.disable_log_stats,
+                tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
             )
         case "transformers":
             from trigon.rollout.transformers import TransformersEngine
@@ -385,10 +504,133 @@ def open_rollout(config: Config, processors: Processors, device: torch.device) -
             assert_never(rollout.name)
 
 
-def save_state(trainer: LocalTrainEngine, source: Path, config: Config, folder: Path) -> None:
+def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path) -> Finish:
     """Write what a checkpoint needs of the engines, and what makes its weights a whole model: config and processors."""
-    trainer.save_state(folder, model_only=config.trainer.save_model_only)
     copy_side_files(source, folder / "huggingface")
+    return trainer.save_state(folder, model_only=config.trainer.save_model_only)
+
+
+def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
+    """Refuse a disk on which not even one checkpoint fits."""
+    adapted = config.worker.actor.model.lora.rank > 0
+    copies = len(sizes) // (config.worker.actor.fsdp.fsdp_size or -1) if is_hybrid(config) else 1
+    weights = sum(each.gradient_bytes if adapted else each.weight_bytes for each in sizes)
+    optimizer = 0 if config.trainer.save_model_only else sum(each.optimizer_bytes for each in sizes)
+    store.check_space((weights + optimizer) // copies)
+
+
+# -- several workers ----------------------------------------------------------------------------------------------
+
+
+def num_workers(config: Config) -> int:
+    """Return how many workers a run has; a single one is this process itself."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def is_hybrid(config: Config) -> bool:
+    """Tell whether there are several copies of a sharded policy."""
+    return 0 < config.worker.actor.fsdp.fsdp_size < num_workers(config)
+
+
+@contextmanager
+def open_crew(config: Config, folder: Path) -> Iterator[Crew]:
+    """Start the workers, on this machine or on a cluster that is there, and let them look around; end them afterwards.
+
+    Raises: ConfigError if the cluster is too small, or a node lacks something.
+    """
+    from trigon.distributed.cluster import Layout, cluster, has_gpus, workers
+    from trigon.distributed.crew import Crew
+    from trigon.distributed.preflight import check_surroundings
+    from trigon.distributed.worker import Worker, actor_of
+
+    trainer = config.trainer
+    with cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
+        device: Literal["cpu", "cuda"] = (
+            ("cuda" if has_gpus() else "cpu") if trainer.device == "auto" else trainer.device
+        )
+        layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
+        with workers(layout, actor_of(Worker)) as placed:
+            crew = Crew(placed, device, deadline_seconds=trainer.worker_timeout_seconds)
+            join = partial(join_ranks, as_workers_need(config), device, folder.absolute())
+            check_surroundings(crew.all(lambda actor, _: actor.join.remote(join), phase="preflight"))
+            yield crew
+
+
+def as_workers_need(config: Config) -> Config:
+    """Return the configuration for processes with another working folder, on other nodes: no path is relative, and
+    what only the driver's disk holds is written out.
+    """
+    model, data = config.worker.actor.model, config.data
+
+    def absolute(path: str | None) -> str | None:
+        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
+
+    elsewhere = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
+    actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=elsewhere)})
+    template = {"override_chat_template": read_text_option(data.override_chat_template)}
+    return config.model_copy(
+        update={
+            "worker": config.worker.model_copy(update={"actor": actor}),
+            "data": data.model_copy(update=template),
+        }
+    )
+
+
+def open_workers(config: Config, plan: Plan, crew: Crew, store: CheckpointStore, report: Reporter) -> Engines:
+    """Let every worker load its part of the models and start its rollout engine."""
+    from trigon.distributed.crew import DISK_SECONDS
+    from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTrainEngine
+
+    with report.phase("load model and start rollout engine"):
+        build = partial(open_member, as_workers_need(config), plan)
+        sizes = crew.all(lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS)
+    check_space(config, store, sizes)
+    return Engines(
+        trainer=WorkersTrainEngine(crew),
+        reference=WorkersReference(crew) if needs_reference(config) else None,
+        rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
+        sizes=tuple(sizes),
+    )
+
+
+def join_ranks(config: Config, device: str, folder: Path) -> tuple[ProcessRanks, Surroundings]:
+    """Become one of the ranks: the first thing that runs in a worker."""
+    from trigon.distributed.preflight import look_around
+    from trigon.training.fsdp import ProcessRanks
+
+    set_determinism(torch.device(device))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainer.n_gpus_per_node))
+    # Longer than the driver's patience, which can say which rank is at fault.
+    ranks = ProcessRanks.joined(torch.device(device), timeout_seconds=config.trainer.worker_timeout_seconds + 60)
+    return ranks, look_around(ranks, model_path=model_path(config), run_folder=folder, sign=LOCK)
+
+
+def open_member(config: Config, plan: Plan, ranks: ProcessRanks) -> Member:
+    """Build what one worker is made of; runs in the workers, all together."""
+    from trigon.distributed.worker import Member
+
+    place = Place(ranks.device, ranks)
+    processors = open_processors(config)
+    trainer = open_trainer(config, processors, plan, place)
+    return Member(
+        trainer=trainer,
+        reference=open_reference(config, processors, plan, place, trainer),
+        rollout=open_rollout(config, processors, place),
+        images=open_images(config, processors),
+        replica_rank=ranks.rank % config.worker.rollout.tensor_parallel_size,
+    )
+
+
+def open_images(config: Config, processors: Processors) -> ProcessedImages | None:
+    """Return what gives a worker's prompts their pixels; None for a model without vision."""
+    if not processors.family.has_vision:
+        return None
+    return ProcessedImages(
+        ImageProcessor(processors.image_processor, spatial_merge=processors.family.spatial_merge(processors.hf_config)),
+        max_image_pixels=config.data.max_image_pixels,
+        num_workers=max(1, data_workers(config) // config.trainer.n_gpus_per_node),
+        max_bytes=REMEMBERED_PIXEL_BYTES,
+    )
 
 
 # -- algorithm ----------------------------------------------------------------------------------------------------
@@ -510,20 +752,17 @@ def open_console(config: Config) -> Console:
 
 
 def ledger(
-    config: Config,
-    plan: Plan,
-    val_prompts: PromptSet | None,
-    sizes: Sizes,
-    reference: LogprobEngine | None,
-    device: torch.device,
+    config: Config, plan: Plan, val_prompts: PromptSet | None, engines: Engines, crew: Crew | None
 ) -> list[tuple[str, str]]:
     """Return what the run will do, as (what, how much):
 
     the arithmetic that people otherwise do by hand, and get wrong.
     """
     n = config.worker.rollout.n
+    sizes = engines.sizes[0]
+    each = "" if crew is None else " on each worker"
     return [
-        ("device", str(device)),
+        ("device", str(choose_device(config)) if crew is None else described(config, crew)),
         (
             "training prompts",
             f"{plan.num_train_prompts:,}, {plan.steps_per_epoch * plan.prompts_per_step:,} of them in an epoch",
@@ -536,16 +775,34 @@ def ledger(
             f"in {plan.updates_per_step:,} updates of {plan.prompts_per_update:,} prompts x {n} = "
             f"{plan.sequences_per_update:,} answers",
         ),
-        ("an update runs", f"in micro-batches of at most {plan.tokens_per_update_pass:,} tokens, prompts counted once"),
+        (
+            "an update runs",
+            f"in micro-batches of at most {plan.tokens_per_update_pass:,} tokens{each}, prompts counted once",
+        ),
         ("a step's tokens", f"at most {plan.max_tokens_per_step:,}, prompts counted once"),
-        ("reference policy", "none" if reference is None else "yes"),
+        ("reference policy", "none" if engines.reference is None else "yes"),
         ("parameters", f"{sizes.parameters:,}, {sizes.trainable:,} of them trained"),
         (
             "memory",
             f"weights {readable(sizes.weight_bytes)}, gradients {readable(sizes.gradient_bytes)}, optimizer "
-            f"{readable(sizes.optimizer_bytes)}; activations and rollout engine not counted",
+            f"{readable(sizes.optimizer_bytes)}{each}; activations and rollout engine not counted",
         ),
     ]
+
+
+def described(config: Config, crew: Crew) -> str:
+    """Return what the workers are, as a person says it."""
+    hosts = len({worker.host for worker in crew.workers})
+    size, rollout = len(crew.workers), config.worker.rollout
+    kind = "a GPU each" if crew.device == "cuda" else "on the CPU, since Ray sees no GPU"
+    if crew.device == "cpu" and config.trainer.device == "cpu":
+        kind = "on the CPU, as trainer.device says"
+    replicas = size // rollout.tensor_parallel_size
+    shards = config.worker.actor.fsdp.fsdp_size if is_hybrid(config) else size
+    return (
+        f"{size} workers on {hosts} {'host' if hosts == 1 else 'hosts'}, {kind}; sampling: {replicas} x tensor "
+        f"parallel {rollout.tensor_parallel_size}; training: {size // shards} x {shards} shards"
+    )
 
 
 def readable(num_bytes: int) -> str:

@@ -7,7 +7,8 @@
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
     |-- RewardError        the reward function: cannot be loaded, or fails for too many answers
     |-- EngineError        an engine broke its contract
-    |   `-- ParityError    the rollout engine does not hold the trainer's weights
+    |   |-- ParityError    the rollout engine does not hold the trainer's weights
+    |   `-- WorkerError    a worker of several died, hung or raised what nobody expected
     `-- CheckpointError    a checkpoint that is damaged, incomplete, or of another run
 
 Every message says what was wrong, the value, and what to do. This module imports nothing of ours.
@@ -46,6 +47,10 @@ class EngineError(TrigonError):
 
 class ParityError(EngineError):
     """Rollout engine and trainer disagree about the same tokens: the weights did not arrive."""
+
+
+class WorkerError(EngineError):
+    """A worker of several died, hung, or raised what nobody expected; all others were stopped."""
 
 
 class CheckpointError(TrigonError):

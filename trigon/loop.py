@@ -17,11 +17,11 @@ from torch import Tensor
 
 from trigon.algorithms.advantages import group_relative
 from trigon.algorithms.kl import AdaptiveKl, KlEstimator, kl_penalized_rewards, kl_per_token
-from trigon.checkpoint.store import Checkpoint, CheckpointStore
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
 from trigon.evaluate import Evaluator
-from trigon.metrics import Mean, Metrics, merge, values
+from trigon.metrics import Mean, Metrics, Sum, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
@@ -33,9 +33,9 @@ from trigon.types import RolloutGroup, SamplingParams, TrainGroup, TrainSequence
 
 
 class SaveState(Protocol):
-    """Writes everything a checkpoint needs of the engines into a folder."""
+    """Writes everything a checkpoint needs of the engines into a folder, or takes copies and returns what will."""
 
-    def __call__(self, folder: Path) -> None: ...
+    def __call__(self, folder: Path) -> Finish | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,12 @@ class Progress:
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Run all steps that are left, and return how far it came. Raises what the engines raise; nothing is retried."""
+    with run.store.settled():
+        return take_steps(run, resume_from)
+
+
+def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
+    """Do what train does, but for the end of a save that an error leaves in hand."""
     last = run.plan.total_steps
     progress = restore(run, resume_from)
     if run.rhythm.validate_only:
@@ -102,6 +108,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
         run.report.step(0, last, validate(run, progress))
 
     for step in range(progress.step + 1, last + 1):
+        run.store.check()
         with run.report.phase("data"):
             prompts = run.prompts.take(run.plan.prompts_per_step)
         with awake(run, version=step - 1):
@@ -136,6 +143,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
         progress = replace(progress, step=step)
         run.report.rollouts(step, groups, "train")
         metrics = merge(metrics, describe_groups(groups, rewards, advantages, graded), run.prompts.metrics())
+        metrics = merge(metrics, {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))})
         stopping = step == last or run.should_stop()
         score = None
         if is_due(step, run.rhythm.validate_every) or (step == last and run.rhythm.validate_last):
@@ -147,6 +155,8 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
         if stopping or is_due(step, run.rhythm.save_every):
             with run.report.phase("save_checkpoint"):
                 run.store.save(step, write=run.save_state, progress=remembered(run, progress), score=score)
+                if stopping:
+                    run.store.wait()
         if stopping:
             break
     return progress

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trigon.errors import ParityError
+from trigon.errors import EngineError, ParityError
 from trigon.metrics import Max, Mean, Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.protocol import LogprobEngine
@@ -39,8 +39,10 @@ class ParityCheck:
             return groups[0]
         plain = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
         prompt = groups[0].prompt
-        [[completion]] = rollout.generate([prompt], plain, step=step)
-        return RolloutGroup(prompt, (Rollout(completion, Score(0.0, {}, "ok", "")),))
+        [completions] = rollout.generate([prompt], plain, step=step)
+        if not completions:
+            raise EngineError(f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check.")
+        return RolloutGroup(prompt, (Rollout(completions[0], Score(0.0, {}, "ok", "")),))
 
     def check(self, probe: RolloutGroup, trainer: LogprobEngine) -> Metrics:
         """Score the probe with the trainer.

@@ -41,12 +41,24 @@ class Vision:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EncodedImages:
+    """The images of one prompt as files, before the image processor: what travels between processes.
+
+    encoded: each file's bytes, in order; at least one. hashes: the SHA-256 of each, in hexadecimal.
+    """
+
+    encoded: tuple[bytes, ...]
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One question, ready to be fed to either engine.
 
     prompt_id: names the dataset row, stable across runs: "train:17".
     token_ids: the chat-templated prompt with every media placeholder expanded, as both engines receive it.
-    vision: its images, or None for a text-only prompt.
+    vision: its images, None for a text-only prompt: processed, as engines need them, or, where prompts travel and each
+    process makes pixels itself, still as files.
     text: the prompt as a person reads it (one marker for each image).
     answer: the row's ground truth, whatever the dataset holds.
     row: the other columns of the row, less its images; handed to the reward function.
@@ -55,11 +67,16 @@ class Prompt:
 
     prompt_id: str
     token_ids: tuple[int, ...]
-    vision: Vision | None
+    vision: Vision | EncodedImages | None
     text: str
     answer: Any
     row: Mapping[str, Any]
     image_refs: tuple[str, ...]
+
+    def pixels(self) -> Vision | None:
+        """Return the images for those who need pixels; they must have been processed. None for a text-only prompt."""
+        assert not isinstance(self.vision, EncodedImages), f"{self.prompt_id}: its images are files, not processed yet"
+        return self.vision
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from trigon.checkpoint import export
 from trigon.checkpoint.export import export_checkpoint
-from trigon.checkpoint.store import CheckpointStore, open_checkpoint
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.cli.export import main
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
 from trigon.models.policy import Policy
 from trigon.torchvision_stub import declare_operators
+from trigon.training.state import ShardedFiles, save_tensors
 
 FAMILIES = [
     ("qwen2_5_vl", False),
@@ -46,12 +47,17 @@ def trained_policy(model_folder: Path) -> Policy:
 
 def save(root: Path, model_folder: Path, policy: Policy, *, step: int = 5, score: float | None = None):
     def write(actor: Path) -> None:
-        weights = {name: tensor.contiguous() for name, tensor in policy.named_weights()}
-        save_file(weights, actor / "weights.safetensors")
-        save_file({"state": torch.zeros(1)}, actor / "optimizer.safetensors")
+        save_tensors(dict(policy.named_weights()), actor / "weights", group=None)
+        save_tensors({"state": torch.zeros(1)}, actor / "optimizer", group=None)
         copy_side_files(model_folder, actor / "huggingface")
 
-    return CheckpointStore(root, keep=-1).save(step, write=write, progress={}, score=score)
+    CheckpointStore(root, keep=-1).save(step, write=write, progress={}, score=score)
+    return open_checkpoint(root / f"global_step_{step}", resumable=True)
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    files = ShardedFiles(checkpoint.actor / "weights")
+    return {name: files.read(name) for name in files.tensors}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +131,7 @@ def test_another_dtype_is_written_everywhere_and_still_proven(checkpoint):
     from transformers import AutoConfig
 
     folder = export_checkpoint(checkpoint.folder, None, dtype="bf16")
-    before, after = load_file(checkpoint.actor / "weights.safetensors"), load_file(folder / "model.safetensors")
+    before, after = tensors_of(checkpoint), load_file(folder / "model.safetensors")
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     config = AutoConfig.from_pretrained(folder)
     assert config.dtype == config.text_config.dtype == config.vision_config.dtype == torch.bfloat16
@@ -141,7 +147,42 @@ def test_a_large_model_is_written_in_several_files(checkpoint, monkeypatch):
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert sorted(set(index["weight_map"].values())) == files
-    assert index["weight_map"].keys() == load_file(checkpoint.actor / "weights.safetensors").keys()
+    assert index["weight_map"].keys() == tensors_of(checkpoint).keys()
+
+
+def test_weights_that_lie_in_pieces_are_exported_whole(tmp_path, tiny_vlm, trained):
+    def write(actor: Path) -> None:
+        (actor / "weights").mkdir()
+        tensors = dict(trained.named_weights())
+        cuts = {name: (len(tensor) + 1) // 2 for name, tensor in tensors.items()}  # as two ranks cut them
+        for rank, pieces in enumerate(
+            (
+                {name: tensor[: cuts[name]].contiguous() for name, tensor in tensors.items()},
+                {name: tensor[cuts[name] :].contiguous() for name, tensor in tensors.items()},
+            )
+        ):
+            begins = {
+                name: {"saved_offsets": [rank * cuts[name], *[0] * (tensor.ndim - 1)]}
+                for name, tensor in tensors.items()
+            }
+            file = actor / "weights" / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+            save_file(pieces, file, metadata={"DCP_SHARDING_INFO": json.dumps(begins)})
+        copy_side_files(tiny_vlm, actor / "huggingface")
+
+    CheckpointStore(tmp_path / "cut", keep=-1).save(5, write=write, progress={}, score=None)
+    ours = load_file(export_checkpoint(tmp_path / "cut", None, dtype=None) / "model.safetensors")
+    whole = tensors_of(save(tmp_path / "run", tiny_vlm, trained))
+    assert ours.keys() == whole.keys()
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path, tiny_vlm):
+    def write(actor: Path) -> None:
+        copy_side_files(tiny_vlm, actor / "huggingface")
+
+    CheckpointStore(tmp_path, keep=-1).save(5, write=write, progress={}, score=None)
+    with pytest.raises(CheckpointError, match=r"global_step_5/actor holds no weights/\*\.safetensors"):
+        export_checkpoint(tmp_path, None, dtype=None)
 
 
 def test_merging_in_place_gives_a_model_and_leaves_the_checkpoint_sound(checkpoint, monkeypatch):

@@ -142,6 +142,42 @@ def test_many_more_requests_than_run_at_once(engine, weights, prompts):
     assert {len(row) for row in everything} == {3}
 
 
+def giving_up(engine, monkeypatch, *, prompt, times):
+    """Let vLLM report this prompt's first requests to finish, so many of them, as failed for a reason of its own."""
+    step, left = engine._engine.step, times
+
+    def failing_step():
+        nonlocal left
+        outputs = step()
+        for output in outputs:
+            if left and output.finished and output.request_id.startswith(f"{prompt}."):
+                output.outputs[0].finish_reason = "error"
+                left -= 1
+        return outputs
+
+    monkeypatch.setattr(engine._engine, "step", failing_step)
+
+
+def test_a_request_that_vllm_gives_up_is_tried_again_and_leaves_no_trace(engine, weights, prompts, monkeypatch):
+    with engine.awake(iter(weights.items()), version=0):
+        untroubled = engine.generate(prompts, SAMPLING, step=1)
+        giving_up(engine, monkeypatch, prompt=1, times=3)
+        again = engine.generate(prompts, SAMPLING, step=1)
+    ids = [[completion.token_ids for completion in row] for row in untroubled]
+    assert [[completion.token_ids for completion in row] for row in again] == ids
+
+
+def test_a_prompt_whose_request_fails_twice_comes_back_empty_and_the_others_whole(
+    engine, weights, prompts, monkeypatch
+):
+    with engine.awake(iter(weights.items()), version=0):
+        giving_up(engine, monkeypatch, prompt=1, times=100)
+        rows = engine.generate(prompts, SAMPLING, step=1)
+        assert [len(row) for row in rows] == [3, 0, 3]
+        monkeypatch.undo()
+        assert [len(row) for row in engine.generate(prompts, SAMPLING, step=1)] == [3, 3, 3]
+
+
 def test_another_version_has_to_wait_until_it_sleeps(engine, weights):
     with (
         engine.awake(iter(weights.items()), version=0),

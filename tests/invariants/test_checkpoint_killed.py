@@ -14,18 +14,23 @@ KILLED_EVERYWHERE = """
     from pathlib import Path
     from trigon.checkpoint.store import CheckpointStore
 
-    keep, best, top = int(sys.argv[1]), sys.argv[2] == "best", Path(sys.argv[3])
+    keep, best, background = int(sys.argv[1]), sys.argv[2] == "best", sys.argv[3] == "background"
+    top = Path(sys.argv[4])
     EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
     def write(step):
-        def fill(actor):
-            for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
-                (actor / name).write_text(f"{name} of {step}")
-        return fill
+        def take_copies(actor):
+            def finish():
+                for name in ("weights/1.safetensors", "weights/2.safetensors", "optimizer/1.safetensors", "state.json"):
+                    (actor / name).parent.mkdir(exist_ok=True)
+                    (actor / name).write_text(f"{name} of {step}")
+            return finish
+        return take_copies
 
     def save(root, step):
-        store = CheckpointStore(root, keep=keep, warn=lambda text: None)
+        store = CheckpointStore(root, keep=keep, background=background, warn=lambda text: None)
         store.save(step, write=write(step), progress={"step": step}, score=1.0 / step if best else None)
+        store.wait()
 
     save(top / "before", 1)
     save(top / "before", 2)
@@ -53,7 +58,7 @@ KILLED_EVERYWHERE = """
         newest = store.latest()
         assert newest.step in (2, 3) and not warnings, (k, newest, warnings)
         assert newest.progress == {"step": newest.step}
-        assert (newest.actor / "weights.safetensors").read_text() == f"weights.safetensors of {newest.step}"
+        assert (newest.actor / "weights/2.safetensors").read_text() == f"weights/2.safetensors of {newest.step}"
         if best:
             assert store.best().step == 1, k
         after.add(newest.step)
@@ -69,13 +74,13 @@ KILLED_EVERYWHERE = """
 """
 
 
-@pytest.mark.parametrize("best", ["best", "no_best"])
-def test_killed_at_any_file_operation_of_a_save_a_whole_checkpoint_remains(tmp_path, best):
+@pytest.mark.parametrize(("best", "place"), [("best", "foreground"), ("no_best", "foreground"), ("best", "background")])
+def test_killed_at_any_file_operation_of_a_save_a_whole_checkpoint_remains(tmp_path, best, place):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED_EVERYWHERE), "1", best, str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(KILLED_EVERYWHERE), "1", best, place, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

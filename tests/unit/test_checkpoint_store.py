@@ -1,5 +1,9 @@
 import errno
 import json
+import subprocess
+import sys
+import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,9 +16,9 @@ from trigon.errors import CheckpointError
 
 def writer(value, *, optimizer=True):
     def write(actor: Path):
-        save_file({"layer.weight": torch.full((4, 4), float(value))}, actor / "weights.safetensors")
-        if optimizer:
-            save_file({"layer.weight.exp_avg": torch.full((4, 4), float(value))}, actor / "optimizer.safetensors")
+        for folder in ("weights", "optimizer") if optimizer else ("weights",):
+            (actor / folder).mkdir()
+            save_file({"layer.weight": torch.full((4, 4), float(value))}, actor / folder / "shard.safetensors")
         (actor / "state.json").write_text(json.dumps({"optimizer_steps": value}))
         (actor / "huggingface").mkdir()
         (actor / "huggingface" / "config.json").write_text('{"model_type": "tiny"}')
@@ -23,7 +27,8 @@ def writer(value, *, optimizer=True):
 
 
 def save(store, step, score=None, **options):
-    return store.save(step, write=writer(step, **options), progress={"next_prompt": step * 8, "lr": 0.1}, score=score)
+    store.save(step, write=writer(step, **options), progress={"next_prompt": step * 8, "lr": 0.1}, score=score)
+    return store.latest(resumable=False)
 
 
 def steps(root):
@@ -45,7 +50,9 @@ def test_what_was_saved_comes_back(store, tmp_path):
     assert saved == store.latest()
     assert saved.folder == tmp_path / "run" / "global_step_5"
     assert (saved.step, saved.score, saved.progress) == (5, 0.75, {"next_prompt": 40, "lr": 0.1})
-    assert torch.equal(load_file(saved.actor / "weights.safetensors")["layer.weight"], torch.full((4, 4), 5.0))
+    assert torch.equal(
+        load_file(saved.actor / "weights" / "shard.safetensors")["layer.weight"], torch.full((4, 4), 5.0)
+    )
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_5"]
 
 
@@ -54,9 +61,9 @@ def test_every_file_is_in_the_manifest_with_its_size_and_hash(store):
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert sorted(files) == [
         "actor/huggingface/config.json",
-        "actor/optimizer.safetensors",
+        "actor/optimizer/shard.safetensors",
         "actor/state.json",
-        "actor/weights.safetensors",
+        "actor/weights/shard.safetensors",
         "progress.json",
     ]
     digest = "8e9d21a8818ac672ea522cbb09b8a360ffbda0bffac44409136b5a4b11f685a9"
@@ -126,7 +133,7 @@ def truncate(path: Path):
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, Path.unlink])
 @pytest.mark.parametrize(
-    "name", ["actor/weights.safetensors", "actor/optimizer.safetensors", "progress.json", "manifest.json"]
+    "name", ["actor/weights/shard.safetensors", "actor/optimizer/shard.safetensors", "progress.json", "manifest.json"]
 )
 def test_a_damaged_newest_falls_back_to_the_previous_good_one_loudly(store, heard, damage, name):
     save(store, 1)
@@ -141,14 +148,14 @@ def test_a_damaged_newest_falls_back_to_the_previous_good_one_loudly(store, hear
 def test_a_damaged_one_named_by_the_user_is_an_error(store):
     save(store, 1)
     folder = save(store, 2).folder
-    flip_a_byte(folder / "actor" / "weights.safetensors")
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors has other contents than were saved"):
+    flip_a_byte(folder / "actor" / "weights" / "shard.safetensors")
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors has other contents than were saved"):
         open_checkpoint(folder, resumable=True)
 
 
 def test_when_all_are_damaged_a_run_does_not_silently_start_anew(store):
     for step in (1, 2):
-        truncate(save(store, step).actor / "weights.safetensors")
+        truncate(save(store, step).actor / "weights" / "shard.safetensors")
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         store.latest()
 
@@ -169,7 +176,7 @@ def test_a_disk_that_fills_while_writing_leaves_the_previous_one_and_no_trace(st
     save(store, 1)
 
     def write(actor: Path):
-        (actor / "weights.safetensors").write_bytes(b"half")
+        (actor / "state.json").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"the disk became full while .*global_step_2"):
@@ -195,7 +202,7 @@ def test_a_disk_without_room_is_refused_before_writing_and_both_numbers_are_name
 def test_leftovers_of_dead_runs_are_removed_at_the_next_save(store, tmp_path):
     for name in (".saving_global_step_9", ".removing_global_step_1"):
         (tmp_path / "run" / name / "actor").mkdir(parents=True)
-        (tmp_path / "run" / name / "actor" / "weights.safetensors").write_bytes(b"old")
+        (tmp_path / "run" / name / "actor" / "state.json").write_bytes(b"old")
     assert store.latest() is None
     save(store, 2)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_2"]
@@ -236,7 +243,7 @@ def test_a_model_only_checkpoint_says_that_it_cannot_be_resumed(store):
 
 def test_reading_weights_alone_does_not_mind_a_damaged_optimizer(store):
     folder = save(store, 1).folder
-    flip_a_byte(folder / "actor" / "optimizer.safetensors")
+    flip_a_byte(folder / "actor" / "optimizer" / "shard.safetensors")
     assert open_checkpoint(folder, resumable=False).step == 1
 
 
@@ -275,3 +282,168 @@ def test_an_unsealed_file_may_change_and_a_crash_meanwhile_leaves_the_checkpoint
     config.write_text('{"model_type": "their"}')
     with pytest.raises(CheckpointError, match="other contents"):
         open_checkpoint(folder, resumable=True)
+
+
+# -- in the background --------------------------------------------------------------------------------------------
+
+
+class HeldWriter:
+    """Takes its copies at once, and writes them when it is let; or fails then."""
+
+    def __init__(self, value, *, failure=None):
+        self.value = value
+        self.failure = failure
+        self.go = threading.Event()
+        self.thread = None
+
+    def __call__(self, actor: Path):
+        def finish():
+            assert self.go.wait(60)
+            self.thread = threading.current_thread()
+            writer(self.value)(actor)
+            if self.failure is not None:
+                raise self.failure
+
+        return finish
+
+
+@pytest.fixture
+def behind(tmp_path, heard):
+    """A store that saves in the background, of which every save is let go at the end."""
+    return CheckpointStore(tmp_path / "run", keep=-1, background=True, warn=heard.append)
+
+
+def hold(store, step, progress=None, **options):
+    held = HeldWriter(step, **options)
+    store.save(step, write=held, progress={} if progress is None else progress, score=step / 10)
+    return held
+
+
+def test_a_save_in_the_background_is_not_there_until_it_is_whole(behind, tmp_path):
+    held = hold(behind, 1)
+    behind.check()
+    assert steps(tmp_path / "run") == []
+    held.go.set()
+    behind.wait()
+    assert steps(tmp_path / "run") == [1]
+    assert held.thread is not threading.main_thread()
+    assert json.loads((tmp_path / "run" / "checkpoint_tracker.json").read_text())["last_global_step"] == 1
+
+
+def test_a_save_in_the_foreground_is_done_when_it_returns(store, tmp_path):
+    held = HeldWriter(1)
+    held.go.set()
+    store.save(1, write=held, progress={}, score=None)
+    assert steps(tmp_path / "run") == [1]
+    assert held.thread is threading.main_thread()
+
+
+def test_what_a_writer_wrote_at_once_is_published_in_the_background(behind):
+    behind.save(1, write=writer(1), progress={}, score=None)
+    behind.wait()
+    assert open_checkpoint(behind.latest().folder, resumable=True).step == 1
+
+
+def test_progress_is_taken_at_the_moment_of_the_save(behind):
+    progress = {"next_prompt": 8}
+    held = hold(behind, 1, progress)
+    progress["next_prompt"] = 16
+    held.go.set()
+    assert behind.latest().progress == {"next_prompt": 8}
+
+
+def let_go_soon(held):
+    threading.Timer(0.2, held.go.set).start()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: store.latest().step,
+        lambda store: store.best().step,
+        lambda store: store.rewind(2) or store.latest().step,
+        lambda store: hold(store, 3).go.set() or store.latest().step - 1,
+    ],
+)
+def test_whoever_asks_for_checkpoints_waits_for_the_one_in_hand(behind, ask):
+    save(behind, 1)
+    held = hold(behind, 2)
+    let_go_soon(held)
+    assert ask(behind) == 2
+
+
+@pytest.mark.parametrize("surface", ["wait", "latest", "next save"])
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"the disk became full while .*global_step_2"),
+        (CheckpointError("rank 1: OSError: [Errno 28] No space left on device"), r"the disk became full"),
+        (CheckpointError("rank 1 is gone"), r"^rank 1 is gone$"),
+        (ValueError("a bug"), r"the checkpoint of step 2 could not be saved: ValueError\('a bug'\)"),
+    ],
+)
+def test_a_failure_in_the_background_surfaces_once_and_earlier_ones_stay(behind, tmp_path, surface, failure, message):
+    save(behind, 1)
+    hold(behind, 2, failure=failure).go.set()
+    with pytest.raises(CheckpointError, match=message):
+        {"wait": behind.wait, "latest": behind.latest, "next save": lambda: save(behind, 3)}[surface]()
+    behind.wait()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_1"]
+    assert save(behind, 3).step == 3
+
+
+def test_a_failure_that_is_known_is_raised_without_waiting(behind):
+    held = hold(behind, 1, failure=CheckpointError("rank 1 is gone"))
+    behind.check()  # it has not failed yet
+    held.go.set()
+    with pytest.raises(CheckpointError, match="rank 1 is gone"):  # noqa: PT012
+        for _ in range(600):
+            behind.check()
+            threading.Event().wait(0.1)
+    behind.check()
+
+
+def test_the_end_of_a_run_waits_for_the_save_in_hand_whatever_ends_it(behind, tmp_path, heard):
+    with behind.settled():
+        let_go_soon(hold(behind, 1))
+    assert steps(tmp_path / "run") == [1]
+    let_go_soon(hold(behind, 2))
+    with pytest.raises(KeyboardInterrupt), behind.settled():
+        raise KeyboardInterrupt
+    assert steps(tmp_path / "run") == [1, 2]
+    assert heard == []
+
+
+def test_a_run_ends_by_its_own_error_and_that_of_the_save_is_told(behind, heard):
+    hold(behind, 1, failure=CheckpointError("rank 1 is gone")).go.set()
+    with pytest.raises(ZeroDivisionError), behind.settled():
+        raise ZeroDivisionError
+    assert heard == ["rank 1 is gone"]
+    with pytest.raises(CheckpointError, match="rank 2 is gone"), behind.settled():
+        hold(behind, 1, failure=CheckpointError("rank 2 is gone")).go.set()
+
+
+FORGETFUL = """
+    import sys, time
+    from pathlib import Path
+    from trigon.checkpoint.store import CheckpointStore
+
+    def write(actor):
+        def finish():
+            time.sleep(0.5)  # the main thread has ended by then
+            for k in range(10):
+                (actor / f"{k}.json").write_text("{}")
+        return finish
+
+    CheckpointStore(Path(sys.argv[1]), keep=-1, background=True).save(1, write=write, progress={}, score=None)
+    if sys.argv[2] == "error":
+        raise SystemExit("the end")
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("normal", 0), ("error", 1)])
+def test_a_process_does_not_end_before_its_save_is_published(store, tmp_path, ending, code):
+    command = [sys.executable, "-c", textwrap.dedent(FORGETFUL), str(tmp_path / "run"), ending]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip()) == (code, "the end" if code else "")
+    assert store.latest(resumable=False).step == 1

@@ -42,11 +42,32 @@ def test_defaults_alone_say_everything_that_is_missing():
     ]
 
 
-@pytest.mark.parametrize("key", ["trainer.nnodes", "trainer.n_gpus_per_node", "worker.rollout.tensor_parallel_size"])
-def test_many_devices_are_refused(key):
-    assert problem(f"{key}=2") == (
-        f"{key} is 2, but this version runs in one process on one device, and has no training on many yet; set {key}=1"
+def test_tensor_parallelism_must_divide_the_workers():
+    assert problem("worker.rollout.tensor_parallel_size=2") == (
+        "worker.rollout.tensor_parallel_size is 2, but there are 1 x 1 = 1 workers (trainer.nnodes x "
+        "trainer.n_gpus_per_node), which it must divide; set it to 1"
     )
+    message = problem("trainer.nnodes=3", "trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=4")
+    assert message.endswith("set it to 1 or 2 or 3 or 6")
+    load_config(None, (*NEEDED, "trainer.n_gpus_per_node=8", "worker.rollout.tensor_parallel_size=2"))
+
+
+def test_only_vllm_spreads_one_model_over_workers():
+    wishes = ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2", "worker.rollout.name=transformers")
+    assert "only vllm spreads one model over several devices" in problem(*wishes)
+
+
+def test_shards_must_divide_the_workers():
+    assert "worker.actor.fsdp.fsdp_size is 3, but there are 1 x 4 = 4 workers" in problem(
+        "trainer.n_gpus_per_node=4", "worker.actor.fsdp.fsdp_size=3"
+    )
+    for fits in (-1, 0, 1, 2, 4, 8):  # as in EasyR1, 8 of 4 are all
+        load_config(None, (*NEEDED, "trainer.n_gpus_per_node=4", f"worker.actor.fsdp.fsdp_size={fits}"))
+
+
+def test_a_single_worker_cannot_keep_its_weights_in_host_memory():
+    assert "worker.actor.offload.offload_params=true" in problem("worker.actor.fsdp.enable_cpu_offload=true")
+    load_config(None, (*NEEDED, "worker.actor.fsdp.enable_cpu_offload=true", "trainer.n_gpus_per_node=2"))
 
 
 @pytest.mark.parametrize(

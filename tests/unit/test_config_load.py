@@ -197,20 +197,22 @@ def test_a_value_that_cannot_be_read(override, message):
 def test_all_problems_are_reported_at_once(tmp_path):
     message = problem(
         "lr=1",
-        "worker.actor.model.lora.rank=8",
+        "trainer.critic_warmup=8",
         yaml="data:\n  seed: x\n  seed: 2\n  max_pixels: 0\ntrainer: {nodes: 2, val_freq: often}\n",
         folder=tmp_path,
     )
     lines = message.split("\n  - ")
     assert lines[0] == "7 problems in the configuration:"
-    found = ("data.seed is given twice", "trainer.nodes", "lr (command line)", "lora.rank", "data.seed is 'x'")
+    found = ("data.seed is given twice", "trainer.nodes", "lr (command line)", "critic_warmup", "data.seed is 'x'")
     for part in (*found, "data.max_pixels is 0", "trainer.val_freq is 'often'"):
         assert sum(part in line for line in lines[1:]) == 1, part
 
 
 def test_checks_of_several_keys_are_reported_at_once():
-    message = problem("data.rollout_batch_size=100", "worker.actor.global_batch_size=64", "trainer.n_gpus_per_node=8")
-    assert message.startswith("2 problems in the configuration:\n  - trainer.n_gpus_per_node is 8")
+    message = problem(
+        "data.rollout_batch_size=100", "worker.actor.global_batch_size=64", "worker.rollout.tensor_parallel_size=8"
+    )
+    assert message.startswith("2 problems in the configuration:\n  - worker.rollout.tensor_parallel_size is 8")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.images import image_name, image_size, open_image
+from trigon.data.images import encoded_image, image_name, image_size, open_image
 from trigon.errors import BadRow
 
 MAX_PIXELS = 1_000_000
@@ -37,6 +37,10 @@ def size(source, image_dir=None):
 
 def opened(source, image_dir=None):
     return open_image(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
+
+
+def file_of(source, image_dir=None):
+    return encoded_image(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
 
 
 def refusal(source, image_dir=None):
@@ -87,6 +91,77 @@ def test_an_image_is_called_by_its_file_name():
     assert image_name({"bytes": b"...", "path": None}) == ""
     assert image_name(b"...") == ""
     assert image_name(picture()) == ""
+
+
+# Files
+
+
+def test_the_file_behind_an_image_comes_byte_for_byte(tmp_path):
+    data = encoded(picture(), "JPEG", exif=b"Exif\x00\x00nonsense")
+    (tmp_path / "figure.jpg").write_bytes(data)
+    for source in (data, bytearray(data), {"bytes": data, "path": "elsewhere"}, {"path": "figure.jpg"}, "figure.jpg"):
+        found = file_of(source, tmp_path)
+        assert type(found) is bytes
+        assert found == data
+
+
+def picture_from(data):
+    return Image.open(io.BytesIO(data))
+
+
+def pil_images():
+    random = np.random.RandomState(0)
+    noise = Image.fromarray(random.randint(0, 255, (12, 16, 3), dtype=np.uint8))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    return {
+        "plain": noise,
+        "turned": picture_from(encoded(noise, "JPEG", exif=turned)),
+        "with a colour profile": picture_from(encoded(noise, "PNG", icc_profile=b"profile" * 100)),
+        "one colour transparent": picture_from(encoded(noise, "PNG", transparency=noise.getpixel((0, 0)))),
+        "transparent": Image.fromarray(random.randint(0, 255, (12, 16, 4), dtype=np.uint8)),
+        "palette, transparent": picture_from(encoded(palette, "PNG", transparency=0)),
+        "16 bits": Image.fromarray(random.randint(0, 65535, (4, 4), dtype=np.uint16)),
+        "two frames": picture_from(encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(180)])),
+    }
+
+
+@pytest.mark.parametrize("kind", list(pil_images()))
+def test_an_image_without_a_file_gets_one_that_opens_as_the_same_image(kind):
+    image = pil_images()[kind]
+    expected = opened(image)
+    found = file_of(image)
+    assert size(found) == expected.size
+    assert pixels(opened(found)) == pixels(expected)
+    assert image.info == pil_images()[kind].info
+    assert b"profile" not in found
+
+
+def test_a_file_is_refused_by_its_header(tmp_path):
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "large.png").write_bytes(png_header(1001, 1001))
+    expected = {
+        "empty.png": "image_unreadable",
+        "large.png": "image_pixels",
+        "../large.png": "image_outside",
+        "nowhere.png": "image_missing",
+        b"not an image at all": "image_unreadable",
+        encoded(Image.new("RGB", (200, 1)), "PNG"): "image_shape",
+    }
+    for source, reason in expected.items():
+        with pytest.raises(UnusableRow) as caught:
+            file_of(source, tmp_path)
+        assert caught.value.reason == reason
+        assert str(caught.value).startswith("train:0/images/0")
+
+
+def test_a_file_is_not_decoded():
+    data = encoded(Image.fromarray(np.random.RandomState(0).randint(0, 255, (64, 64, 3), dtype=np.uint8)), "PNG")
+    cut = data[: len(data) // 2]
+    assert refusal(cut)[0] == "image_unreadable"
+    assert file_of(cut) == cut
 
 
 @pytest.mark.parametrize("source", [None, {"bytes": None, "path": None}, {}, "", 17, ["a.png"]])

@@ -1,5 +1,6 @@
 """Rows become prompts: what is counted is what is built, markers stand where they stood, and nothing is cut."""
 
+import hashlib
 import io
 
 import numpy as np
@@ -10,6 +11,7 @@ from trigon.data.bad_rows import UnusableRow
 from trigon.data.prompts import PromptBuilder
 from trigon.errors import ConfigError, DataError
 from trigon.models.load import load_processors
+from trigon.types import EncodedImages
 
 IMAGE_PAD = "<|image_pad|>"
 
@@ -160,6 +162,62 @@ def test_a_rooted_builder_counts_calls_with_the_one_it_came_from(processors, tmp
     maker = builder(processors)
     maker.rooted(tmp_path).build(row(), "train:0")
     assert maker.image_processor.calls == 1
+
+
+# Images as files
+
+
+def encoded(image, format, **options):
+    stream = io.BytesIO()
+    image.save(stream, format, **options)
+    return stream.getvalue()
+
+
+def turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(Image.open(io.BytesIO(png(200, 60))), "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("problem", "images"),
+    [
+        ("What is 1 + 1?", []),
+        ("<image>?", [png()]),
+        ("<image>?", [turned()]),
+        ("<image>?", [encoded(Image.new("RGBA", (70, 71), (0, 0, 0, 9)), "PNG")]),
+        ("<image>?", [Image.open(io.BytesIO(turned()))]),
+        ("<image><image> Which?\n<image>", [png(1, 1), {"bytes": turned(), "path": "a.jpg"}, png(640, 480)]),
+    ],
+)
+def test_token_ids_are_the_same_whether_images_are_processed_or_not(processors, problem, images):
+    whole = builder(processors).build(row(problem, images), "train:0")
+    without = builder(processors, process_images=False)
+    prompt = without.build(row(problem, images), "train:0")
+    assert without.image_processor.calls == 0
+    for field in ("prompt_id", "token_ids", "text", "answer", "row", "image_refs"):
+        assert getattr(prompt, field) == getattr(whole, field)
+    assert (prompt.vision is None) == (whole.vision is None)
+    assert without.check(row(problem, images), "train:0") == len(prompt.token_ids)
+
+
+def test_unprocessed_images_are_their_files_and_their_hashes(processors):
+    images = [turned(), {"bytes": png(), "path": "figure.png"}]
+    prompt = builder(processors, process_images=False).build(row("<image><image>?", images), "train:0")
+    assert isinstance(prompt.vision, EncodedImages)
+    assert prompt.vision.encoded == (turned(), png())
+    assert prompt.vision.hashes == tuple(hashlib.sha256(file).hexdigest() for file in (turned(), png()))
+    assert prompt.image_refs == ("train:0/images/0", "train:0/images/1 (figure.png)")
+
+
+def test_unprocessed_images_are_not_decoded_but_their_headers_are_read(processors):
+    maker = builder(processors, process_images=False)
+    cut = png()[:-2000]
+    assert maker.build(row(images=[cut]), "train:7").vision.encoded == (cut,)
+    for source, reason in ((b"", "image_unreadable"), (png(1200, 900), "image_pixels"), ("a.png", "image_outside")):
+        with pytest.raises(UnusableRow, match=r"^train:7/images/0") as caught:
+            maker.build(row(images=[source]), "train:7")
+        assert caught.value.reason == reason
 
 
 # Messages

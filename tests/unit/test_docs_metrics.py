@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engines import KL_TERMS, make_engine, make_rollouts, to_train
 from test_loop import EVERYTHING, SAMPLING, crash_at_times, open_kit, open_run, settings
-from test_training_local import KL_TERMS, make_engine, make_rollouts, to_train
 
+from trigon.distributed.crew import Traffic
 from trigon.loop import train
 from trigon.metrics import values
 
@@ -55,7 +56,10 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
     engine = make_engine(model, terms=KL_TERMS)
     for old in (None, engine.logprobs(rollouts)):
         keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
-    return keys
+    traffic = Traffic()
+    for phase in ("rollout", "logprobs", "reference_logprobs", "update"):
+        traffic.count(phase, sent=1)
+    return keys | traffic.told().keys()
 
 
 def test_every_number_that_is_told_is_described(told):

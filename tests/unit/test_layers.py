@@ -36,8 +36,9 @@ NEIGHBOURS = {("trainer", "cli"), ("cli", "build"), ("loop", "evaluate"), ("loop
 ONLY_IN = {
     "vllm": ("rollout/vllm.py",),
     "ray": ("distributed/",),
-    "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py"),
+    "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
     "datasets": ("data/sources.py",),
+    "peft": ("models/lora.py",),
     "rich": ("report/console.py",),
     "wandb": ("report/sinks.py",),
     "swanlab": ("report/sinks.py",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -501,6 +502,25 @@ def test_a_checkpoint_of_the_fake_engine_can_be_resumed_like_a_real_one(kit, tmp
     with open_run(kit, tmp_path) as run:
         train(run, None)
     assert CheckpointStore(tmp_path, keep=-1).latest(resumable=True).step == 3
+
+
+def test_a_run_that_saves_in_the_background_ends_with_its_last_checkpoint_in_place(kit, tmp_path, uninterrupted):
+    with open_run(kit, tmp_path, **settings(6)) as run:
+        train(replace(run, store=CheckpointStore(tmp_path, keep=-1, background=True)), None)
+        assert saved_steps(tmp_path) == saved_steps(uninterrupted)
+    assert newest(tmp_path).step == 6
+    assert newest(tmp_path).progress == newest(uninterrupted).progress
+
+
+def test_a_run_whose_save_failed_in_the_background_learns_of_it(kit, tmp_path):
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_run(kit, tmp_path, **settings(6)) as run:
+        run = replace(run, store=CheckpointStore(tmp_path, keep=-1, background=True), save_state=lambda folder: fail)
+        with pytest.raises(CheckpointError, match=r"the disk became full while .*global_step_2"):
+            train(run, None)
+    assert saved_steps(tmp_path) == []
 
 
 # -- rewards ------------------------------------------------------------------------------------------------------

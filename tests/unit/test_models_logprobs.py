@@ -59,7 +59,7 @@ def chunked(
 @pytest.mark.parametrize("banned", [(), BANNED], ids=["all tokens", "banned tokens"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 5e-6), (torch.float64, 1e-14)])
 def test_chunks_give_what_the_whole_table_gives(
     dtype: torch.dtype, atol: float, chunk: int, temperature: float, banned: tuple[int, ...]
 ) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from trigon.errors import EngineError
 from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
@@ -90,3 +91,33 @@ def test_no_prompts_no_groups(tokenizer, rewards):
     engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
     with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
         assert collect([], engine, rewards, SAMPLING, step=1, phase=Phases()) == []
+
+
+class Failing(FakeEngine):
+    """Fails to sample some prompts."""
+
+    fails: tuple[int, ...] = ()
+
+    def generate(self, prompts, sampling, *, step, on_progress=None):
+        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress)
+        return [[] if index in self.fails else row for index, row in enumerate(rows)]
+
+
+def test_a_prompt_that_the_engine_fails_for_is_left_out(tokenizer, rewards):
+    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
+    engine.fails = (0, 2)
+    asked = prompts()
+    with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
+        groups = collect(asked, engine, rewards, SAMPLING, step=1, phase=Phases())
+    assert [group.prompt for group in groups] == [asked[1], asked[3]]
+    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3]
+
+
+def test_an_engine_that_fails_for_every_prompt_ends_the_run(tokenizer, rewards):
+    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
+    engine.fails = (0, 1, 2, 3)
+    with (
+        engine.awake(iter([("updates", torch.zeros(1))]), version=0),
+        pytest.raises(EngineError, match="failed to sample any of 4 prompts"),
+    ):
+        collect(prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())

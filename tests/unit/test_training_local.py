@@ -2,115 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from oracle import make_group, make_prompt
+from engines import KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trigon.errors import CheckpointError, ModelError, TrigonError
+from trigon.errors import CheckpointError, ModelError
 from trigon.metrics import values
-from trigon.models.load import load_model, load_processors
-from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
-from trigon.training.local import LocalTrainEngine
-from trigon.training.optim import Schedule
-from trigon.training.step import LossTerms
-from trigon.types import RolloutGroup, TrainGroup, TrainSequence
+from trigon.models.load import load_processors
+from trigon.models.lora import merge_names, merged_weight
 
 FAMILIES = ["qwen2", "qwen2_5_vl"]
-ONE_ROW = 1_000_000
-CPU = torch.device("cpu")
-TERMS = LossTerms(clip_low=0.2, clip_high=0.3, clip_dual=3.0, averaging="token", kl_estimator=None, kl_coefficient=0.0)
-KL_TERMS = replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.1)
-
-
-def make_engine(
-    folder: Path,
-    *,
-    terms: LossTerms = TERMS,
-    strategy: str = "adamw",
-    dtype: torch.dtype = torch.float32,
-    max_tokens: int = ONE_ROW,
-    freeze: bool = False,
-    checkpointing: bool = False,
-    warmup_updates: int = 0,
-) -> LocalTrainEngine:
-    processors = load_processors(str(folder))
-    policy = Policy(
-        load_model(str(folder), dtype=dtype, device="cpu"),
-        processors.family,
-        temperature=0.7,
-        banned_token_ids=processors.banned_token_ids,
-    )
-    if freeze:
-        policy.freeze_vision_tower()
-    if checkpointing:
-        policy.enable_gradient_checkpointing()
-    return LocalTrainEngine(
-        policy,
-        terms=terms,
-        strategy=strategy,
-        schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
-        betas=(0.9, 0.999),
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        positions=positions_of(processors.family, processors.hf_config),
-        update_max_tokens=max_tokens,
-        score_max_tokens=max_tokens,
-        device=CPU,
-        compute_dtype=dtype,
-        offload_params=False,
-        offload_optimizer=False,
-    )
-
-
-def make_rollouts(folder: Path, *, seed: int = 0, images: bool = True) -> list[RolloutGroup]:
-    """Three groups of three answers: with an image, with another one, and text alone. No images for a text family."""
-    processors = load_processors(str(folder))
-    seen = images and processors.family.has_vision
-    return [
-        make_group(make_prompt(processors, [(4, 6)] if seen else [], seed=seed + 1), [3, 7, 1], seed=seed + 11),
-        make_group(make_prompt(processors, [(4, 4)] if seen else [], seed=seed + 2), [5, 2, 4], seed=seed + 12),
-        make_group(make_prompt(processors, [], seed=seed + 3), [6, 3, 2], seed=seed + 13),
-    ]
-
-
-def to_train(
-    rollouts: Sequence[RolloutGroup],
-    *,
-    advantages: Sequence[float] = (1.0, -0.75, 0.25),
-    masked: Sequence[tuple[int, int]] = (),
-    old: Sequence[Sequence[Tensor]] | None = None,
-    ref: Sequence[Sequence[Tensor]] | None = None,
-) -> list[TrainGroup]:
-    """Give answer i of every group the advantage i. masked: (group, answer) that do not train."""
-    return [
-        TrainGroup(
-            group.prompt,
-            tuple(
-                TrainSequence(
-                    token_ids=rollout.completion.token_ids,
-                    loss_mask=torch.full((length,), float((g, i) not in masked)),
-                    advantages=torch.full((length,), advantages[i]),
-                    sampling_logprobs=torch.full((length,), -6.5),
-                    old_logprobs=None if old is None else old[g][i],
-                    ref_logprobs=None if ref is None else ref[g][i],
-                )
-                for i, rollout in enumerate(group.rollouts)
-                for length in [len(rollout.completion.token_ids)]
-            ),
-        )
-        for g, group in enumerate(rollouts)
-    ]
-
-
-def weights_of(engine: LocalTrainEngine) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in engine.weights()}
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -142,8 +49,8 @@ def test_the_token_budget_does_not_change_the_update(tiny_model, tmp_path, model
         """Return figures, all weights in a row, and the gradients (a tenth of them: the first moments)."""
         engine = make_engine(folder, terms=replace(TERMS, averaging=averaging), max_tokens=max_tokens)
         figures = values(engine.step(groups))
-        engine.save_state(tmp_path, model_only=False)
-        states = load_file(tmp_path / "optimizer.safetensors")
+        engine.save_state(tmp_path, model_only=False)()
+        states = tensors_in(tmp_path / "optimizer")
         gradients = {name: state for name, state in states.items() if name.endswith("/exp_avg")}
         return figures, in_a_row(weights_of(engine)), gradients
 
@@ -227,11 +134,13 @@ def test_the_learning_rate_warms_up_by_updates(tiny_model):
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
 
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["all", "lora"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_gradient_checkpointing_gives_the_same_update(tiny_model, model_type):
+def test_gradient_checkpointing_gives_the_same_update(tiny_model, model_type, lora_rank):
     folder = tiny_model(model_type)
     groups = to_train(make_rollouts(folder))
-    kept, recomputed = make_engine(folder), make_engine(folder, checkpointing=True)
+    kept = make_engine(folder, lora_rank=lora_rank)
+    recomputed = make_engine(folder, lora_rank=lora_rank, checkpointing=True)
     assert values(kept.step(groups)) == values(recomputed.step(groups))
     assert_same(weights_of(kept), weights_of(recomputed))
 
@@ -305,12 +214,12 @@ def test_a_frozen_vision_tower_does_not_move_and_has_no_optimizer_state(tiny_vlm
     engine = make_engine(tiny_vlm, freeze=True)
     start = weights_of(engine)
     engine.step(to_train(make_rollouts(tiny_vlm)))
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
     moved = {name for name, weight in weights_of(engine).items() if not torch.equal(weight, start[name])}
     frozen = {name for name in start if "visual" in name}
     assert frozen
     assert moved == start.keys() - frozen
-    assert not any("visual" in name for name in load_file(tmp_path / "optimizer.safetensors"))
+    assert not any("visual" in name for name in tensors_in(tmp_path / "optimizer"))
     sizes = engine.sizes()
     assert sizes.parameters - sizes.trainable == sum(start[name].numel() for name in frozen)
 
@@ -336,11 +245,11 @@ def test_the_announced_memory_is_what_a_real_update_takes(tiny_vlm, tmp_path, st
     engine = make_engine(tiny_vlm, strategy=strategy, dtype=dtype, freeze=freeze)
     before = engine.sizes()
     engine.step(to_train(make_rollouts(tiny_vlm)))
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
     assert engine.sizes() == before
 
-    weights = load_file(tmp_path / "weights.safetensors").values()
-    states = [t for name, t in load_file(tmp_path / "optimizer.safetensors").items() if not name.endswith("/step")]
+    weights = tensors_in(tmp_path / "weights").values()
+    states = [t for name, t in tensors_in(tmp_path / "optimizer").items() if not name.endswith("/step")]
     trainable = before.trainable
     assert before.parameters == sum(tensor.numel() for tensor in weights)
     assert before.weight_bytes == sum(tensor.nbytes for tensor in weights)
@@ -366,16 +275,16 @@ def test_a_restored_engine_goes_on_bit_for_bit(tiny_model, tmp_path, model_type,
     engine = make_engine(folder, **options)
     for batch in batches[:2]:
         engine.step(batch)
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
     saved = weights_of(engine)
 
     other = make_engine(tiny_model(model_type, seed=1), **options)
     other.load_state(tmp_path)
     assert_same(weights_of(other), saved)
     (tmp_path / "again").mkdir()
-    other.save_state(tmp_path / "again", model_only=False)
-    for name in ("weights.safetensors", "optimizer.safetensors"):
-        assert_same(load_file(tmp_path / "again" / name), load_file(tmp_path / name))
+    other.save_state(tmp_path / "again", model_only=False)()
+    for part in ("weights", "optimizer"):
+        assert_same(tensors_in(tmp_path / "again" / part), tensors_in(tmp_path / part))
 
     assert values(engine.step(batches[2])) == values(other.step(batches[2]))
     assert_same(weights_of(other), weights_of(engine))
@@ -384,7 +293,7 @@ def test_a_restored_engine_goes_on_bit_for_bit(tiny_model, tmp_path, model_type,
 
 def test_an_engine_that_made_no_update_yet_can_be_saved_and_restored(tiny_model, tmp_path):
     folder = tiny_model("qwen2")
-    make_engine(folder).save_state(tmp_path, model_only=False)
+    make_engine(folder).save_state(tmp_path, model_only=False)()
     engine, fresh = make_engine(tiny_model("qwen2", seed=1)), make_engine(folder)
     engine.load_state(tmp_path)
     groups = to_train(make_rollouts(folder))
@@ -395,7 +304,7 @@ def test_an_engine_that_made_no_update_yet_can_be_saved_and_restored(tiny_model,
 def test_a_tower_that_saw_no_image_yet_is_restored_without_state(tiny_vlm, tmp_path):
     engine, other = make_engine(tiny_vlm), make_engine(tiny_vlm)
     engine.step(to_train(make_rollouts(tiny_vlm, images=False)))
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
     other.load_state(tmp_path)
     groups = to_train(make_rollouts(tiny_vlm))
     assert values(engine.step(groups)) == values(other.step(groups))
@@ -405,24 +314,44 @@ def test_a_tower_that_saw_no_image_yet_is_restored_without_state(tiny_vlm, tmp_p
 def test_loading_forgets_what_the_optimizer_held_before(tiny_vlm, tmp_path):
     engine, other = make_engine(tiny_vlm), make_engine(tiny_vlm)
     engine.step(to_train(make_rollouts(tiny_vlm, images=False)))
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
     other.step(to_train(make_rollouts(tiny_vlm)))  # the tower has a state now, which the checkpoint has not
     other.load_state(tmp_path)
     (tmp_path / "again").mkdir()
-    other.save_state(tmp_path / "again", model_only=False)
-    assert_same(load_file(tmp_path / "again" / "optimizer.safetensors"), load_file(tmp_path / "optimizer.safetensors"))
+    other.save_state(tmp_path / "again", model_only=False)()
+    assert_same(tensors_in(tmp_path / "again" / "optimizer"), tensors_in(tmp_path / "optimizer"))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["all", "lora"])
+def test_what_is_written_is_the_engine_as_it_was_when_it_was_to_be_saved(tiny_model, tmp_path, lora_rank):
+    folder = tiny_model("qwen2")
+    engine, other = make_engine(folder, lora_rank=lora_rank), make_engine(folder, lora_rank=lora_rank)
+    groups = to_train(make_rollouts(folder))
+    engine.step(groups)
+    then = weights_of(engine)
+    write = engine.save_state(tmp_path, model_only=False)
+    assert list(tmp_path.iterdir()) == []
+    second = values(engine.step(groups))
+    write()
+    assert json.loads((tmp_path / "state.json").read_text()) == {"updates": 1, "strategy": "adamw"}
+    other.load_state(tmp_path)
+    assert_same(weights_of(other), then)
+    assert values(other.step(groups)) == second
+    assert_same(weights_of(other), weights_of(engine))
 
 
 @pytest.fixture
 def saved(tiny_model, tmp_path):
-    """Return the state of a tiny engine after an update."""
+    """Return the state of a tiny engine after an update: all weights, the optimizer's and its own."""
     engine = make_engine(tiny_model("qwen2"))
     engine.step(to_train(make_rollouts(tiny_model("qwen2"))))
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["optimizer", "state.json", "weights"]
     return tmp_path
 
 
-def change(file: Path, edit) -> None:
+def change(folder: Path, edit) -> None:
+    [file] = folder.iterdir()
     tensors = load_file(file)
     edit(tensors)
     save_file(tensors, file)
@@ -460,26 +389,19 @@ def other_dtype(key_end: str):
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
-        (without("q_proj.weight"), "missing"),
-        (left_over("model.extra.weight"), "model.extra.weight"),
-        (misshapen("q_proj.weight"), "q_proj.weight"),
+        (without("q_proj.weight"), r"missing \[.*q_proj\.weight"),
+        (left_over("model.extra.weight"), r"unknown \[.*model\.extra\.weight"),
+        (misshapen("q_proj.weight"), r"q_proj\.weight .*\[3\] instead of .*\[128, 128\]"),
     ],
     ids=["missing", "left over", "misshapen"],
 )
 def test_weights_of_another_model_are_refused_with_nothing_changed(tiny_model, saved, edit, complaint):
-    change(saved / "weights.safetensors", edit)
+    change(saved / "weights", edit)
     engine = make_engine(tiny_model("qwen2", seed=1))
     before = weights_of(engine)
-    with pytest.raises((CheckpointError, ModelError), match=complaint):
+    with pytest.raises(CheckpointError, match=complaint):
         engine.load_state(saved)
     assert_same(weights_of(engine), before)
-
-
-def test_weights_of_another_model_are_a_checkpoint_error(tiny_model, saved):
-    change(saved / "weights.safetensors", without("q_proj.weight"))
-    with pytest.raises(TrigonError) as caught:
-        make_engine(tiny_model("qwen2")).load_state(saved)
-    assert caught.type is CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -492,25 +414,25 @@ def test_weights_of_another_model_are_a_checkpoint_error(tiny_model, saved):
     ids=["missing", "left over", "misshapen"],
 )
 def test_an_optimizer_state_that_does_not_fit_is_refused(tiny_model, saved, edit, complaint):
-    change(saved / "optimizer.safetensors", edit)
+    change(saved / "optimizer", edit)
     with pytest.raises(CheckpointError, match=complaint):
         make_engine(tiny_model("qwen2")).load_state(saved)
 
 
 @pytest.mark.parametrize(
-    ("file", "key_end"),
+    ("part", "key_end"),
     [("weights", "q_proj.weight"), ("optimizer", "q_proj.weight/exp_avg")],
 )
-def test_a_tensor_of_another_dtype_is_refused(tiny_model, saved, file, key_end):
-    change(saved / f"{file}.safetensors", other_dtype(key_end))
-    with pytest.raises(TrigonError, match="q_proj"):
+def test_a_tensor_of_another_dtype_is_refused(tiny_model, saved, part, key_end):
+    change(saved / part, other_dtype(key_end))
+    with pytest.raises(CheckpointError, match=r"q_proj.*float64.* instead of .*float32"):
         make_engine(tiny_model("qwen2")).load_state(saved)
 
 
 def test_the_optimizer_state_of_a_tower_that_is_frozen_now_is_refused(tiny_vlm, tmp_path):
     engine = make_engine(tiny_vlm)
     engine.step(to_train(make_rollouts(tiny_vlm)))
-    engine.save_state(tmp_path, model_only=False)
+    engine.save_state(tmp_path, model_only=False)()
     with pytest.raises(CheckpointError, match=r"unknown.*visual"):
         make_engine(tiny_vlm, freeze=True).load_state(tmp_path)
 
@@ -522,7 +444,132 @@ def test_another_strategy_is_refused(tiny_model, saved):
 
 def test_a_checkpoint_of_weights_alone_is_refused(tiny_model, tmp_path):
     engine = make_engine(tiny_model("qwen2"))
-    engine.save_state(tmp_path, model_only=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors.*save_model_only"):
+    engine.save_state(tmp_path, model_only=True)()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    with pytest.raises(CheckpointError, match=r"has no optimizer.*save_model_only"):
         engine.load_state(tmp_path)
+
+
+# -- LoRA ---------------------------------------------------------------------------------------------------------
+
+
+def learned_with_lora(folder, **options):
+    """Return an engine with adapters of rank 2 after two updates."""
+    engine = make_engine(folder, lora_rank=2, **options)
+    for seed in (0, 20):
+        engine.step(to_train(make_rollouts(folder, seed=seed)))
+    return engine
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_with_lora_adapters_alone_are_saved_and_go_on_bit_for_bit(tiny_model, tmp_path, model_type):
+    folder = tiny_model(model_type)
+    engine, other = learned_with_lora(folder), make_engine(folder, lora_rank=2)
+    engine.save_state(tmp_path, model_only=False)()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter",
+        "adapter_config.json",
+        "optimizer",
+        "state.json",
+    ]
+    adapter, states = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "optimizer")
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
+    assert all(".lora_A." in name or ".lora_B." in name for name in states)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+
+    other.load_state(tmp_path)
+    assert_same(weights_of(other), weights_of(engine))
+    (tmp_path / "again").mkdir()
+    other.save_state(tmp_path / "again", model_only=False)()
+    assert_same(tensors_in(tmp_path / "again" / "adapter"), adapter)
+    assert_same(tensors_in(tmp_path / "again" / "optimizer"), states)
+    groups = to_train(make_rollouts(folder, seed=40))
+    assert values(engine.step(groups)) == values(other.step(groups))
+    assert_same(weights_of(other), weights_of(engine))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_with_lora_the_weights_below_the_adapters_never_move(tiny_model, tmp_path, model_type, dtype):
+    folder = tiny_model(model_type)
+    base = weights_of(make_engine(folder, dtype=dtype))
+    assert_same(weights_of(make_engine(folder, dtype=dtype, lora_rank=2)), base)
+    engine = learned_with_lora(folder, dtype=dtype)
+    engine.save_state(tmp_path, model_only=True)()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "adapter_config.json"]
+    adapter = tensors_in(tmp_path / "adapter")
+    expected = dict(base)
+    for name, (lora_a, lora_b) in merge_names(adapter, load_processors(str(folder)).family).items():
+        assert torch.count_nonzero(adapter[lora_b]) > 0
+        expected[name] = merged_weight(base[name], adapter[lora_a], adapter[lora_b], scaling=2.0)
+    assert_same(weights_of(engine), expected)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_with_lora_the_reference_scores_as_the_base_does_however_far_the_policy_has_gone(tiny_model, model_type):
+    folder = tiny_model(model_type)
+    rollouts = make_rollouts(folder)
+    base = torch.cat([logprobs for group in make_engine(folder).logprobs(rollouts) for logprobs in group])
+    engine = learned_with_lora(folder)
+    reference = engine.reference()
+
+    def said(by) -> Tensor:
+        return torch.cat([logprobs for group in by.logprobs(rollouts) for logprobs in group])
+
+    policy = said(engine)
+    assert torch.equal(said(reference), base)
+    assert torch.equal(said(engine), policy), "the adapters are on again"
+    assert (policy - base).abs().max() > 1e-3
+    engine.step(to_train(rollouts))
+    assert torch.equal(said(reference), base)
+
+
+def test_a_bfloat16_base_learns_by_float32_adapters(tiny_vlm, tmp_path):
+    engine, exact = make_engine(tiny_vlm, dtype=torch.bfloat16, lora_rank=2), make_engine(tiny_vlm, lora_rank=2)
+    groups = to_train(make_rollouts(tiny_vlm))
+    for _ in range(2):
+        metrics, expected = values(engine.step(groups)), values(exact.step(groups))
+        assert metrics["actor/skipped_updates"] == 0.0
+        assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.05)
+        assert metrics["actor/entropy"] == pytest.approx(expected["actor/entropy"], rel=0.01)
+    engine.save_state(tmp_path, model_only=False)()
+    adapter, states = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "optimizer")
+    assert {tensor.dtype for tensor in (*adapter.values(), *states.values())} == {torch.float32}
+    assert {weight.dtype for weight in weights_of(engine).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_with_lora_the_announced_memory_is_what_a_real_update_takes(tiny_vlm, tmp_path, dtype):
+    engine = make_engine(tiny_vlm, dtype=dtype, lora_rank=2)
+    sizes = engine.sizes()
+    engine.step(to_train(make_rollouts(tiny_vlm)))
+    engine.save_state(tmp_path, model_only=False)()
+    assert engine.sizes() == sizes
+    base, adapter = weights_of(engine).values(), tensors_in(tmp_path / "adapter").values()
+    states = [t for name, t in tensors_in(tmp_path / "optimizer").items() if not name.endswith("/step")]
+    assert sizes.trainable == sum(tensor.numel() for tensor in adapter)
+    assert sizes.parameters == sizes.trainable + sum(tensor.numel() for tensor in base)
+    assert sizes.weight_bytes == sum(tensor.nbytes for tensor in (*base, *adapter))
+    assert sizes.gradient_bytes == sum(tensor.nbytes for tensor in adapter)
+    assert sizes.optimizer_bytes == sum(tensor.nbytes for tensor in states)
+
+
+def test_a_checkpoint_of_adapters_is_for_a_run_with_the_same_and_one_without_for_one_without(
+    tiny_model, saved, tmp_path
+):
+    folder = tiny_model("qwen2")
+    with pytest.raises(CheckpointError, match=r"has no adapter.*LoRA"):
+        make_engine(folder, lora_rank=2).load_state(saved)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    learned_with_lora(folder).save_state(adapters, model_only=False)()
+    with pytest.raises(CheckpointError, match=r"has no weights.*LoRA"):
+        make_engine(folder).load_state(adapters)
+    with pytest.raises(CheckpointError, match=r"lora_A\.weight .*\[2, 128\] instead of .*\[4, 128\]"):
+        make_engine(folder, lora_rank=4).load_state(adapters)
+
+
+def test_without_lora_an_engine_is_not_its_own_reference(tiny_model):
+    folder = tiny_model("qwen2")
+    with pytest.raises(ModelError, match="no adapters"):
+        make_engine(folder).reference().logprobs(make_rollouts(folder))

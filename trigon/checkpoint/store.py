@@ -3,15 +3,16 @@
     root/
       checkpoint_tracker.json     last and best step, for people and other tools; nothing here trusts it
       global_step_5/
-        actor/                    what the train engine wrote: weights, optimizer, schedule
+        actor/                    what the train engine wrote: weights/, optimizer/, state.json
         progress.json             where the loop stood, and the validation score of these weights
         manifest.json             size and SHA-256 of every file above
       .saving_global_step_10/     being written, or left behind by a run that died; removed at the next save
       set_aside/                  checkpoints later than the step that a run went back to
 
-A save is written aside, flushed, hashed, renamed into place, pointed at, and only then are old ones removed. The
-folders are the truth: what is newest or best is read from them. Knows files, hashes and JSON; refuses to know what a
-tensor is. One run writes into a root at a time: the lock of its run folder sees to that.
+A save is written aside, flushed, hashed, renamed into place, pointed at, and only then are old ones removed; all but
+the taking of copies can happen behind the run's back. The folders are the truth: what is newest or best is read from
+them. Knows files, hashes and JSON; refuses to know what a tensor is. One run writes into a root at a time: the lock of
+its run folder sees to that.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +65,40 @@ class Checkpoint:
         return self.folder / "actor"
 
 
+Finish = Callable[[], None]
+"""The rest of a save, for which nothing that training changes is needed any more. May run in another thread."""
+
+Write = Callable[[Path], Finish | None]
+"""Fills the (existing, empty) actor folder, or copies what belongs there and returns a Finish that will."""
+
+
 class CheckpointStore:
     """The checkpoints of one run.
 
     keep: how many to leave on disk; below 1, all. The newest and the best are never removed, so keep=1 can leave two.
-    warn: hears of damage, fallbacks and folders that could not be removed.
+    background: whether save returns as soon as copies are taken, and a thread writes, hashes and publishes them: one
+    save at a time. The process does not end before it is done. warn: hears of damage, fallbacks and folders that could
+    not be removed.
     """
 
-    def __init__(self, root: Path, *, keep: int, warn: Callable[[str], None] = warnings.warn) -> None:
+    def __init__(
+        self, root: Path, *, keep: int, background: bool = False, warn: Callable[[str], None] = warnings.warn
+    ) -> None:
         self._root = root
         self._keep = keep
+        self._background = background
         self._warn = warn
+        self._in_hand: tuple[int, Future[None]] | None = None  # a step that is being saved
 
-    def save(
-        self, step: int, *, write: Callable[[Path], None], progress: Mapping[str, Any], score: float | None
-    ) -> Checkpoint:
-        """Write the checkpoint of this step and return it; after a crash at any moment it is whole or absent.
+    def save(self, step: int, *, write: Write, progress: Mapping[str, Any], score: float | None) -> None:
+        """Save the checkpoint of this step; after a crash at any moment it is whole or absent.
 
-        Args: write: fills the (existing, empty) actor folder. progress: JSON-able, finite numbers. score: validation
-        reward of the weights being saved, None if they were not validated; the highest is best, the earlier at a tie.
-        Raises: CheckpointError if the disk is full (what was there before stays) or the step is there already.
+        Args: progress: JSON-able, finite numbers. score: validation reward of the weights being saved, None if they
+        were not validated; the highest is best, the earlier at a tie.
+        Raises: CheckpointError if the disk is full (what was there before stays), if the step is there already, or if
+        the save before this one failed in the background.
         """
+        self.wait()
         final = self._root / f"global_step_{step}"
         if final.exists():
             raise CheckpointError(f"{final} exists already; go back to the step before it (rewind) to write it anew")
@@ -96,24 +111,46 @@ class CheckpointStore:
 
         aside = self._root / f"{_SAVING}{final.name}"
         state = {"step": step, "val_reward_score": score if score is not None and isfinite(score) else None}
-        try:
+        with self._no_trace_on_failure(aside, final):
             (aside / "actor").mkdir(parents=True)
-            write(aside / "actor")
+            finish = write(aside / "actor")
             _write_json(aside / PROGRESS, {**state, "progress": progress})
-            _seal(aside)
-            os.rename(aside, final)
-            _fsync(self._root)
-            self._point()
-        except BaseException as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            if is_disk_full(error):
-                raise CheckpointError(
-                    f"the disk became full while {final} was written ({self._free_bytes():,} bytes free now); earlier "
-                    "checkpoints are untouched. Make room, or lower trainer.save_limit, and resume"
-                ) from error
+        if self._background:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._in_hand = step, thread.submit(self._publish, aside, final, finish)
+            thread.shutdown(wait=False)  # once it has nothing more to do
+        else:
+            self._publish(aside, final, finish)
+
+    def wait(self) -> None:
+        """Return once no save is in hand. Raises: CheckpointError, once, if it failed in the background."""
+        if self._in_hand is None:
+            return
+        step, saving = self._in_hand
+        error = saving.exception()
+        self._in_hand = None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error!r}") from error
+
+    def check(self) -> None:
+        """Raise what wait would raise, if that is known already; do not wait."""
+        if self._in_hand is not None and self._in_hand[1].done():
+            self.wait()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Have no save in hand when the context ends, however it ends. Its own error comes before that of a save."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.wait()
+            except CheckpointError as error:
+                self._warn(str(error))
             raise
-        self._prune(newest=step)
-        return open_checkpoint(final, resumable=False, verify=False)
+        self.wait()
 
     def latest(self, *, resumable: bool = True) -> Checkpoint | None:
         """Return the newest sound checkpoint, passing damaged ones over with a warning; None if there is none at all.
@@ -121,10 +158,12 @@ class CheckpointStore:
         Args: resumable: whether a run is to go on from it, rather than only its weights be read.
         Raises: CheckpointError if all are damaged, or if resumable and the newest sound one holds no optimizer.
         """
+        self.wait()
         return self._first_sound(sorted(self._folders(), reverse=True), resumable=resumable)
 
     def best(self, *, resumable: bool = False) -> Checkpoint | None:
         """Return the sound checkpoint of the highest score, or None if none has a score. Otherwise as latest."""
+        self.wait()
         return self._first_sound([step for _, step in self._ranked()], resumable=resumable)
 
     def rewind(self, step: int) -> None:
@@ -132,6 +171,7 @@ class CheckpointStore:
 
         Otherwise a second way on from the step would mix with the first, and a later resume would take the wrong one.
         """
+        self.wait()
         for later, folder in sorted(self._folders().items()):
             if later <= step:
                 continue
@@ -158,6 +198,30 @@ class CheckpointStore:
                 f"a checkpoint needs about {needed_bytes:,} bytes, but the disk of {self._root} has {free:,} free. "
                 "Make room, lower trainer.save_limit, or set trainer.save_checkpoint_path to another disk"
             )
+
+    def _publish(self, aside: Path, final: Path, finish: Finish | None) -> None:
+        """Make a checkpoint of a folder that was written aside, once finish has written the rest of it."""
+        with self._no_trace_on_failure(aside, final):
+            if finish is not None:
+                finish()
+            _seal(aside)
+            os.rename(aside, final)
+            _fsync(self._root)
+            self._point()
+        self._prune(newest=int(final.name.rpartition("_")[2]))
+
+    @contextmanager
+    def _no_trace_on_failure(self, aside: Path, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if is_disk_full(error):
+                raise CheckpointError(
+                    f"the disk became full while {final} was written ({self._free_bytes():,} bytes free now); earlier "
+                    "checkpoints are untouched. Make room, or lower trainer.save_limit, and resume"
+                ) from error
+            raise
 
     def _free_bytes(self) -> int:
         existing = next(folder for folder in (self._root, *self._root.absolute().parents) if folder.exists())
@@ -287,12 +351,11 @@ def unsealed(folder: Path, files: tuple[str, ...]) -> Iterator[None]:
 def _seal(folder: Path) -> None:
     """Flush every file and folder to the disk and write the manifest of what is there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert any(path.parent == folder / "actor" for path in files), "the train engine wrote nothing"
+    assert any(folder / "actor" in path.parents for path in files), "the train engine wrote nothing"
     for path in files:
         _fsync(path)
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        names = (path.relative_to(folder).as_posix() for path in files)
-        entries = dict(zip(names, pool.map(_hashed, files), strict=True))
+    names = (path.relative_to(folder).as_posix() for path in files)
+    entries = dict(zip(names, _all_hashed(files), strict=True))
     _write_json(folder / MANIFEST, {"files": entries})
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         _fsync(inner)
@@ -308,10 +371,9 @@ def _verify(folder: Path, *, optimizer: bool) -> None:
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, but {entry['bytes']:,} were saved")
     paths = [folder / name for name in entries]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for path, now, entry in zip(paths, pool.map(_hashed, paths), entries.values(), strict=True):
-            if now["sha256"] != entry["sha256"]:
-                raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
+    for path, now, entry in zip(paths, _all_hashed(paths), entries.values(), strict=True):
+        if now["sha256"] != entry["sha256"]:
+            raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
 
 
 def _is_whole(folder: Path) -> bool:
@@ -353,13 +415,15 @@ def _manifest_bytes(folder: Path) -> int:
 
 
 def _is_optimizer(name: str) -> bool:
-    return name.rpartition("/")[2].startswith("optimizer")
+    return name.startswith("actor/optimizer")  # a folder, or the one file of a small engine
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Tell whether something failed because a disk or a quota is full."""
-    # safetensors reports a full disk by an error of its own, which carries the number only in its text.
-    return (isinstance(error, OSError) and error.errno in _FULL) or f"os error {errno.ENOSPC}" in str(error)
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    # safetensors, and whoever passes on what happened to another rank, have the number only in their text.
+    return any(mark in str(error) for number in _FULL for mark in (f"os error {number})", f"[Errno {number}]"))
 
 
 def _hashed(path: Path) -> dict[str, Any]:
@@ -367,6 +431,12 @@ def _hashed(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
+
+
+def _all_hashed(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    # No ThreadPoolExecutor: it takes no work once the main thread has ended, and a save in hand is finished even then.
+    with ThreadPool(8) as pool:
+        return pool.map(_hashed, paths, chunksize=1)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""`trigon export CHECKPOINT` and `trigon merge --local_dir .../global_step_N/actor`: a checkpoint becomes a model."""
+"""`trigon export CHECKPOINT` and `trigon merge --local_dir .../global_step_N/actor`: a checkpoint becomes a model.
+
+With `--adapter`, what LoRA learned becomes an adapter.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ def main(arguments: Sequence[str]) -> int:
         options.local_dir or options.checkpoint,
         options.output,
         dtype=options.dtype,
+        adapter=options.adapter,
+        base=options.base,
         best=options.best,
         warn=console.warn,
         say=console.print,
@@ -31,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trigon export",
-        description="Write a checkpoint as a Hugging Face model, and prove it: equal tensors, equal logits.",
+        description="Write a checkpoint as a Hugging Face model, and prove it: equal tensors, equal logits. "
+        "What LoRA learned is merged into its base model.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -39,9 +45,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     source.add_argument("--local_dir", type=Path, metavar="ACTOR", help="the same, as EasyR1's merger calls it")
     parser.add_argument(
-        "--output", type=Path, help="where to; default: huggingface_model in CHECKPOINT, huggingface in ACTOR"
+        "--output",
+        type=Path,
+        help="where to; default: huggingface_model in CHECKPOINT, huggingface in ACTOR; of an adapter, lora_adapter",
     )
-    parser.add_argument("--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own, bit for bit")
+    parser.add_argument(
+        "--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own, bit for bit; of a merged model, its base's"
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write what LoRA learned as an adapter for peft, unmerged"
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="the base model of LoRA's adapters, if it has moved: a folder or a hub id"
+    )
     parser.add_argument(
         "--best", action="store_true", help="of a run folder, the best checkpoint instead of the latest"
     )

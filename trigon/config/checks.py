@@ -38,18 +38,33 @@ def check(config: Config) -> tuple[str, ...]:
 
 
 def _devices(config: Config) -> list[str]:
-    trainer = config.trainer
-    wanted = {
-        "trainer.nnodes": trainer.nnodes,
-        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
-        "worker.rollout.tensor_parallel_size": config.worker.rollout.tensor_parallel_size,
-    }
-    return [
-        f"{key} is {number}, but this version runs in one process on one device, and has no training on many yet; "
-        f"set {key}=1"
-        for key, number in wanted.items()
-        if number != 1
-    ]
+    trainer, rollout, fsdp = config.trainer, config.worker.rollout, config.worker.actor.fsdp
+    world = trainer.nnodes * trainer.n_gpus_per_node
+    workers = f"there are {trainer.nnodes} x {trainer.n_gpus_per_node} = {world} workers"
+    divisors = either([number for number in range(1, world + 1) if world % number == 0])
+    problems = []
+    if world % rollout.tensor_parallel_size:
+        problems.append(
+            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but {workers} "
+            f"(trainer.nnodes x trainer.n_gpus_per_node), which it must divide; set it to {divisors}"
+        )
+    elif rollout.tensor_parallel_size > 1 and rollout.name != "vllm":
+        problems.append(
+            f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but only vllm spreads one model "
+            "over several devices; set it to 1, or worker.rollout.name=vllm"
+        )
+    if 0 < fsdp.fsdp_size < world and world % fsdp.fsdp_size:
+        problems.append(
+            f"worker.actor.fsdp.fsdp_size is {fsdp.fsdp_size}, but {workers}, which it must divide; set it to "
+            f"{divisors}, or -1 for all"
+        )
+    if fsdp.enable_cpu_offload and world == 1:
+        problems.append(
+            "worker.actor.fsdp.enable_cpu_offload is true, but a single worker shards nothing and cannot keep its "
+            "weights in host memory; set it to false, and worker.actor.offload.offload_params=true to move them there "
+            "while completions are sampled"
+        )
+    return problems
 
 
 def _arithmetic(config: Config) -> list[str]:

@@ -55,15 +55,16 @@ class Retired:
 
 _AUTOMATIC = "it is worked out from other keys"
 _CRITIC = "GRPO has no critic"
+_FSDP_2 = "torch's FSDP2 always keeps parameters as they are"
 _FILTERING = "it belongs to online filtering, which is off"
-_LORA = "it belongs to LoRA, which is off"
-_ONE_DEVICE = "the model is on one device, so nothing is sharded"
 _PACKED = "sequences are always packed without padding, up to a token budget, and results do not depend on it"
+_RANK_0 = "one worker always reads the weights, and sends each tensor to the others"
 _SAPO = "it belongs to the SAPO loss"
+_STRATEGY = "several workers always shard the model by torch's FSDP2"
 _ULYSSES = Retired(
     "sequences are not split over devices",
     only=(1,),
-    instead="sequence parallelism needs several devices, and this version runs on one; set it to 1 or leave it out",
+    instead="this version has no sequence parallelism; set it to 1 or leave it out",
 )
 _VIDEO = "this version reads images, not videos"
 
@@ -93,30 +94,13 @@ RETIRED: Mapping[str, Retired] = {
         only=(0,),
         instead="the loss has no entropy term; set it to 0, and raise worker.actor.clip_ratio_high for more variety",
     ),
-    "worker.actor.fsdp.enable_cpu_offload": Retired(
-        "nothing is offloaded",
-        only=(False,),
-        instead="the trained model cannot live on the CPU; worker.actor.offload.offload_params=true moves it there "
-        "while completions are sampled",
-    ),
-    "worker.actor.fsdp.enable_full_shard": Retired(_ONE_DEVICE),
-    "worker.actor.fsdp.enable_rank0_init": Retired(_ONE_DEVICE),
-    "worker.actor.fsdp.fsdp_size": Retired(_ONE_DEVICE),
+    "worker.actor.fsdp.enable_rank0_init": Retired(_RANK_0),
     "worker.actor.fsdp.mp_buffer_dtype": Retired("buffers keep the format the model's own code gives them"),
-    "worker.actor.fsdp.mp_reduce_dtype": Retired(_ONE_DEVICE),
-    "worker.actor.fsdp.use_orig_params": Retired(_ONE_DEVICE),
+    "worker.actor.fsdp.use_orig_params": Retired(_FSDP_2),
     "worker.actor.global_batch_size_per_device": Retired(_AUTOMATIC),
-    "worker.actor.model.lora.alpha": Retired(_LORA),
-    "worker.actor.model.lora.exclude_modules": Retired(_LORA),
-    "worker.actor.model.lora.rank": Retired(
-        "all weights are trained",
-        only=(0,),
-        instead="this version trains all weights and has no LoRA; set it to 0",
-    ),
-    "worker.actor.model.lora.target_modules": Retired(_LORA),
     "worker.actor.optim.training_steps": Retired("updates are counted from the data; trainer.max_steps limits them"),
     "worker.actor.padding_free": Retired(_PACKED),
-    "worker.actor.strategy": Retired(_ONE_DEVICE),
+    "worker.actor.strategy": Retired(_STRATEGY),
     "worker.actor.tau_negative": Retired(_SAPO),
     "worker.actor.tau_positive": Retired(_SAPO),
     "worker.actor.ulysses_sequence_parallel_size": _ULYSSES,
@@ -129,19 +113,18 @@ RETIRED: Mapping[str, Retired] = {
         instead="trainer and engine share the device in this version; set it to true",
     ),
     "worker.ref.dynamic_batching": Retired(_PACKED),
-    "worker.ref.fsdp.enable_full_shard": Retired(_ONE_DEVICE),
-    "worker.ref.fsdp.enable_rank0_init": Retired(_ONE_DEVICE),
-    "worker.ref.fsdp.fsdp_size": Retired(_ONE_DEVICE),
+    "worker.ref.fsdp.enable_rank0_init": Retired(_RANK_0),
+    "worker.ref.fsdp.fsdp_size": Retired("the reference is sharded as worker.actor.fsdp.fsdp_size says"),
     "worker.ref.fsdp.mp_buffer_dtype": Retired("buffers keep the format the model's own code gives them"),
     "worker.ref.fsdp.mp_param_dtype": Retired("the reference computes in worker.ref.fsdp.torch_dtype"),
-    "worker.ref.fsdp.mp_reduce_dtype": Retired(_ONE_DEVICE),
-    "worker.ref.fsdp.use_orig_params": Retired(_ONE_DEVICE),
+    "worker.ref.fsdp.mp_reduce_dtype": Retired("the reference has no gradients"),
+    "worker.ref.fsdp.use_orig_params": Retired(_FSDP_2),
     "worker.ref.micro_batch_size_per_device_for_experience": Retired(
         "worker.actor.micro_batch_size_per_device_for_experience serves both models"
     ),
     "worker.ref.offload.offload_optimizer": Retired("the reference has no optimizer"),
     "worker.ref.padding_free": Retired(_PACKED),
-    "worker.ref.strategy": Retired(_ONE_DEVICE),
+    "worker.ref.strategy": Retired(_STRATEGY),
     "worker.ref.ulysses_size": _ULYSSES,
     "worker.ref.use_torch_compile": Retired("log-probabilities are computed in chunks, without compiling"),
     "worker.reward.reward_function_name": Retired("worker.reward.reward_function names file and function"),
@@ -159,11 +142,7 @@ RETIRED: Mapping[str, Retired] = {
         instead="GRPO has no critic to warm up; set it to 0",
     ),
     "trainer.max_try_make_batch": Retired(_FILTERING),
-    "trainer.ray_timeline": Retired(
-        "nothing runs under Ray",
-        only=(None,),
-        instead="nothing runs under Ray in this version, so there is no timeline to write; leave it out",
-    ),
+    "trainer.ray_timeline": Retired("the timing/* metrics say what each step spent its time on"),
 }
 """A key, or a section with all it holds: why it has no effect."""
 

@@ -132,6 +132,23 @@ class AlgorithmConfig(Section):
     """KL in nats per token that the adaptive weight steers to. Raising it lets the policy go further."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, which are trained in place of the weights."""
+
+    rank: int = Field(default=0, ge=0)
+    """Inner width of an adapter; 0: no adapters, all weights are trained. Raising it learns more, in more memory."""
+
+    alpha: int = Field(default=64, ge=1)
+    """An adapter's output is multiplied by alpha / rank. Raising it acts like a higher learning rate."""
+
+    target_modules: str = "all-linear"
+    """Layers that get an adapter: all-linear (every one but the head), names separated by commas, or one regular
+    expression."""
+
+    exclude_modules: str | None = None
+    """Layers that get none, written likewise; `.*visual.*` leaves the vision tower out. null: no exception."""
+
+
 class ModelConfig(Section):
     """The network that is trained."""
 
@@ -152,6 +169,8 @@ class ModelConfig(Section):
 
     freeze_vision_tower: bool = False
     """Leave the vision tower as it is and train the rest: less memory and time."""
+
+    lora: LoraConfig = Field(default_factory=LoraConfig)
 
 
 class OptimConfig(Section):
@@ -183,13 +202,25 @@ class OptimConfig(Section):
 
 
 class FsdpConfig(Section):
-    """Number formats of the trained model."""
+    """Number formats of the trained model, and how it is sharded over several workers."""
 
     torch_dtype: Dtype | None = None
     """Format the weights are kept and updated in; null: fp32."""
 
     mp_param_dtype: Dtype = "bf16"
     """Format the forward and backward passes compute in. bf16 is fast on a GPU; fp32 is exact."""
+
+    mp_reduce_dtype: Dtype = "fp32"
+    """Format in which several workers' gradients are summed."""
+
+    enable_full_shard: bool = True
+    """Gather each layer again for the backward pass; false keeps it from the forward on: faster, for more memory."""
+
+    fsdp_size: int = Field(default=-1, ge=-1)
+    """Workers that share one copy of the model, each copy on as many; -1, 0, or all of them: there is one copy."""
+
+    enable_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory always: the least device memory, and slow."""
 
 
 class OffloadConfig(Section):
@@ -311,7 +342,8 @@ class RolloutConfig(Section):
     """Let vLLM compute the shared beginning of prompts once. Ours."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that one copy of the model is spread over for sampling; 1 in this version. EasyR1's default is 2."""
+    """Workers that one copy of the model is spread over for sampling; a divisor of all of them. Raising it leaves more
+    memory for each. EasyR1's default is 2."""
 
     max_model_len: int | None = Field(default=None, ge=1)
     """Tokens that vLLM plans for, prompt and answer together; null: max_prompt_length + max_response_length."""
@@ -337,6 +369,9 @@ class RefFsdpConfig(Section):
 
     torch_dtype: Dtype | None = None
     """Format the reference is kept and computed in; null: bf16."""
+
+    enable_full_shard: bool = True
+    """Let go of each layer after its part of a pass; false keeps what was gathered to the end of the pass."""
 
     enable_cpu_offload: bool = True
     """Keep the reference in host memory between its passes: frees device memory, costs one transfer a step."""
@@ -406,10 +441,13 @@ class TrainerConfig(Section):
     """Where metrics go. EasyR1's default is console and wandb, which wants an account."""
 
     nnodes: int = Field(default=1, ge=1)
-    """Machines; 1 in this version."""
+    """Machines; above 1, of a Ray cluster that is already there."""
 
     n_gpus_per_node: int = Field(default=1, ge=1)
-    """Devices of each machine; 1 in this version. EasyR1's default is 8."""
+    """Workers on each machine, a GPU each, or, where the machines have none, some CPU cores. EasyR1's default is 8."""
+
+    worker_timeout_seconds: float = Field(default=3600.0, gt=0)
+    """Seconds that one call to the workers (sampling a step, one update) may take before the run is ended. Ours."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU where there is one. Ours."""
@@ -434,6 +472,9 @@ class TrainerConfig(Section):
 
     save_model_only: bool = False
     """Save weights without optimizer states: smaller, and training cannot go on from them."""
+
+    save_in_background: bool = True
+    """Copy what a checkpoint holds into host memory and write it while training goes on; false: wait. Ours."""
 
     save_checkpoint_path: str | None = None
     """Folder of the run; null: checkpoints/project_name/experiment_name."""

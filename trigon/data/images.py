@@ -1,8 +1,8 @@
 """Images as they come: the only file that opens, turns or converts one.
 
 Knows Pillow, files and what hostile or careless data looks like. An image is measured from its header, so that it can
-be refused before a pixel is decoded, and the two ways in, `image_size` and `open_image`, agree by construction: both go
-through `_opened`. Refuses to know rows, prompts, tensors and the size a model wants.
+be refused before a pixel is decoded, and the three ways in, `image_size`, `open_image` and `encoded_image`, agree by
+construction: all go through `_opened`. Refuses to know rows, prompts, tensors and the size a model wants.
 """
 
 from __future__ import annotations
@@ -85,6 +85,29 @@ def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
             return _to_rgb(image)
         except _DECODING_ERRORS as error:
             raise UnusableRow("image_unreadable", f"{where}: {_reason(error)}; replace or drop it") from error
+
+
+def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
+    """Return the file behind an image, byte for byte; its header has been accepted, its pixels not looked at.
+
+    A PIL image becomes a PNG of what open_image makes of it. Either way the bytes open as the very image that the
+    source opens as.
+
+    Args and Raises: as image_size; for a PIL image, as open_image.
+    """
+    if isinstance(source, Image.Image):
+        image = open_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels)
+        image.info = {}  # else a colour profile would be written along
+        png = io.BytesIO()
+        image.save(png, "PNG", compress_level=1)
+        return png.getvalue()
+    with _stream(source, where, image_dir) as stream:
+        try:
+            encoded = stream.read()
+        except OSError as error:
+            raise UnusableRow("image_unreadable", f"{where}: {_reason(error)}; replace or drop it") from error
+    with _opened(encoded, where, image_dir, max_pixels):  # the bytes read, not the file, which may have changed
+        return encoded
 
 
 def image_name(source: Any) -> str:

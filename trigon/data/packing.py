@@ -161,7 +161,7 @@ def _row(
             positions.append(completion_positions(prompt_positions[part.group], len(completion)))
             owners.append((part.group, index))
         spans.append(GroupSpan(prompt=prompt_span, completions=tuple(completion_spans)))
-    visions = [vision for part in parts if (vision := prompts[part.group].vision) is not None]
+    visions = [vision for part in parts if (vision := prompts[part.group].pixels()) is not None]
     return PackedRow(
         packed=PackedGroups(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),

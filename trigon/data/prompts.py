@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.images import image_name, image_size, open_image
+from trigon.data.images import encoded_image, image_name, image_size, open_image
 from trigon.data.vision import ImageProcessor
 from trigon.errors import ConfigError, DataError
-from trigon.types import Prompt
+from trigon.types import EncodedImages, Prompt, Vision
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from trigon.models.load import Processors
+
+Seen = TypeVar("Seen")
 
 IMAGE_MARKER = "<image>"
 """Stands in a row's text where an image belongs, once for each image."""
@@ -72,6 +73,7 @@ class PromptBuilder:
         max_prompt_length: int,
         max_image_pixels: int,
         limit_images: int,
+        process_images: bool = True,
     ) -> None:
         """Prepare to build prompts.
 
@@ -85,6 +87,8 @@ class PromptBuilder:
             max_prompt_length: in tokens, image tokens included.
             max_image_pixels: images above it are refused before they are decoded.
             limit_images: images allowed in one row; 0: any number.
+            process_images: give prompts their pixels; False: give them their images as files, for whoever makes pixels
+                elsewhere (see data/processed.py). Token ids are the same.
         Raises: ConfigError if format_prompt cannot be used.
         """
         family, hf_config = processors.family, processors.hf_config
@@ -105,6 +109,7 @@ class PromptBuilder:
         self._system_prompt = system_prompt
         self._max_image_pixels = max_image_pixels
         self._limit_images = limit_images
+        self._process_images = process_images
         self._tokenizer = processors.tokenizer
         self._media_tokens = tuple(self._tokenizer.convert_ids_to_tokens(family.media_token_ids(hf_config)))
         # Tokenizers drop a truncation or padding they were saved with at their first use; threads may only follow.
@@ -129,30 +134,27 @@ class PromptBuilder:
 
         Raises: as build, where it shows without decoding.
         """
-        return len(self._lay_out(row, self._image_sizes(row, "row"), "row").token_ids)
+        sizes = list(self._each(image_size, self._images(row, "row"), "row"))
+        return len(self._lay_out(row, sizes, "row").token_ids)
 
     def check(self, row: Mapping[str, Any], prompt_id: str) -> int:
-        """Return what count does, having decoded every image as well. Raises: exactly as build."""
-        layout = self._lay_out(row, self._image_sizes(row, prompt_id), prompt_id)
-        for index, source in enumerate(self._images(row, prompt_id)):
-            self._open(source, index, prompt_id)
+        """Return what count does, having decoded every image as well. Raises: exactly as build with process_images."""
+        sources = self._images(row, prompt_id)
+        layout = self._lay_out(row, list(self._each(image_size, sources, prompt_id)), prompt_id)
+        for _ in self._each(open_image, sources, prompt_id):
+            pass
         return len(layout.token_ids)
 
     def build(self, row: Mapping[str, Any], prompt_id: str) -> Prompt:
-        """Return the prompt of a row; its images go through the image processor once, here.
+        """Return the prompt of a row; with process_images its images go through the image processor once, here.
 
-        Raises: UnusableRow if the row cannot be used; DataError if no such row could: a missing column, or images for a
-        model that has no vision.
+        Without, they are files whose headers have been read: no pixel is decoded, but of a row that holds PIL images.
+        Raises: UnusableRow if the row cannot be used, as far as was looked; DataError if no such row could: a missing
+        column, or images for a model that has no vision.
         """
         sources = self._images(row, prompt_id)
-        images = [self._open(source, index, prompt_id) for index, source in enumerate(sources)]
-        layout = self._lay_out(row, [image.size for image in images], prompt_id)
-        vision = None
-        if images:
-            assert self.image_processor is not None
-            vision = self.image_processor.process(images)
-            fed = self.image_processor.tokens_of(vision)
-            assert fed == layout.image_tokens, f"{prompt_id}: laid out {layout.image_tokens} image tokens, made {fed}"
+        make = self._with_pixels if self._process_images else self._with_files
+        layout, vision = make(row, sources, prompt_id)
         return Prompt(
             prompt_id=prompt_id,
             token_ids=layout.token_ids,
@@ -162,6 +164,29 @@ class PromptBuilder:
             row={key: value for key, value in row.items() if key != self.image_key},
             image_refs=tuple(self._reference(source, index, prompt_id) for index, source in enumerate(sources)),
         )
+
+    def _with_pixels(
+        self, row: Mapping[str, Any], sources: Sequence[Any], name: str
+    ) -> tuple[_Layout, Vision | EncodedImages | None]:
+        images = list(self._each(open_image, sources, name))
+        layout = self._lay_out(row, [image.size for image in images], name)
+        if not images:
+            return layout, None
+        assert self.image_processor is not None
+        vision = self.image_processor.process(images)
+        fed = self.image_processor.tokens_of(vision)
+        assert fed == layout.image_tokens, f"{name}: laid out {layout.image_tokens} image tokens, made {fed}"
+        return layout, vision
+
+    def _with_files(
+        self, row: Mapping[str, Any], sources: Sequence[Any], name: str
+    ) -> tuple[_Layout, Vision | EncodedImages | None]:
+        files = tuple(self._each(encoded_image, sources, name))
+        # Measured as they will be decoded: the bytes, not what they were read from.
+        layout = self._lay_out(row, list(self._each(image_size, files, name)), name)
+        if not files:
+            return layout, None
+        return layout, EncodedImages(files, tuple(hashlib.sha256(file).hexdigest() for file in files))
 
     def _images(self, row: Mapping[str, Any], name: str) -> list[Any]:
         images = row.get(self.image_key)
@@ -179,24 +204,15 @@ class PromptBuilder:
             )
         return sources
 
-    def _image_sizes(self, row: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
-        return [
-            image_size(
+    def _each(self, look: Callable[..., Seen], sources: Sequence[Any], name: str) -> Iterator[Seen]:
+        """Yield what image_size, open_image or encoded_image says of each image of a row."""
+        for index, source in enumerate(sources):
+            yield look(
                 source,
                 where=self._reference(source, index, name),
                 image_dir=self.image_dir,
                 max_pixels=self._max_image_pixels,
             )
-            for index, source in enumerate(self._images(row, name))
-        ]
-
-    def _open(self, source: Any, index: int, name: str) -> Image.Image:
-        return open_image(
-            source,
-            where=self._reference(source, index, name),
-            image_dir=self.image_dir,
-            max_pixels=self._max_image_pixels,
-        )
 
     def _reference(self, source: Any, index: int, name: str) -> str:
         """Return what an image is called in reports: "train:17/images/0 (figure.png)"."""

@@ -40,7 +40,7 @@ class ImageProcessor:
 
     @property
     def calls(self) -> int:
-        """How often images have been processed: once for each prompt with images that was built."""
+        """How often images have been processed: once for each prompt with images that got its pixels here."""
         return self._calls
 
     def image_tokens(self, width: int, height: int) -> int:

@@ -126,6 +126,7 @@ def load_model(
 ) -> Any:
     """Load the whole model, in eval mode, with group attention in place of its own.
 
+    device: "meta" makes the model without its weights, for somebody else to fill in.
     override_config: values of the model's config to replace, nested as the config is.
     Returns: a transformers PreTrainedModel.
     Raises: ModelError if the model is not found or not supported, if a weight is missing, left over or of the wrong
@@ -141,17 +142,23 @@ def load_model(
     _override(config, override_config or {}, where="")
     _refuse_unsupported(config, family)
     auto_class = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
-    model, report = auto_class.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        ignore_mismatched_sizes=True,  # reported below, in our words, with the rest
-        output_loading_info=True,
-    )
-    _refuse_half_loaded(folder, report)
+    device = torch.device(device)
+    if device.type == "meta":
+        with device:
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    else:
+        model, report = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, in our words, with the rest
+            output_loading_info=True,
+        )
+        _refuse_half_loaded(folder, report)
     family.language_model(model).config.use_cache = False
     use_group_attention(model, family)
+    model.name_or_path = model_path  # as it was given, not where the Hub's copy lies
     return model.to(device).eval()
 
 

@@ -17,6 +17,7 @@ from trigon.errors import ModelError
 from trigon.models.attention import plan_attention
 from trigon.models.families import Family
 from trigon.models.logprobs import shifted, token_logprobs
+from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
 
 
@@ -93,28 +94,71 @@ class Policy(nn.Module):
             entropy_gradient=entropy_gradient,
         )
 
+    def layers(self) -> list[nn.Module]:
+        """Return the parts that a sharded policy gathers one after the other: decoder layers and vision blocks."""
+        tower = self.family.vision_tower(self.model)
+        return [*self.family.language_model(self.model).layers, *([] if tower is None else tower.blocks)]
+
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward instead of keeping its activations. Sets train mode, which it needs."""
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()
 
     def freeze_vision_tower(self) -> None:
-        """Keep the vision tower, its merger included, out of training. Does nothing for a text family."""
+        """Keep the vision tower, its merger and adapters included, out of training. Does nothing for a text family.
+
+        Frozen before add_lora, it gets no adapters at all, which is faster.
+        """
         tower = self.family.vision_tower(self.model)
         if tower is not None:
             tower.requires_grad_(False)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model was given LoRA's adapters."""
+        return bool(adapters_of(self.model))
+
     def named_weights(self) -> NamedTensors:
-        """Iterate over all weights under the names that `save_pretrained` writes; a tied head is left out, as there."""
-        for name, weight in self.model.named_parameters():
-            yield self.family.checkpoint_name(name), weight.detach()
+        """Iterate over all weights under the names that `save_pretrained` writes; a tied head is left out, as there.
+
+        Adapters come merged into the weights beside which they learn, in these weights' dtype. Tensors are whole: a
+        sharded one is gathered, by all ranks at once, when its turn comes.
+        """
+        adapters = adapters_of(self.model)
+        own = {half for adapter in adapters.values() for half in (adapter.lora_a, adapter.lora_b)}
+        for name, parameter in self.model.named_parameters():
+            if parameter in own:
+                continue
+            weight = whole(parameter.detach())
+            name = name.replace(".base_layer.", ".")  # where peft keeps what it adapts
+            adapter = adapters.get(name.removesuffix(".weight"))
+            if adapter is not None:
+                lora_a, lora_b = whole(adapter.lora_a.detach()), whole(adapter.lora_b.detach())
+                weight = merged_weight(weight, lora_a, lora_b, adapter.scaling)
+            yield self.family.checkpoint_name(name), weight
+
+    def saved_tensors(self) -> NamedTensors:
+        """Iterate over the live parameters that a checkpoint has to hold, sharded ones as they are.
+
+        All weights under named_weights' names; with LoRA the adapters alone, under peft's.
+        """
+        if self.has_adapters:
+            yield from adapter_tensors(self.model)
+            return
+        for name, parameter in self.model.named_parameters():
+            yield self.family.checkpoint_name(name), parameter
 
     @torch.no_grad()
     def load_named_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy in what named_weights gave.
 
-        Raises: ModelError, with nothing changed, unless all names and shapes match.
+        Raises: ModelError, with nothing changed, unless all names and shapes match and there are no adapters.
         """
+        if self.has_adapters:
+            raise ModelError(
+                "Merged weights cannot be loaded below LoRA's adapters, which would count twice. Load them into a "
+                "model without LoRA, or copy adapters into saved_tensors."
+            )
         own = dict(self.named_weights())
         wrong = [
             *(f"{name} is missing" for name in own.keys() - weights.keys()),
@@ -144,3 +188,10 @@ class Policy(nn.Module):
         merge = self.family.spatial_merge(self.model.config)
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return torch.zeros(merge * merge, width), torch.tensor([[1, merge, merge]])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as one piece: itself, or if it is sharded (a DTensor), gathered by all ranks at once."""
+    # Told apart by its method, so that torch.distributed need not be known here.
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()

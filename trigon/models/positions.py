@@ -66,7 +66,8 @@ def positions_of(family: Family, hf_config: Any) -> Callable[[Prompt], Tensor]:
     """Return the function that gives the positions of a Prompt of this model."""
 
     def positions(prompt: Prompt) -> Tensor:
-        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
+        vision = prompt.pixels()
+        grid_thw = None if vision is None else vision.grid_thw
         return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, family, hf_config)
 
     return positions

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trigon.errors import EngineError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
@@ -25,12 +26,15 @@ def collect(
 ) -> list[RolloutGroup]:
     """Sample sampling.n completions for each prompt, score them, and return one group for each prompt, in order.
 
-    The engine must be awake. Announces the phases "gen", whose progress counts completions, and "reward".
-    Raises: EngineError, RewardError as engine and pool do.
+    A prompt for which the engine failed is left out. The engine must be awake. Announces the phases "gen", whose
+    progress counts completions, and "reward".
+    Raises: EngineError, RewardError as engine and pool do; EngineError if the engine failed for every prompt.
     """
     with phase("gen", total=len(prompts) * sampling.n) as advance:
         completions = rollout.generate(prompts, sampling, step=step, on_progress=advance)
-    asked = list(zip(prompts, completions, strict=True))
+    asked = [(prompt, row) for prompt, row in zip(prompts, completions, strict=True) if row]
+    if prompts and not asked:
+        raise EngineError(f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each.")
     with phase("reward"):
         scores = iter(rewards.score([_request(prompt, completion) for prompt, row in asked for completion in row]))
     return [

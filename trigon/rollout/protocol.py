@@ -31,6 +31,8 @@ class RolloutEngine(Protocol):
     ) -> list[list[Completion]]:
         """Return sampling.n completions for each prompt, in submission order, whatever finishes first.
 
+        None at all for a prompt of which the engine failed to sample one, and failed again.
+
         Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not depend on which
         other prompts are in flight. Media placeholder tokens are never sampled. on_progress hears the number of
         newly finished completions. Raises: EngineError outside awake().

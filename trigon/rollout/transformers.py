@@ -19,7 +19,7 @@ from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
 from trigon.rollout.seeds import sample_seed
-from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
+from trigon.types import Completion, NamedTensors, Prompt, SamplingParams, Vision
 
 
 class TransformersEngine:
@@ -133,11 +133,12 @@ class TransformersEngine:
             () if sampling.ignore_eos else self._processors.stop_token_ids, dtype=torch.int64, device=self._device
         )
         ids = torch.tensor(prompt.token_ids)
-        positions = prompt_positions(ids, None if prompt.vision is None else prompt.vision.grid_thw, family, hf_config)
+        vision = prompt.pixels()
+        positions = prompt_positions(ids, None if vision is None else vision.grid_thw, family, hf_config)
         later = completion_positions(positions, sampling.max_tokens)
 
         cache = DynamicCache()
-        logits = self._forward(ids[None], positions, cache, prompt)[:, -1].expand(n, -1)
+        logits = self._forward(ids[None], positions, cache, vision)[:, -1].expand(n, -1)
         cache.batch_repeat_interleave(n)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
@@ -157,15 +158,15 @@ class TransformersEngine:
             )
         ]
 
-    def _forward(self, ids: Tensor, positions: Tensor, cache: Any, prompt: Prompt | None) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, cache: Any, vision: Vision | None) -> Tensor:
         """Return the last logits, [B, 1, V].
 
-        Args: ids: [B, T]; positions: [A, T], the same in each row; prompt: whose images to look at.
+        Args: ids: [B, T]; positions: [A, T], the same in each row; vision: the images to look at.
         """
         images: dict[str, Tensor] = {}
-        if prompt is not None and prompt.vision is not None:
-            images["pixel_values"] = prompt.vision.pixel_values.to(self._device, self._model.dtype)
-            images["image_grid_thw"] = prompt.vision.grid_thw.to(self._device)
+        if vision is not None:
+            images["pixel_values"] = vision.pixel_values.to(self._device, self._model.dtype)
+            images["image_grid_thw"] = vision.grid_thw.to(self._device)
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),

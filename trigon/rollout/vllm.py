@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, in this process, on the CPU or on one GPU.
+"""vLLM as a rollout engine, in this process, on the CPU or on one GPU; alone, or as one of several ranks.
 
 Knows vLLM, and is the only file that imports it or sets its environment variables; written for 0.32 and 0.33. Prompts
 go in as already processed inputs, token ids and pixel values, so vLLM's own image processing never runs and the trainer
@@ -7,12 +7,14 @@ sees the very same pixels. Refuses to know trainers, rewards, and what the compl
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
@@ -25,8 +27,25 @@ from trigon.rollout.seeds import sample_seed
 from trigon.torchvision_stub import declare_operators
 from trigon.types import Completion, FinishReason, NamedTensors, Prompt, SamplingParams, Vision
 
+# What vLLM says of a request that it gave up for a reason of its own.
+_FAILED = ("abort", "error")
+
 # vLLM raises anything between 0 and the lower one to it, with which the trainer would not agree; it refuses the rest.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One completion asked of vLLM. row: of its prompt. sample: its number within the group. attempt: from 1."""
+
+    row: int
+    sample: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        """What vLLM calls it."""
+        return f"{self.row}.{self.sample}.{self.attempt}"
 
 
 class VllmEngine:
@@ -55,10 +74,13 @@ class VllmEngine:
         override_config: Mapping[str, Any],
         skip_special_tokens: bool,
         disable_log_stats: bool,
+        tensor_parallel_size: int | None = None,
     ) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
         Args:
+            tensor_parallel_size: consecutive ranks of torch.distributed's process group that hold one copy of the
+                model together; all of them must make the same calls. None: this process is alone.
             max_model_len: prompt and response together, in tokens.
             max_num_batched_tokens: of all requests in one forward; at least max_model_len where prompts are not split.
             gpu_memory_utilization: fraction of the GPU that vLLM may hold while awake. On the CPU its cache takes
@@ -99,7 +121,9 @@ class VllmEngine:
                     enable_chunked_prefill=split,
                     enable_prefix_caching=enable_prefix_caching,
                     enable_sleep_mode=device == "cuda",
-                    distributed_executor_backend="uni",
+                    # The latter finds its place by RANK and LOCAL_RANK in the group of processes that is there.
+                    distributed_executor_backend="uni" if tensor_parallel_size is None else "external_launcher",
+                    tensor_parallel_size=tensor_parallel_size or 1,
                     **(_vision_arguments(processors, limit_images) if processors.family.has_vision else {}),
                     logprobs_mode="processed_logprobs",  # the default: those before temperature, top-k and top-p
                     generation_config="vllm",  # the model's own sampling defaults are not wanted
@@ -154,7 +178,8 @@ class VllmEngine:
         step: int,
         on_progress: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. If it is interrupted, all of its requests are dropped.
+        """See RolloutEngine. A request that vLLM gives up is tried once more. If the call is interrupted, all of its
+        requests are dropped.
 
         Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len, for too many images,
         and for a temperature that vLLM does not take.
@@ -176,29 +201,47 @@ class VllmEngine:
         # batch, and differs in its last bits from one computed now.
         self._forget_caches()
         completions: list[list[Completion | None]] = [[None] * sampling.n for _ in prompts]
-        requests: dict[str, tuple[int, int]] = {}
+        asked: dict[str, _Request] = {}
+        lost: set[int] = set()  # prompts of which a request failed twice
+
+        def ask(request: _Request) -> None:
+            prompt = prompts[request.row]
+            params = self._vllm_sampling(sampling, step=step, prompt_id=prompt.prompt_id, sample=request.sample)
+            asked[request.name] = request
+            self._engine.add_request(request.name, inputs[request.row], params)
+
         with (
             torch.random.fork_rng(devices=[]),  # vLLM draws from the global generator as well, to no effect
             torch.compiler.set_stance(self._stance),
         ):
             try:
-                for row, prompt in enumerate(prompts):
-                    engine_input = self._engine_input(prompt)
-                    for sample in range(sampling.n):
-                        request_id = f"{row}.{sample}"
-                        params = self._vllm_sampling(sampling, step=step, prompt_id=prompt.prompt_id, sample=sample)
-                        requests[request_id] = (row, sample)
-                        self._engine.add_request(request_id, engine_input, params)
+                inputs = [self._engine_input(prompt) for prompt in prompts]
+                for row, sample in itertools.product(range(len(prompts)), range(sampling.n)):
+                    ask(_Request(row, sample, attempt=1))
                 while self._engine.has_unfinished_requests():
-                    finished = [output for output in self._engine.step() if output.finished]
-                    for output in finished:
-                        row, sample = requests.pop(output.request_id)
-                        completions[row][sample] = self._completion(output.outputs[0], prompts[row], sampling)
-                    if finished and on_progress is not None:
-                        on_progress(len(finished))
+                    num_done = 0
+                    for output in self._engine.step():
+                        if not output.finished:
+                            continue
+                        request = asked.pop(output.request_id)
+                        if output.outputs[0].finish_reason not in _FAILED:
+                            completions[request.row][request.sample] = self._completion(
+                                output.outputs[0], prompts[request.row], sampling
+                            )
+                        elif request.attempt == 1:  # the same seed, so that a success leaves no trace of the failure
+                            ask(_Request(request.row, request.sample, attempt=2))
+                            continue
+                        else:
+                            lost.add(request.row)
+                        num_done += 1
+                    if num_done and on_progress is not None:
+                        on_progress(num_done)
             finally:
-                self._engine.abort_request(list(requests))
-        return [[_present(completion) for completion in row] for row in completions]
+                self._engine.abort_request(list(asked))
+        return [
+            [] if row in lost else [_present(completion) for completion in samples]
+            for row, samples in enumerate(completions)
+        ]
 
     def close(self) -> None:
         """Free everything, vLLM's process group (that of torch.distributed) with it. Safe to call twice."""
@@ -293,7 +336,8 @@ class VllmEngine:
                 f"need {needed} tokens, but worker.rollout.max_model_len is {self._max_model_len}. Raise it, or "
                 "shorten either."
             )
-        num_images = 0 if prompt.vision is None else len(prompt.vision.grid_thw)
+        vision = prompt.pixels()
+        num_images = 0 if vision is None else len(vision.grid_thw)
         if 0 < self._limit_images < num_images:
             raise EngineError(
                 f"{prompt.prompt_id}: it has {num_images} images, but worker.rollout.limit_images is "
@@ -304,11 +348,11 @@ class VllmEngine:
         """Return what vLLM's own processor would have made of the prompt, made of what we have processed already."""
         from vllm.inputs.engine import mm_input, tokens_input
 
-        if prompt.vision is None:
+        vision = prompt.pixels()
+        if vision is None:
             return tokens_input(list(prompt.token_ids))
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-        vision = prompt.vision
         items = MultiModalKwargsItems.from_hf_inputs(
             {"pixel_values": vision.pixel_values, "image_grid_thw": vision.grid_thw},
             {

@@ -6,7 +6,7 @@ it counts. For tests of the loop, and for trying a dataset and a reward function
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -42,9 +42,14 @@ class FakeTrainEngine:
         """See TrainEngine."""
         yield "updates", torch.tensor([float(self.updates)])
 
-    def save_state(self, folder: Path, *, model_only: bool) -> None:
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""
-        (folder / "optimizer.json").write_text(json.dumps({"updates": self.updates}), encoding="utf-8")
+        text = json.dumps({"updates": self.updates})
+
+        def write() -> None:
+            (folder / "optimizer.json").write_text(text, encoding="utf-8")
+
+        return write
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""

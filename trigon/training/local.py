@@ -1,34 +1,46 @@
-"""The train engine of one process on one device. Knows the policy and its optimizer; refuses to know Ray and vLLM."""
+"""The train engine of one process on one device: the whole of it, or one rank of several.
+
+Knows the policy and its optimizer, and through Ranks that there may be others. Refuses to know Ray and vLLM.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trigon.algorithms.reduce import count_denominators
+from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.data.packing import Positions, pack_train
-from trigon.errors import CheckpointError, ModelError
+from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
-from trigon.models.policy import Policy
-from trigon.training.optim import Schedule, Strategy, make_optimizer, state_bytes, state_dtype
-from trigon.training.step import LossTerms, micro_batch_backward, score_rollouts, to_device
+from trigon.models.lora import adapter_config, adapters_off
+from trigon.models.policy import Policy, whole
+from trigon.training.optim import Schedule, Strategy, make_optimizer, on_this_rank, state_bytes, state_dtype
+from trigon.training.parallel import Alone, Ranks, passes_in_step
+from trigon.training.protocol import LogprobEngine
+from trigon.training.state import ShardedFiles, load_tensors, save_tensors, stage
+from trigon.training.step import LossTerms, idle_backward, micro_batch_backward, score_rollouts, to_device
 from trigon.types import NamedTensors, RolloutGroup, TrainGroup
 
-WEIGHTS_FILE = "weights.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
+WEIGHTS_FOLDER = "weights"
+ADAPTER_FOLDER = "adapter"
+OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "state.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large a policy and its training are, at their peak. parameters, trainable: numbers; the rest in bytes."""
+    """How large a policy and its training are, at their peak. parameters, trainable: numbers, of the whole policy.
+
+    The rest in bytes, and on this rank alone.
+    """
 
     parameters: int
     trainable: int
@@ -47,25 +59,33 @@ class LocalScorer:
         positions: Positions,
         max_tokens: int,
         device: torch.device,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         offload_params: bool,
+        ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
     ) -> None:
-        """max_tokens: token budget of a packed row. offload_params: keep the weights on the CPU between calls."""
+        """max_tokens: token budget of a packed row. offload_params: keep the weights on the CPU between calls.
+
+        compute_dtype: of the forward; None where the policy sees to that by itself, as one that is sharded does.
+        """
         self.policy = policy
         self.device = device
         self._positions = positions
         self._max_tokens = max_tokens
         self._compute_dtype = compute_dtype
         self._offload_params = offload_params
+        self._ranks = ranks
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return the context in which the policy computes: autocast, unless the weights have the dtype already."""
-        weights_dtype = next(self.policy.parameters()).dtype
-        return torch.autocast(self.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype != weights_dtype)
+        """Return the context in which the policy computes: autocast, unless all weights have the dtype already."""
+        wanted = self._compute_dtype
+        if wanted is None or all(parameter.dtype == wanted for parameter in self.policy.parameters()):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=wanted)
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """See LogprobEngine."""
-        self.policy.to(self.device)
+        """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
+        if self._offload_params:
+            self.policy.to(self.device)
         result = score_rollouts(
             self.policy,
             groups,
@@ -73,6 +93,7 @@ class LocalScorer:
             positions=self._positions,
             precision=self.precision,
             device=self.device,
+            ranks=self._ranks,
         )
         if self._offload_params:
             self.policy.to("cpu")
@@ -80,7 +101,7 @@ class LocalScorer:
 
 
 class LocalTrainEngine:
-    """TrainEngine in one process."""
+    """TrainEngine in one process. Of several ranks each is given its own groups, and all are to be called together."""
 
     def __init__(
         self,
@@ -96,15 +117,18 @@ class LocalTrainEngine:
         update_max_tokens: int,
         score_max_tokens: int,
         device: torch.device,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         offload_params: bool,
         offload_optimizer: bool,
+        ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
     ) -> None:
-        """update_max_tokens, score_max_tokens: token budgets of a packed row with and without gradient.
+        """policy: where it computes, on device, or sharded over ranks.
 
+        update_max_tokens, score_max_tokens: token budgets of a packed row with and without gradient.
+        compute_dtype: as in LocalScorer.
         offload_params, offload_optimizer: keep them on the CPU while the rollout engine has the device.
         """
-        self._policy = policy.to(device)
+        self._policy = policy
         self._terms = terms
         self._schedule = schedule
         self._max_grad_norm = max_grad_norm
@@ -114,6 +138,7 @@ class LocalTrainEngine:
         self._offload_params = offload_params
         self._offload_optimizer = offload_optimizer
         self._strategy = strategy
+        self._ranks = ranks
         self._optimizer = make_optimizer(
             policy.parameters(),
             strategy=strategy,
@@ -129,73 +154,104 @@ class LocalTrainEngine:
             device=device,
             compute_dtype=compute_dtype,
             offload_params=False,  # weights() decides when the policy leaves the device
+            ranks=ranks,
         )
+
+    def reference(self) -> LogprobEngine:
+        """Return what scores under the weights below LoRA's adapters, which training leaves as they were."""
+        return _BelowAdapters(self, self._policy)
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
+        self._wake(optimizer=False)
         return self._scorer.logprobs(groups)
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. Gradients are the sum over micro-batches; each was divided by the whole step's counts."""
-        self._wake()
+        """See TrainEngine. Gradients are the sum over micro-batches; each was divided by the whole step's counts.
+
+        The metrics of all ranks, merged, are those of the update.
+        """
+        self._wake(optimizer=True)
         batches = pack_train(groups, max_tokens=self._update_max_tokens, positions=self._positions)
-        denominators = count_denominators(sequence.loss_mask for group in groups for sequence in group.sequences)
-        metrics = merge(
-            *(
-                micro_batch_backward(
-                    self._policy,
-                    to_device(batch, self._device),
-                    self._terms,
-                    denominators,
-                    self._scorer.precision,
-                )
-                for batch in batches
+        passes = passes_in_step([batch.packed.pixel_values is not None for batch in batches], self._ranks)
+        denominators = self._count(groups)
+        metrics: Metrics = {}
+        same_parameters = len(set(passes)) == 1  # without an image the vision tower gets no gradient
+        for index, touch_vision in enumerate(passes):
+            self._ranks.before_forward(self._policy, settle=index == len(passes) - 1 or not same_parameters)
+            if index >= len(batches):
+                idle_backward(self._policy, self._scorer.precision, touch_vision=touch_vision)
+                continue
+            shares = micro_batch_backward(
+                self._policy,
+                to_device(batches[index], self._device),
+                self._terms,
+                denominators,
+                self._scorer.precision,
+                touch_vision=touch_vision,
+                gradient_scale=float(self._ranks.size),  # a sharded policy takes the mean over the ranks
             )
-        )
+            metrics = merge(metrics, shares)
         rate = self._schedule.learning_rate(self._updates + 1)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)))
         finite = norm < float("inf")  # False for nan as well
         if finite:
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+        share = metrics.get("actor/pg_loss", Sum(0.0)).value
+        [loss] = self._ranks.totals([share])
         update_metrics: dict[str, Metric] = {
             # The micro-batches' shares add up to the loss of one update; a step's updates are averaged.
-            "actor/pg_loss": Mean(metrics.pop("actor/pg_loss").value),
+            "actor/pg_loss": Mean(loss),
             "actor/grad_norm": Mean(norm) if finite else Mean(0.0, 0.0),
             "actor/lr": Mean(rate),
-            "actor/skipped_updates": Sum(float(not finite)),
+            "actor/skipped_updates": Sum(float(not finite and self._ranks.rank == 0)),
             "actor/micro_batches": Sum(float(len(batches))),
             "actor/packed_tokens": Sum(float(sum(batch.packed.token_ids.numel() for batch in batches))),
         }
-        return merge(metrics, update_metrics)
+        return {**metrics, **update_metrics}
 
     def weights(self) -> NamedTensors:
         """See TrainEngine. Once all have been taken, what is to be offloaded leaves the device."""
+        self._wake(optimizer=False)
         yield from self._policy.named_weights()
         if self._offload_params:
             self._policy.to("cpu")
         if self._offload_optimizer:
             self._move_optimizer(torch.device("cpu"))
 
-    def save_state(self, folder: Path, *, model_only: bool) -> None:
-        """See TrainEngine. Writes weights.safetensors, optimizer.safetensors and state.json."""
-        save_file({name: tensor.contiguous() for name, tensor in self._policy.named_weights()}, folder / WEIGHTS_FILE)
-        if model_only:
-            return
-        save_file(self._optimizer_tensors(), folder / OPTIMIZER_FILE)
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """See TrainEngine. Writes weights/ (adapter/ with LoRA), optimizer/ and state.json; each rank its part."""
+        parts = {self._weights_folder: stage(self._saved_weights())}
+        if not model_only:
+            parts[OPTIMIZER_FOLDER] = stage(self._optimizer_tensors())
         state = {"updates": self._updates, "strategy": self._strategy}
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        model: Any = self._policy.model
+        adapter = adapter_config(model, base_model=model.name_or_path) if self._policy.has_adapters else None
+
+        def write() -> None:
+            for name, tensors in parts.items():
+                save_tensors(tensors, folder / name, group=self._ranks.state_group)
+            if self._ranks.rank > 0:
+                return
+            if not model_only:
+                _write_json(folder / STATE_FILE, state)
+            if adapter is not None:
+                _write_json(folder / ADAPTER_CONFIG, adapter)
+
+        return write
 
     def load_state(self, folder: Path) -> None:
-        """See TrainEngine."""
-        for name in (WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE):
-            if not (folder / name).is_file():
+        """See TrainEngine. How many ranks wrote it does not matter."""
+        for name in (self._weights_folder, OPTIMIZER_FOLDER, STATE_FILE):
+            if not (folder / name).exists():
                 raise CheckpointError(
                     f"{folder} has no {name}: a checkpoint saved with trainer.save_model_only=true cannot be resumed; "
-                    "export it and start from it as worker.actor.model.model_path instead"
+                    "export it and start from it as worker.actor.model.model_path instead. Nor can one of a run with "
+                    "LoRA by a run without, or the other way round"
                 )
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if state["strategy"] != self._strategy:
@@ -203,42 +259,45 @@ class LocalTrainEngine:
                 f"{folder} was saved with worker.actor.optim.strategy={state['strategy']}, "
                 f"this run has {self._strategy}"
             )
-        self._load_weights(load_file(folder / WEIGHTS_FILE), folder)
-        self._load_optimizer_tensors(load_file(folder / OPTIMIZER_FILE), folder)
+        self._wake(optimizer=True)
+        load_tensors(self._saved_weights(), folder / self._weights_folder, group=self._ranks.state_group)
+        self._load_optimizer_tensors(folder / OPTIMIZER_FOLDER)
         self._updates = int(state["updates"])
 
     def sizes(self) -> Sizes:
         """Return how much memory weights, gradients and optimizer take once training runs; activations not counted."""
         parameters = list(self._policy.parameters())
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+        gradient_bytes = sum(part.numel() * part.element_size() for part in map(on_this_rank, trainable))
         return Sizes(
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in trainable),
-            weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
             gradient_bytes=gradient_bytes,
-            optimizer_bytes=sum(state_bytes(parameter, self._strategy) for parameter in trainable),
+            optimizer_bytes=sum(state_bytes(part, self._strategy) for part in map(on_this_rank, trainable)),
         )
 
     def close(self) -> None:
         """See TrainEngine. Nothing but memory is held."""
 
-    def _load_weights(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        own = {name: tensor.dtype for name, tensor in self._policy.named_weights()}
-        retyped = sorted(name for name, tensor in tensors.items() if name in own and tensor.dtype != own[name])
-        if retyped:
-            raise CheckpointError(
-                f"{folder} holds {retyped[0]} as {tensors[retyped[0]].dtype}, this run as {own[retyped[0]]} "
-                f"({len(retyped)} such tensors in all); set worker.actor.fsdp.torch_dtype as it was when it was saved"
-            )
-        try:
-            self._policy.load_named_weights(tensors)
-        except ModelError as error:
-            raise CheckpointError(f"{folder} cannot be resumed: {error}") from error
+    @property
+    def _weights_folder(self) -> str:
+        return ADAPTER_FOLDER if self._policy.has_adapters else WEIGHTS_FOLDER
 
-    def _wake(self) -> None:
-        self._policy.to(self._device)
-        self._move_optimizer(self._device)
+    def _saved_weights(self) -> dict[str, Tensor]:
+        return dict(self._policy.saved_tensors())
+
+    def _count(self, groups: Sequence[TrainGroup]) -> Denominators:
+        """Return what the update trains on, on all ranks."""
+        ours = count_denominators(sequence.loss_mask for group in groups for sequence in group.sequences)
+        tokens, sequences = self._ranks.totals([ours.tokens, ours.sequences])
+        return Denominators(int(tokens), int(sequences))
+
+    def _wake(self, *, optimizer: bool) -> None:
+        if self._offload_params:
+            self._policy.to(self._device)
+        if optimizer and self._offload_optimizer:
+            self._move_optimizer(self._device)
 
     def _move_optimizer(self, device: torch.device) -> None:
         for state in self._optimizer.state.values():
@@ -254,35 +313,48 @@ class LocalTrainEngine:
             for key, value in state.items()
         }
 
-    def _load_optimizer_tensors(self, tensors: dict[str, Tensor], folder: Path) -> None:
+    def _load_optimizer_tensors(self, folder: Path) -> None:
         """Give every tensor back to its parameter. Raises: CheckpointError if they do not fit."""
-        parameters = dict(self._policy.named_parameters())
-        keys = {key.rpartition("/")[2] for key in tensors}
-        trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        trainable = {name: parameter for name, parameter in self._policy.named_parameters() if parameter.requires_grad}
+        wanted: dict[str, Tensor] = {}
+        unknown: list[str] = []
         # A parameter that never received a gradient (a vision tower that saw no image) has no state.
-        stateful = {key.rpartition("/")[0] for key in tensors}
-        unknown = sorted(stateful - trainable.keys())
-        incomplete = sorted(
-            f"{name}/{key}" for name in stateful & trainable.keys() for key in keys if f"{name}/{key}" not in tensors
-        )
-        misshapen = sorted(
-            full
-            for full, tensor in tensors.items()
-            if not full.endswith("/step")
-            and (name := full.rpartition("/")[0]) in trainable
-            and (
-                tensor.shape != trainable[name].shape
-                or tensor.dtype != state_dtype(trainable[name], full.rpartition("/")[2], self._strategy)
-            )
-        )
-        if unknown or incomplete or misshapen:
-            raise CheckpointError(
-                f"the optimizer state in {folder} does not fit this model: "
-                f"unknown {unknown[:3]}, missing {incomplete[:3]}, of another shape or dtype {misshapen[:3]} "
-                f"({len(unknown)}, {len(incomplete)} and {len(misshapen)} in all)"
-            )
-        self._optimizer.state.clear()
-        for full, tensor in tensors.items():
+        for full in ShardedFiles(folder).tensors:
             name, _, key = full.rpartition("/")
-            parameter = trainable[name]
-            self._optimizer.state[parameter][key] = tensor if key == "step" else tensor.to(parameter.device)
+            if name not in trainable:
+                unknown.append(full)
+            elif key == "step":  # torch keeps the step count on the CPU
+                wanted[full] = torch.zeros(())
+            else:
+                parameter = trainable[name]
+                wanted[full] = torch.zeros_like(parameter, dtype=state_dtype(parameter, key, self._strategy))
+        keys = {full.rpartition("/")[2] for full in wanted}
+        stateful = {full.rpartition("/")[0] for full in wanted}
+        incomplete = sorted(f"{name}/{key}" for name in stateful for key in keys if f"{name}/{key}" not in wanted)
+        if unknown or incomplete:
+            raise CheckpointError(
+                f"the optimizer state in {folder} does not fit this model: unknown {sorted(unknown)[:3]}, missing "
+                f"{incomplete[:3]} ({len(unknown)} and {len(incomplete)} in all)"
+            )
+        load_tensors(wanted, folder, group=self._ranks.state_group)
+        self._optimizer.state.clear()
+        for full, tensor in wanted.items():
+            name, _, key = full.rpartition("/")
+            self._optimizer.state[trainable[name]][key] = tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _BelowAdapters:
+    """Scores with an engine's policy as if it had no adapters. Satisfies LogprobEngine."""
+
+    engine: LocalTrainEngine
+    policy: Policy
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine."""
+        with adapters_off(self.policy.model):
+            return self.engine.logprobs(groups)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,12 @@ def make_optimizer(
             assert_never(strategy)
 
 
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: a sharded one's shard, any other as it is."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else cast(Tensor, local())
+
+
 def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
     """Return the bytes that the optimizer's states of one parameter take, itself and its gradient not counted."""
     match strategy:
@@ -126,13 +132,16 @@ class AdamWBf16(Optimizer):
             state["compensation"] = torch.zeros_like(parameter)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        gradient = gradient.float()
-        mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
-        state["exp_avg"].copy_(mean)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = mean.div_(1 - beta1**step).div_(scale).add_(parameter.float(), alpha=group["weight_decay"])
-        wanted = state["compensation"].float().sub(update, alpha=group["lr"])
-        before = parameter.to(torch.float32, copy=True)
-        parameter.copy_(before + wanted)
-        state["compensation"].copy_(wanted - (parameter.float() - before))
+        # Element by element, so that a sharded parameter's shard is all that this rank need look at.
+        weight, gradient = on_this_rank(parameter), on_this_rank(gradient).float()
+        first, second = on_this_rank(state["exp_avg"]), on_this_rank(state["exp_avg_sq"])
+        compensation = on_this_rank(state["compensation"])
+        mean = first.float().lerp(gradient, 1 - beta1)
+        first.copy_(mean)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = mean.div_(1 - beta1**step).div_(scale).add_(weight.float(), alpha=group["weight_decay"])
+        wanted = compensation.float().sub(update, alpha=group["lr"])
+        before = weight.to(torch.float32, copy=True)
+        weight.copy_(before + wanted)
+        compensation.copy_(wanted - (weight.float() - before))

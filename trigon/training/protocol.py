@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,8 +34,11 @@ class TrainEngine(LogprobEngine, Protocol):
         """Iterate over the policy's weights under their Hugging Face checkpoint names; nothing is copied."""
         ...
 
-    def save_state(self, folder: Path, *, model_only: bool) -> None:
-        """Write weights, and unless model_only the optimizer, into an existing folder, as safetensors and JSON only."""
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """Copy weights, and unless model_only the optimizer, and return what writes them into an existing folder.
+
+        What is returned may run in another thread while the engine goes on. It writes safetensors and JSON only.
+        """
         ...
 
     def load_state(self, folder: Path) -> None:

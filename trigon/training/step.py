@@ -1,6 +1,6 @@
-"""One rank's share of a pass:
+"""One rank's share of a pass: forward, loss and backward over micro-batches.
 
-forward, loss and backward over micro-batches. Refuses to know optimizers, ranks and engines.
+Refuses to know optimizers and engines, and of other ranks all but that passes are made together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trigon.algorithms.reduce import Averaging, Denominators, reduce_loss
 from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from trigon.models.policy import Policy
-from trigon.types import MicroBatch, PackedGroups, RolloutGroup
+from trigon.training.parallel import Ranks, passes_in_step
+from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup
 
 Precision = Callable[[], AbstractContextManager[object]]
 """Makes the context (autocast, or none) in which the policy computes."""
@@ -54,11 +55,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def micro_batch_backward(
-    policy: Policy, batch: MicroBatch, terms: LossTerms, denominators: Denominators, precision: Precision
+    policy: Policy,
+    batch: MicroBatch,
+    terms: LossTerms,
+    denominators: Denominators,
+    precision: Precision,
+    *,
+    touch_vision: bool,
+    gradient_scale: float,
 ) -> Metrics:
-    """Add this micro-batch's share of the step's gradient, and return its metrics, weighted by its trainable tokens."""
+    """Add this micro-batch's share of the step's gradient, and return its metrics, weighted by its trainable tokens.
+
+    touch_vision: as in Policy.forward. gradient_scale: by which the gradient, and nothing else, is multiplied.
+    """
     with precision():
-        said = policy(batch.packed)
+        said = policy(batch.packed, touch_vision=touch_vision)
     logprobs, mask = said.logprobs, batch.loss_mask
     # Where the policy cannot have changed since sampling, old is what it says now: the ratio is exactly 1.
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -99,10 +110,17 @@ def micro_batch_backward(
         kl = kl_per_token(logprobs, batch.ref_logprobs, terms.kl_estimator)
         loss = loss + terms.kl_coefficient * reduced(kl)
         metrics["actor/kl_loss"] = per_token_mean(kl)
-    torch.autograd.backward(loss)
+    torch.autograd.backward(loss * gradient_scale)
     if batch.old_logprobs is None:
         return merge(metrics, mismatch_metrics(batch.sampling_logprobs, logprobs, mask))
     return metrics
+
+
+def idle_backward(policy: Policy, precision: Precision, *, touch_vision: bool) -> None:
+    """Make a pass whose gradient is zero: what a rank without a micro-batch does while others have one."""
+    with precision():
+        said = policy(_idle_row(policy), touch_vision=touch_vision)
+    torch.autograd.backward(said.logprobs.sum() * 0.0)
 
 
 def score_rollouts(
@@ -113,8 +131,29 @@ def score_rollouts(
     positions: Positions,
     precision: Precision,
     device: torch.device,
+    ranks: Ranks,
 ) -> list[list[Tensor]]:
-    """Return the policy's log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU."""
+    """Return the policy's log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU.
+
+    groups: this rank's own; it may have none.
+    """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
+    passes = passes_in_step([row.packed.pixel_values is not None for row in rows], ranks)
+    said: list[Tensor] = []
     with torch.no_grad(), precision():
-        return by_group(rows, [policy(to_device(row.packed, device)).logprobs.cpu() for row in rows])
+        for index, touch_vision in enumerate(passes):
+            packed = rows[index].packed if index < len(rows) else _idle_row(policy)
+            said.append(policy(to_device(packed, device), touch_vision=touch_vision).logprobs.cpu())
+    ranks.after_pass(policy)
+    return by_group(rows, said[: len(rows)])
+
+
+def _idle_row(policy: Policy) -> PackedGroups:
+    """Return the smallest row there is: a prompt of one token and a completion of one token."""
+    return PackedGroups(
+        token_ids=torch.zeros(2, dtype=torch.int64),
+        position_ids=torch.arange(2).expand(3 if policy.family.rope == "mrope" else 1, 2).contiguous(),
+        spans=(GroupSpan(prompt=(0, 1), completions=((1, 2),)),),
+        pixel_values=None,
+        grid_thw=None,
+    )

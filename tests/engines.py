@@ -1,0 +1,140 @@
+"""Train engines on tiny genuine models, alone or as one rank of several, and groups for them to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from oracle import make_group, make_prompt
+from torch import Tensor
+
+from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
+from trigon.training.fsdp import ProcessRanks, Sharding, open_sharded
+from trigon.training.local import LocalTrainEngine
+from trigon.training.optim import Schedule
+from trigon.training.parallel import Alone
+from trigon.training.state import ShardedFiles
+from trigon.training.step import LossTerms
+from trigon.types import RolloutGroup, TrainGroup, TrainSequence
+
+ONE_ROW = 1_000_000
+CPU = torch.device("cpu")
+TERMS = LossTerms(clip_low=0.2, clip_high=0.3, clip_dual=3.0, averaging="token", kl_estimator=None, kl_coefficient=0.0)
+KL_TERMS = replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.1)
+
+
+def make_engine(
+    folder: Path,
+    *,
+    terms: LossTerms = TERMS,
+    strategy: str = "adamw",
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    max_tokens: int = ONE_ROW,
+    freeze: bool = False,
+    checkpointing: bool = False,
+    warmup_updates: int = 0,
+    lora_rank: int = 0,
+    sharding: Sharding | None = None,
+) -> LocalTrainEngine:
+    """sharding: None in a process that is alone; else this process is one of the ranks of its process group.
+
+    dtype: of the weights. compute_dtype: the same if None; a sharded policy knows its own.
+    """
+    processors = processors_of(folder)
+
+    def make_policy(device: torch.device) -> Policy:
+        policy = Policy(
+            load_model(str(folder), dtype=dtype, device=device),
+            processors.family,
+            temperature=0.7,
+            banned_token_ids=processors.banned_token_ids,
+        )
+        if freeze:
+            policy.freeze_vision_tower()
+        if lora_rank:
+            add_lora(policy.model, LoraSettings(lora_rank, 2 * lora_rank, "all-linear", None), seed=0)
+        if checkpointing:
+            policy.enable_gradient_checkpointing()
+        return policy
+
+    ranks = Alone() if sharding is None else ProcessRanks(CPU)
+    policy = make_policy(CPU) if sharding is None else open_sharded(make_policy, ranks, sharding, CPU)
+    return LocalTrainEngine(
+        policy,
+        terms=terms,
+        strategy=strategy,
+        schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
+        betas=(0.9, 0.999),
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        positions=positions_of(processors.family, processors.hf_config),
+        update_max_tokens=max_tokens,
+        score_max_tokens=max_tokens,
+        device=CPU,
+        compute_dtype=(compute_dtype or dtype) if sharding is None else None,
+        offload_params=False,
+        offload_optimizer=False,
+        ranks=ranks,
+    )
+
+
+@cache
+def processors_of(folder: Path) -> Processors:
+    return load_processors(str(folder))
+
+
+def make_rollouts(folder: Path, *, seed: int = 0, images: bool = True) -> list[RolloutGroup]:
+    """Three groups of three answers: with an image, with another one, and text alone. No images for a text family."""
+    processors = processors_of(folder)
+    seen = images and processors.family.has_vision
+    return [
+        make_group(make_prompt(processors, [(4, 6)] if seen else [], seed=seed + 1), [3, 7, 1], seed=seed + 11),
+        make_group(make_prompt(processors, [(4, 4)] if seen else [], seed=seed + 2), [5, 2, 4], seed=seed + 12),
+        make_group(make_prompt(processors, [], seed=seed + 3), [6, 3, 2], seed=seed + 13),
+    ]
+
+
+def to_train(
+    rollouts: Sequence[RolloutGroup],
+    *,
+    advantages: Sequence[float] = (1.0, -0.75, 0.25),
+    masked: Sequence[tuple[int, int]] = (),
+    old: Sequence[Sequence[Tensor]] | None = None,
+    ref: Sequence[Sequence[Tensor]] | None = None,
+) -> list[TrainGroup]:
+    """Give answer i of every group the advantage i. masked: (group, answer) that do not train."""
+    return [
+        TrainGroup(
+            group.prompt,
+            tuple(
+                TrainSequence(
+                    token_ids=rollout.completion.token_ids,
+                    loss_mask=torch.full((length,), float((g, i) not in masked)),
+                    advantages=torch.full((length,), advantages[i]),
+                    sampling_logprobs=torch.full((length,), -6.5),
+                    old_logprobs=None if old is None else old[g][i],
+                    ref_logprobs=None if ref is None else ref[g][i],
+                )
+                for i, rollout in enumerate(group.rollouts)
+                for length in [len(rollout.completion.token_ids)]
+            ),
+        )
+        for g, group in enumerate(rollouts)
+    ]
+
+
+def weights_of(engine: LocalTrainEngine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Return the whole tensors of a folder that any number of ranks wrote."""
+    files = ShardedFiles(folder)
+    return {name: files.read(name) for name in files.tensors}

@@ -1,0 +1,318 @@
+"""Exports of what LoRA learned: merged into the base model, or as an adapter that peft loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trigon.checkpoint import export
+from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.store import CheckpointStore, open_checkpoint
+from trigon.cli.export import main
+from trigon.errors import CheckpointError
+from trigon.models.families import family_of
+from trigon.models.load import copy_side_files, load_model
+from trigon.models.lora import LoraSettings, adapter_config, adapters_of, add_lora
+from trigon.models.policy import Policy
+from trigon.torchvision_stub import declare_operators
+from trigon.training.state import save_tensors
+
+FAMILIES = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen2", False), ("llama", True)]
+Edit = Callable[[dict[str, Any]], None]
+
+
+def adapted_policy(base: Path, *, exclude: str | None = None) -> Policy:
+    """A policy whose adapters change what it computes by far more than any tolerance."""
+    model = load_model(str(base), dtype=torch.float32, device="cpu")
+    add_lora(model, LoraSettings(4, 8, "all-linear", exclude), seed=0)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for adapter in adapters_of(model).values():
+            adapter.lora_b.add_(0.1 * torch.randn(adapter.lora_b.shape, generator=generator))
+    return Policy(model, family_of(model.config), temperature=1.0, banned_token_ids=())
+
+
+def save(root: Path, base: Path, policy: Policy, *, edit: Edit = lambda config: None) -> Path:
+    """Write a checkpoint as a run with LoRA does. edit: spoils the adapter's config before that."""
+
+    def write(actor: Path) -> None:
+        config = adapter_config(policy.model, base_model=str(base))
+        edit(config)
+        (actor / "adapter_config.json").write_text(json.dumps(config))
+        save_tensors(dict(policy.saved_tensors()), actor / "adapter", group=None)
+        copy_side_files(base, actor / "huggingface")
+
+    CheckpointStore(root, keep=-1).save(5, write=write, progress={}, score=None)
+    return root / "global_step_5"
+
+
+def saved_tensors(policy: Policy) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in policy.saved_tensors()}
+
+
+def hugging_face(folder: Path) -> Any:
+    declare_operators()
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_vision = family_of(AutoConfig.from_pretrained(folder)).has_vision
+    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    return auto_class.from_pretrained(folder).eval()
+
+
+def with_peft(base: Path, adapter: Path) -> Any:
+    model = hugging_face(base)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def logits(model: Any, folder: Path) -> Tensor:
+    from transformers import AutoProcessor, AutoTokenizer
+
+    text = "user: how many circles? assistant:"
+    if family_of(model.config).has_vision:
+        image = torch.randint(0, 256, (3, 56, 84), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+        text = "<|vision_start|><|image_pad|><|vision_end|>" + text
+        inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
+    else:
+        inputs = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    with torch.no_grad():
+        return model(**inputs).logits.float()
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_vlm: Path) -> Policy:
+    return adapted_policy(tiny_vlm, exclude=".*visual.*")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> Path:
+    return save(tmp_path / "run", tiny_vlm, adapted)
+
+
+@pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
+def test_merged_weights_are_the_policys_own_and_compute_what_peft_computes_with_the_adapter(
+    tmp_path: Path, tiny_model: Callable[..., Path], model_type: str, tied: bool
+) -> None:
+    base = tiny_model(model_type, tie_word_embeddings=tied)
+    policy = adapted_policy(base)
+    checkpoint = save(tmp_path / "run", base, policy)
+    merged = export_checkpoint(checkpoint, None, dtype=None)
+    adapter = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+
+    assert merged == checkpoint / "huggingface_model"
+    written, expected = load_file(merged / "model.safetensors"), dict(policy.named_weights())
+    assert written.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+
+    assert adapter == checkpoint / "lora_adapter"
+    here, there = logits(hugging_face(merged), base), logits(hugging_face(base), base)
+    assert (here - there).abs().max() > 0.1
+    by_peft = logits(with_peft(base, adapter), base)
+    torch.testing.assert_close(by_peft, here, atol=1e-4, rtol=0)
+
+
+def test_an_adapter_folder_is_what_peft_itself_would_have_saved(
+    checkpoint: Path, adapted: Policy, tiny_vlm: Path, tmp_path: Path
+) -> None:
+    folder = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "trigon_export.json",
+    }
+    with_peft(tiny_vlm, folder).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "theirs"))
+    assert ours.keys() == theirs.keys() == saved_tensors(adapted).keys()
+    for name, tensor in saved_tensors(adapted).items():
+        assert torch.equal(ours[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+    ours, theirs = (json.loads((place / "adapter_config.json").read_text()) for place in (folder, tmp_path / "theirs"))
+    for key in ("base_model_name_or_path", "r", "lora_alpha", "task_type", "peft_type", "bias"):
+        assert ours[key] == theirs[key], key
+    assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
+    assert ours["base_model_name_or_path"] == str(tiny_vlm)
+
+
+def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_one_that_is_asked_for(
+    tmp_path: Path, tiny_vlm: Path
+) -> None:
+    base = tmp_path / "base"
+    hugging_face(tiny_vlm).bfloat16().save_pretrained(base)
+    copy_side_files(tiny_vlm, tmp_path / "side")
+    for file in (tmp_path / "side").iterdir():
+        if file.name != "config.json":
+            shutil.copyfile(file, base / file.name)
+    policy = adapted_policy(base)  # in float32, as a run has it
+    checkpoint = save(tmp_path / "run", base, policy)
+    exact = dict(policy.named_weights())
+
+    folder = export_checkpoint(checkpoint, None, dtype=None)
+    weights = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weights[name], exact[name].bfloat16()) for name in exact)
+    assert hugging_face(folder).dtype == torch.bfloat16
+
+    folder = export_checkpoint(checkpoint, None, dtype="fp32")
+    weights = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weights[name], exact[name]) for name in exact)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+    folder = export_checkpoint(checkpoint, None, dtype="bf16", adapter=True)
+    halves = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(halves[name], tensor.bfloat16()) for name, tensor in saved_tensors(policy).items())
+
+
+def test_a_large_merged_model_is_written_in_several_files(
+    checkpoint: Path, adapted: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SHARD_BYTES", 500_000)
+    folder = export_checkpoint(checkpoint, None, dtype=None)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    expected = dict(adapted.named_weights())
+    assert index.keys() == expected.keys()
+    assert len(set(index.values())) > 2
+    for file in set(index.values()):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / file).items())
+
+
+def test_a_base_model_may_spell_names_as_in_memory_and_hold_a_copy_of_its_tied_head(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    published = tiny_model("qwen2_5_vl", tie_word_embeddings=True)
+    base = tmp_path / "base"
+    copy_side_files(published, base)
+    weights = load_file(published / "model.safetensors")
+    in_memory = {
+        f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1): weight
+        for name, weight in weights.items()
+    }
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file({**in_memory, **head}, base / "model.safetensors", metadata={"format": "pt"})
+    policy = adapted_policy(base)
+    folder = export_checkpoint(save(tmp_path / "run", base, policy), None, dtype=None)
+    written, expected = load_file(folder / "model.safetensors"), dict(policy.named_weights())
+    assert written.keys() == expected.keys() == weights.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+def test_a_base_model_that_has_moved_is_asked_for_and_then_named_in_the_adapter(
+    tmp_path: Path, tiny_vlm: Path, adapted: Policy
+) -> None:
+    was, now = tmp_path / "was", tmp_path / "now"
+    shutil.copytree(tiny_vlm, was)
+    checkpoint = save(tmp_path / "run", was, adapted)
+    was.rename(now)
+    for wish in ({"adapter": True}, {}):
+        with pytest.raises(CheckpointError, match=r"(?s)base model .*/was' is neither a folder.* with --base"):
+            export_checkpoint(checkpoint, None, dtype=None, **wish)
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
+    assert main([str(checkpoint), "--base", str(now)]) == 0
+    assert main([str(checkpoint), "--base", str(now), "--adapter", "--output", str(tmp_path / "mine")]) == 0
+    assert json.loads((tmp_path / "mine" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(now)
+
+
+def test_another_model_is_not_taken_for_the_base(
+    tmp_path: Path, checkpoint: Path, tiny_vlm: Path, tiny_model: Callable[..., Path]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"is not the base model .*lm_head\.weight is missing there"):
+        export_checkpoint(checkpoint, None, dtype=None, base=str(tiny_model("qwen2_5_vl", tie_word_embeddings=True)))
+    other = tmp_path / "other"
+    copy_side_files(tiny_vlm, other)
+    weights = load_file(tiny_vlm / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[127\] there instead of \[128\] \(1 of"):
+        export_checkpoint(checkpoint, None, dtype=None, base=str(other), adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda config: config["target_modules"].pop(), "peft does not load"),
+        (lambda config: config.update(use_rslora=True), "logits differ"),
+        (lambda config: config.update(r=8), "fit no weight of this model at rank 8"),
+    ],
+)
+def test_an_adapter_that_peft_would_read_in_another_way_fails_the_proof(
+    tmp_path: Path, tiny_vlm: Path, adapted: Policy, edit: Edit, complaint: str
+) -> None:
+    checkpoint = save(tmp_path / "run", tiny_vlm, adapted, edit=edit)
+    with pytest.raises(CheckpointError, match=complaint):
+        export_checkpoint(checkpoint, None, dtype=None, adapter=True)
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
+
+
+@pytest.mark.parametrize(("adapter", "culprit"), [(True, "lora_B.weight"), (False, r"gate_proj\.weight")])
+def test_adapters_that_are_not_finite_are_never_exported(
+    tmp_path: Path, tiny_vlm: Path, adapter: bool, culprit: str
+) -> None:
+    policy = adapted_policy(tiny_vlm)
+    with torch.no_grad():
+        adapters_of(policy.model)["model.language_model.layers.0.mlp.gate_proj"].lora_b[3, 1] = float("nan")
+    checkpoint = save(tmp_path / "run", tiny_vlm, policy)
+    with pytest.raises(CheckpointError, match=f"{culprit} in the checkpoint holds NaN or infinity"):
+        export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
+
+
+def test_merging_as_easyr1_does_gives_a_model_in_place_and_leaves_the_checkpoint_sound(
+    checkpoint: Path, adapted: Policy
+) -> None:
+    actor = checkpoint / "actor"
+    assert main(["--local_dir", str(actor)]) == 0
+    weights, expected = load_file(actor / "huggingface" / "model.safetensors"), dict(adapted.named_weights())
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert main(["--local_dir", str(actor), "--adapter"]) == 0
+    assert (actor / "lora_adapter" / "adapter_model.safetensors").is_file()
+    assert open_checkpoint(checkpoint, resumable=False).step == 5
+    with pytest.raises(CheckpointError, match="belongs to the checkpoint"):
+        export_checkpoint(actor, actor / "huggingface", dtype=None, adapter=True)
+    assert (actor / "huggingface" / "model.safetensors").is_file()
+
+
+def test_a_base_model_is_never_replaced_by_what_is_made_of_it(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_vlm, base)
+    (base / "trigon_export.json").write_text("{}")  # an export itself, which another export may replace
+    checkpoint = save(tmp_path / "run", base, adapted)
+    for adapter in (True, False):
+        with pytest.raises(CheckpointError, match="holds the base model"):
+            export_checkpoint(checkpoint, base, dtype=None, adapter=adapter)
+    assert (base / "model.safetensors").read_bytes() == (tiny_vlm / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--adapter", []), ("--base", ["somewhere"])])
+def test_where_there_was_no_lora_its_options_are_refused(
+    tmp_path: Path, tiny_vlm: Path, option: str, value: list[str]
+) -> None:
+    policy = Policy(
+        model := load_model(str(tiny_vlm), dtype=torch.float32, device="cpu"),
+        family_of(model.config),
+        temperature=1.0,
+        banned_token_ids=(),
+    )
+
+    def write(actor: Path) -> None:
+        save_tensors(dict(policy.named_weights()), actor / "weights", group=None)
+        copy_side_files(tiny_vlm, actor / "huggingface")
+
+    CheckpointStore(tmp_path, keep=-1).save(5, write=write, progress={}, score=None)
+    with pytest.raises(CheckpointError, match=f"no adapters of LoRA; leave {option} out"):
+        main([str(tmp_path), option, *value])
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_exporting_draws_no_random_numbers_of_the_callers(checkpoint: Path, adapter: bool) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
+    assert torch.equal(torch.rand(1), expected)

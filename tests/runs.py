@@ -1,0 +1,123 @@
+"""Whole training runs as a user starts them, in processes of their own, and what they leave in their folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")  # the only keys that may differ between two equal runs
+
+
+# Answers of a barely trained model are all wrong; this has them differ, so that there is something to learn.
+REWARD = """
+REWARD_TYPE = "sequential"
+
+
+def compute_score(answer):
+    return {"overall": sum(map(ord, answer["response"])) % 7 / 7}
+"""
+
+
+def make_tiny(folder: Path) -> Path:
+    """Make the embedded model and data, barely warmed up since what they know does not matter, and a reward."""
+    command = [sys.executable, "-m", "trigon.cli", "tiny", str(folder), "--max-updates", "6"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+STEPS = 6
+
+
+def start(
+    made: Path, folder: Path, *overrides: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a run of the model and data in `made`, which writes into `folder`; what it prints goes to folder.log."""
+    command = [
+        sys.executable,
+        "-m",
+        "trigon.trainer.main",
+        f"config={ROOT / 'trigon' / 'cli' / 'quickstart.yaml'}",
+        f"data.train_files={made / 'data' / 'train.parquet'}",
+        f"data.val_files={made / 'data' / 'validation.parquet'}",
+        f"worker.actor.model.model_path={made / 'model'}",
+        f"worker.reward.reward_function={made / 'reward.py'}:compute_score",
+        f"trainer.save_checkpoint_path={folder}",
+        f"trainer.max_steps={steps}",
+        "trainer.val_freq=3",
+        "trainer.save_freq=2",
+        "data.rollout_batch_size=4",
+        "worker.actor.global_batch_size=2",  # two updates a step: old log-probabilities are really computed
+        "algorithm.disable_kl=false",
+        "algorithm.use_kl_loss=true",
+        "algorithm.kl_penalty=low_var_kl",
+        "worker.ref.fsdp.torch_dtype=fp32",
+        "worker.rollout.n=4",
+        "worker.actor.optim.lr_warmup_ratio=0",  # a schedule over all steps would see a changed trainer.max_steps
+        "worker.actor.optim.lr_scheduler_type=constant",
+        *overrides,
+    ]
+    with log_of(folder).open("a") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+
+def log_of(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}.log"
+
+
+def assert_learned(folder: Path) -> None:
+    """Equal runs prove little where nothing moves."""
+    norms = [line["metrics"]["actor/grad_norm"] for line in lines(folder) if line["step"] > 0]
+    assert all(norm > 1e-3 for norm in norms), norms
+
+
+def finish(process: subprocess.Popen[str], folder: Path) -> None:
+    status = process.wait(timeout=300)
+    assert status == 0, log_of(folder).read_text()[-4000:]
+
+
+def lines(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {
+            "step": line["step"],
+            "metrics": {key: value for key, value in line["metrics"].items() if not key.startswith(MEASURED)},
+        }
+        for line in found
+    ]
+
+
+def rollouts(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((folder / "rollouts").iterdir())}
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None, log_of(folder).read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def num_lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0

@@ -1,0 +1,65 @@
+"""Groups are spread so that no rank has much more to do than another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from trigon.distributed.balance import spread, tokens_of
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
+
+
+def sums(costs, parts):
+    return [sum(costs[index] for index in part) for part in parts]
+
+
+def test_the_textbook_example():
+    assert spread([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]  # 16 and 14
+
+
+def test_equal_costs_are_dealt_evenly():
+    assert sorted(map(len, spread([5] * 8, 4))) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+def test_every_group_is_somewhere_once(num_parts):
+    costs = [random.Random(1).randint(1, 100) for _ in range(37)]
+    parts = spread(costs, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(index for part in parts for index in part) == list(range(37))
+    assert all(part == sorted(part) for part in parts)
+
+
+def test_fewer_groups_than_ranks_leave_ranks_without_one():
+    assert spread([3], 4) == [[0], [], [], []]
+    assert spread([], 2) == [[], []]
+
+
+def test_the_heaviest_rank_is_close_to_the_mean():
+    draw = random.Random(0)
+    costs = [draw.randint(300, 3000) for _ in range(64)]
+    heaviest = max(sums(costs, spread(costs, 8)))
+    assert heaviest / (sum(costs) / 8) < 1.01
+
+
+def test_it_is_at_least_as_even_as_dealing_out_the_largest_first():
+    draw = random.Random(2)
+    for _ in range(50):
+        costs = [draw.randint(1, 50) for _ in range(12)]
+        greedy = [0, 0, 0]
+        for cost in sorted(costs, reverse=True):
+            greedy[greedy.index(min(greedy))] += cost
+        assert max(sums(costs, spread(costs, 3))) <= max(greedy) + 1
+
+
+def test_a_groups_cost_is_its_prompt_once_and_every_completion():
+    prompt = Prompt("p", (1, 2, 3), None, "", None, {}, ())
+    rollouts = tuple(
+        Rollout(Completion((1,) * length, (0.0,) * length, "stop", "", 0), Score(0.0, {}, "ok", ""))
+        for length in (2, 4)
+    )
+    sequences = tuple(TrainSequence((1,) * length, *[torch.zeros(length)] * 3, None, None) for length in (2, 4))
+    assert tokens_of(RolloutGroup(prompt, rollouts)) == 9
+    assert tokens_of(TrainGroup(prompt, sequences)) == 9

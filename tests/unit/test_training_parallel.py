@@ -1,0 +1,79 @@
+"""What ranks agree on, by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import nn
+
+from trigon.training.parallel import Alone, Ranks, passes_in_step
+
+
+class ThreadRanks:
+    """One of several ranks, each a thread of this process. Satisfies Ranks."""
+
+    state_group: Any | None = None
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: dict[int, list[float]]) -> None:
+        self.rank = rank
+        self.size = size
+        self._barrier = barrier
+        self._board = board
+
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        return [sum(column) for column in self._columns(numbers)]
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        return [max(column) for column in self._columns(numbers)]
+
+    def before_forward(self, policy: nn.Module, *, settle: bool) -> None:
+        raise NotImplementedError
+
+    def after_pass(self, policy: nn.Module) -> None:
+        raise NotImplementedError
+
+    def _columns(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
+        self._board[self.rank] = list(numbers)
+        self._barrier.wait()
+        columns = list(zip(*self._board.values(), strict=True))  # as many numbers on every rank
+        self._barrier.wait()
+        return columns
+
+
+def passes_on(*shows_image: Sequence[bool]) -> list[tuple[bool, ...]]:
+    """Return what passes_in_step says on each rank, given which micro-batches of each show an image."""
+    size = len(shows_image)
+    barrier, board = threading.Barrier(size, timeout=10), {}
+    ranks: list[Ranks] = [ThreadRanks(rank, size, barrier, board) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(passes_in_step, shows_image, ranks))
+
+
+@pytest.mark.parametrize(
+    ("shows_image", "expected"),
+    [
+        (([True, False, False], [False]), (True, False, False)),
+        (([False, True], [True, False], [False, False]), (True, True)),
+        (([], [False, True]), (False, True)),
+        (([], [], [True], []), (True,)),
+        (([False], [False, False]), (False, False)),
+        (([], []), ()),
+    ],
+    ids=["the one that has most", "in each pass any", "one has none", "all but one have none", "text alone", "nothing"],
+)
+def test_all_ranks_make_as_many_passes_as_the_busiest_and_see_when_any_sees(shows_image, expected):
+    assert passes_on(*shows_image) == [expected] * len(shows_image)
+
+
+@pytest.mark.parametrize("shows_image", [[True, False, True], [False], []])
+def test_alone_a_rank_makes_its_own_passes_and_sees_its_own_images(shows_image):
+    assert passes_in_step(shows_image, Alone()) == tuple(shows_image)
+
+
+def test_alone_every_number_is_the_total_and_the_largest():
+    assert Alone().totals([1.5, -2.0]) == Alone().largest([1.5, -2.0]) == [1.5, -2.0]
+    assert (Alone().rank, Alone().size, Alone().state_group) == (0, 1, None)

@@ -1,0 +1,165 @@
+"""N workers as one engine that trains and one that samples: the same two protocols as in a single process.
+
+Knows which worker gets what: groups are spread by their tokens, prompts evenly over the replicas that sample. Sends
+bytes and counts them; no weight and no pixel passes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Never, TypeVar
+
+from torch import Tensor
+
+from trigon.distributed.balance import spread, tokens_of
+from trigon.distributed.crew import DISK_SECONDS, Crew
+from trigon.distributed.wire import (
+    decode_completions,
+    decode_logprobs,
+    encode_prompts,
+    encode_rollouts,
+    encode_train,
+)
+from trigon.errors import EngineError
+from trigon.metrics import Metrics, merge
+from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
+
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
+Item = TypeVar("Item")
+
+
+class WeightsInWorkers(Iterator[tuple[str, Tensor]]):
+    """The weights of a policy that lives in workers, where they stay: a rollout engine of the same workers has them
+    handed over there.
+    """
+
+    def __next__(self) -> Never:
+        raise EngineError("these weights lie in the workers; only a rollout engine of the same workers can take them")
+
+
+class WorkersTrainEngine:
+    """Satisfies TrainEngine."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine."""
+        return _logprobs(self._crew, groups, "logprobs")
+
+    def step(self, groups: Sequence[TrainGroup]) -> Metrics:
+        """See TrainEngine. Its metrics tell as well how many bytes were moved since the last update."""
+        crew = self._crew
+        shares = _shares(groups, len(crew.workers))
+        payloads = [crew.sent(encode_train([groups[index] for index in share]), phase="update") for share in shares]
+        metrics = crew.all(lambda actor, worker: actor.step.remote(payloads[worker.rank]), phase="update")
+        return merge(*metrics, crew.traffic.told())
+
+    def weights(self) -> NamedTensors:
+        """See TrainEngine."""
+        return WeightsInWorkers()
+
+    def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
+        """See TrainEngine. Every worker writes its own part, so that all nodes must see the folder."""
+        crew = self._crew
+        crew.all(lambda actor, _: actor.stage_state.remote(folder.absolute(), model_only), phase="save (copying)")
+
+        def write() -> None:
+            crew.all(lambda actor, _: actor.write_state.remote(), phase="save (writing)", at_least_seconds=DISK_SECONDS)
+
+        return write
+
+    def load_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        self._crew.all(
+            lambda actor, _: actor.load_state.remote(folder.absolute()), phase="load", at_least_seconds=DISK_SECONDS
+        )
+
+    def close(self) -> None:
+        """See TrainEngine. The workers end with the context that started them."""
+
+
+class WorkersReference:
+    """Satisfies LogprobEngine."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine."""
+        return _logprobs(self._crew, groups, "reference_logprobs")
+
+
+class WorkersRolloutEngine:
+    """Satisfies RolloutEngine. tensor_parallel_size: consecutive ranks that make up one replica."""
+
+    def __init__(self, crew: Crew, *, tensor_parallel_size: int) -> None:
+        self._crew = crew
+        self._tensor_parallel_size = tensor_parallel_size
+
+    @contextmanager
+    def awake(self, weights: NamedTensors, *, version: int) -> Iterator[None]:
+        """See RolloutEngine. The weights are those that the same workers train."""
+        if not isinstance(weights, WeightsInWorkers):
+            raise EngineError("a rollout engine of several workers takes the weights of their own trainer alone")
+        self._crew.all(lambda actor, _: actor.wake.remote(version), phase="weights")
+        yield
+        self._crew.all(lambda actor, _: actor.sleep.remote(), phase="sleep")
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine."""
+        crew, ranks_each = self._crew, self._tensor_parallel_size
+        num_replicas = len(crew.workers) // ranks_each
+        # Dealt out like cards: neighbours, which are often alike, go to different replicas.
+        shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
+        payloads = [crew.sent(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares]
+        heard = 0
+
+        def on_samples(finished: int) -> None:
+            nonlocal heard
+            heard += finished
+            if on_progress is not None:
+                on_progress(finished)
+
+        replies = crew.all(
+            lambda actor, worker: actor.generate.remote(payloads[worker.rank // ranks_each], sampling, step),
+            phase="rollout",
+            on_samples=on_samples,
+        )
+        answers = [decode_completions(crew.received(reply, phase="rollout")) for reply in replies[::ranks_each]]
+        rows = _in_order(shares, answers)
+        on_samples(sum(len(row) for row in rows) - heard)  # finished since the last look
+        return rows
+
+    def close(self) -> None:
+        """See RolloutEngine. The workers end with the context that started them."""
+
+
+def _logprobs(crew: Crew, groups: Sequence[RolloutGroup], method: str) -> list[list[Tensor]]:
+    shares = _shares(groups, len(crew.workers))
+    payloads = [crew.sent(encode_rollouts([groups[index] for index in share]), phase=method) for share in shares]
+    replies = crew.all(lambda actor, worker: getattr(actor, method).remote(payloads[worker.rank]), phase=method)
+    return _in_order(shares, [decode_logprobs(crew.received(reply, phase=method)) for reply in replies])
+
+
+def _shares(groups: Sequence[Group], num_workers: int) -> list[list[int]]:
+    return spread([tokens_of(group) for group in groups], num_workers)
+
+
+def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Item]]) -> list[Item]:
+    """Put back together what was dealt out: shares are the indices that each part of the answers belongs to."""
+    found = {
+        index: answer
+        for share, part in zip(shares, answers, strict=True)
+        for index, answer in zip(share, part, strict=True)
+    }
+    return [found[index] for index in sorted(found)]

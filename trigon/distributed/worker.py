@@ -1,0 +1,212 @@
+"""One worker: a process with a device, which is a rank of the sharded trainer and hosts a rollout engine as well.
+
+Weights go from the one to the other inside it. What comes in and goes out is bytes (wire.py). Refuses to know how
+engines are built: that is handed in.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from trigon.data.processed import ProcessedImages
+from trigon.distributed.cluster import enter_environment
+from trigon.distributed.preflight import Surroundings
+from trigon.distributed.wire import (
+    decode_prompts,
+    decode_rollouts,
+    decode_train,
+    encode_completions,
+    encode_logprobs,
+)
+from trigon.metrics import Metrics
+from trigon.rollout.protocol import RolloutEngine
+from trigon.training.fsdp import ProcessRanks
+from trigon.training.local import LocalTrainEngine, Sizes
+from trigon.training.protocol import LogprobEngine
+from trigon.types import Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """What one worker is made of. reference: None where no term needs one.
+
+    replica_rank: its place among the ranks that sample the same prompts together (tensor parallelism); 0 answers.
+    """
+
+    trainer: LocalTrainEngine
+    reference: LogprobEngine | None
+    rollout: RolloutEngine
+    images: ProcessedImages | None
+    replica_rank: int
+
+
+class OpenMember(Protocol):
+    """Builds a worker's engines, in the worker, together with all others."""
+
+    def __call__(self, ranks: ProcessRanks) -> Member: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How a worker is. memory_bytes, max_memory_bytes: resident, now and at most. samples: completions finished in
+    the generation in hand. stack: what it is doing, the innermost call last; empty unless asked for.
+    """
+
+    memory_bytes: int
+    max_memory_bytes: int
+    samples: int
+    stack: str
+
+
+class Join(Protocol):
+    """Makes a worker a rank, once all of them are there, and looks around on its node."""
+
+    def __call__(self) -> tuple[ProcessRanks, Surroundings]: ...
+
+
+class Worker:
+    """What runs in the process. Methods come one at a time in one thread; vitals and write_state run beside them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._samples = 0
+        self._thread: int | None = None
+        self._awake: list[ExitStack] = []
+        self._write_state: Callable[[], None] | None = None
+        self._ranks: ProcessRanks
+        self._member: Member | None = None
+        faulthandler.enable()  # a crash leaves the stack in this worker's log
+
+    def __repr__(self) -> str:  # what Ray writes before each line that a worker prints
+        return f"rank {self._rank}"
+
+    def host(self) -> tuple[str, int]:
+        """Return host name and process number."""
+        return socket.gethostname(), os.getpid()
+
+    def free_address(self) -> tuple[str, int]:
+        """Return the address under which other nodes know this one, and a port that is free there."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Set environment variables, in the thread that all other methods will run in."""
+        self._thread = threading.get_ident()
+        enter_environment(environment, address=ray.util.get_node_ip_address())
+
+    def join(self, join: Join) -> Surroundings:
+        """Become a rank, and tell what there is here."""
+        self._ranks, surroundings = join()
+        return surroundings
+
+    def open(self, open_member: OpenMember) -> Sizes:
+        """Build the engines."""
+        self._member = open_member(self._ranks)
+        return self._member.trainer.sizes()
+
+    # -- rollout --
+
+    def wake(self, version: int) -> None:
+        """Wake the rollout engine and hand it the trainer's weights, with all others."""
+        context = ExitStack()
+        context.enter_context(self._opened.rollout.awake(self._opened.trainer.weights(), version=version))
+        self._awake.append(context)
+
+    def sleep(self) -> None:
+        """Undo the last wake."""
+        self._awake.pop().close()
+
+    def generate(self, prompts: bytes, sampling: SamplingParams, step: int) -> bytes:
+        """Sample completions. Of ranks that sample the same prompts together the first answers, the others with b""."""
+        self._samples = 0
+        completions = self._opened.rollout.generate(
+            self._seen(decode_prompts(prompts)), sampling, step=step, on_progress=self._count
+        )
+        return encode_completions(completions) if self._opened.replica_rank == 0 else b""
+
+    # -- training --
+
+    def logprobs(self, groups: bytes) -> bytes:
+        """Score this rank's groups under the policy."""
+        return self._scored(self._opened.trainer, groups)
+
+    def reference_logprobs(self, groups: bytes) -> bytes:
+        """Score this rank's groups under the reference."""
+        assert self._opened.reference is not None
+        return self._scored(self._opened.reference, groups)
+
+    def step(self, groups: bytes) -> Metrics:
+        """Learn from this rank's groups, with all others; the metrics of all, merged, are those of the update."""
+        train_groups = decode_train(groups)
+        prompts = self._seen([group.prompt for group in train_groups])
+        return self._opened.trainer.step(
+            [replace(group, prompt=prompt) for group, prompt in zip(train_groups, prompts, strict=True)]
+        )
+
+    # -- state --
+
+    def stage_state(self, folder: Path, model_only: bool) -> None:
+        """Copy what a checkpoint is to hold into host memory."""
+        self._write_state = self._opened.trainer.save_state(folder, model_only=model_only)
+
+    @ray.method(concurrency_group="saving")  # type: ignore[untyped-decorator]
+    def write_state(self) -> None:
+        """Write what was staged, while other methods run."""
+        assert self._write_state is not None, "nothing was staged"
+        write, self._write_state = self._write_state, None
+        write()
+
+    def load_state(self, folder: Path) -> None:
+        """Restore this rank's part of what any number of ranks wrote."""
+        self._opened.trainer.load_state(folder)
+
+    @ray.method(concurrency_group="vitals")  # type: ignore[untyped-decorator]
+    def vitals(self, *, with_stack: bool) -> Vitals:
+        """Tell how this worker is, while another method runs."""
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        frame = sys._current_frames().get(self._thread) if with_stack and self._thread is not None else None
+        return Vitals(
+            memory_bytes=pages * resource.getpagesize(),
+            max_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            samples=self._samples,
+            stack="" if frame is None else "".join(traceback.format_stack(frame)),
+        )
+
+    @property
+    def _opened(self) -> Member:
+        assert self._member is not None, "open() comes first"
+        return self._member
+
+    def _count(self, finished: int) -> None:
+        if self._opened.replica_rank == 0:  # the others finish the same ones
+            self._samples += finished
+
+    def _seen(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Return prompts with the pixels of their images."""
+        return prompts if self._opened.images is None else self._opened.images.of(prompts)
+
+    def _scored(self, engine: LogprobEngine, encoded: bytes) -> bytes:
+        groups = decode_rollouts(encoded)
+        prompts = self._seen([group.prompt for group in groups])
+        seen = [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
+        return encode_logprobs(engine.logprobs(seen))
+
+
+def actor_of(worker_class: type[Worker]) -> Any:
+    """Return Ray's class of actors that hold a worker."""
+    return ray.remote(concurrency_groups={"vitals": 1, "saving": 1})(worker_class)
