@@ -21,13 +21,13 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish, open_checkpoint
 from trigon.config.load import dump_config
 from trigon.config.options import read_text_option
-from trigon.config.plan import Plan, context_length, make_plan
+from trigon.config.plan import Plan, context_length, make_plan, num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
-from trigon.data.vision import ImageProcessor
+from trigon.data.vision import image_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
@@ -66,8 +66,13 @@ REMEMBERED_PIXEL_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What a run learns and samples with. sizes: of each worker's part, by rank; of the whole where there is one."""
+    """What a run learns and samples with.
 
+    device: what they run on, as a person says it. sizes: of each worker's part, by rank; of the whole where there is
+    one.
+    """
+
+    device: str
     trainer: TrainEngine
     reference: LogprobEngine | None
     rollout: RolloutEngine
@@ -112,8 +117,8 @@ def run_training(
         report = stack.enter_context(Reporter(folder, console, sinks, num_devices=num_workers(config)))
 
         builder = open_builder(config, processors)
-        val_prompts = look_at(config, config.data.val_files, builder, report) if config.data.val_files else None
-        train_prompts = look_at(config, config.data.train_files, builder, report)
+        val_prompts = look_at(config, config.data.val_files[0], builder, report) if config.data.val_files else None
+        train_prompts = look_at(config, config.data.train_files[0], builder, report)
         plan = make_plan(config, num_train_prompts=len(train_prompts))
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
@@ -122,7 +127,7 @@ def run_training(
             if crew is None
             else open_workers(config, plan, crew, store, report)
         )
-        report.ledger(ledger(config, plan, val_prompts, engines, crew))
+        report.ledger(ledger(config, plan, val_prompts, engines))
         if checkpoint is not None:
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
@@ -327,7 +332,7 @@ def open_engines(
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place)
         stack.callback(rollout.close)
-    return Engines(trainer, reference, rollout, (trainer.sizes(),))
+    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),))
 
 
 def open_policy(config: Config, processors: Processors, dtype: torch.dtype, device: torch.device | str) -> Policy:
@@ -360,6 +365,31 @@ def open_trained_policy(config: Config, processors: Processors, device: torch.de
     return policy
 
 
+def open_placed(
+    config: Config,
+    make_policy: Callable[[torch.device], Policy],
+    place: Place,
+    *,
+    full_shard: bool,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool,
+) -> Policy:
+    """Return a policy where it belongs: whole where there is one rank, with cpu_offload on the CPU; else sharded."""
+    if place.is_alone:
+        return make_policy(torch.device("cpu") if cpu_offload else place.device)
+    from trigon.training.fsdp import Sharding, open_sharded
+
+    sharding = Sharding(
+        full_shard=full_shard,
+        ranks_per_copy=workers_per_copy(config),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        cpu_offload=cpu_offload,
+    )
+    return open_sharded(make_policy, place.ranks, sharding, place.device)
+
+
 def lora_settings(config: Config) -> LoraSettings:
     """Return which adapters are trained."""
     lora = config.worker.actor.model.lora
@@ -375,24 +405,15 @@ def open_trainer(config: Config, processors: Processors, plan: Plan, place: Plac
     """Load the policy, sharded where there are several ranks, and make its optimizer."""
     actor = config.worker.actor
     compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
-    make_policy = partial(open_trained_policy, config, processors)
-    if place.is_alone:
-        policy = make_policy(place.device)
-    else:
-        from trigon.training.fsdp import Sharding, open_sharded
-
-        policy = open_sharded(
-            make_policy,
-            place.ranks,
-            Sharding(
-                full_shard=actor.fsdp.enable_full_shard,
-                fsdp_size=actor.fsdp.fsdp_size,
-                param_dtype=compute_dtype,
-                reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
-                cpu_offload=actor.fsdp.enable_cpu_offload and place.device.type != "cpu",
-            ),
-            place.device,
-        )
+    policy = open_placed(
+        config,
+        partial(open_trained_policy, config, processors),
+        place,
+        full_shard=actor.fsdp.enable_full_shard,
+        param_dtype=compute_dtype,
+        reduce_dtype=DTYPES[actor.fsdp.mp_reduce_dtype],
+        cpu_offload=actor.fsdp.enable_cpu_offload and place.device.type != "cpu",
+    )
     # What is offloaded always need not be moved.
     moves = place.device.type != "cpu" and not actor.fsdp.enable_cpu_offload
     return LocalTrainEngine(
@@ -431,20 +452,15 @@ def open_reference(
     ref = config.worker.ref
     dtype = DTYPES[ref.fsdp.torch_dtype or "bf16"]
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
-    make_policy = partial(open_policy, config, processors, dtype)
-    if place.is_alone:
-        policy = make_policy("cpu" if offload else place.device)
-    else:
-        from trigon.training.fsdp import Sharding, open_sharded
-
-        sharding = Sharding(
-            full_shard=ref.fsdp.enable_full_shard,
-            fsdp_size=config.worker.actor.fsdp.fsdp_size,
-            param_dtype=dtype,
-            reduce_dtype=dtype,
-            cpu_offload=offload,
-        )
-        policy = open_sharded(make_policy, place.ranks, sharding, place.device)
+    policy = open_placed(
+        config,
+        partial(open_policy, config, processors, dtype),
+        place,
+        full_shard=ref.fsdp.enable_full_shard,
+        param_dtype=dtype,
+        reduce_dtype=dtype,
+        cpu_offload=offload,
+    )
     return LocalScorer(
         policy,
         positions=positions_of(processors.family, processors.hf_config),
@@ -513,23 +529,13 @@ def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path)
 def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
     """Refuse a disk on which not even one checkpoint fits."""
     adapted = config.worker.actor.model.lora.rank > 0
-    copies = len(sizes) // (config.worker.actor.fsdp.fsdp_size or -1) if is_hybrid(config) else 1
+    copies = len(sizes) // workers_per_copy(config)
     weights = sum(each.gradient_bytes if adapted else each.weight_bytes for each in sizes)
     optimizer = 0 if config.trainer.save_model_only else sum(each.optimizer_bytes for each in sizes)
     store.check_space((weights + optimizer) // copies)
 
 
 # -- several workers ----------------------------------------------------------------------------------------------
-
-
-def num_workers(config: Config) -> int:
-    """Return how many workers a run has; a single one is this process itself."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
-
-
-def is_hybrid(config: Config) -> bool:
-    """Tell whether there are several copies of a sharded policy."""
-    return 0 < config.worker.actor.fsdp.fsdp_size < num_workers(config)
 
 
 @contextmanager
@@ -586,6 +592,7 @@ def open_workers(config: Config, plan: Plan, crew: Crew, store: CheckpointStore,
         sizes = crew.all(lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS)
     check_space(config, store, sizes)
     return Engines(
+        device=described(config, crew),
         trainer=WorkersTrainEngine(crew),
         reference=WorkersReference(crew) if needs_reference(config) else None,
         rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
@@ -623,10 +630,11 @@ def open_member(config: Config, plan: Plan, ranks: ProcessRanks) -> Member:
 
 def open_images(config: Config, processors: Processors) -> ProcessedImages | None:
     """Return what gives a worker's prompts their pixels; None for a model without vision."""
-    if not processors.family.has_vision:
+    image_processor = image_processor_of(processors)
+    if image_processor is None:
         return None
     return ProcessedImages(
-        ImageProcessor(processors.image_processor, spatial_merge=processors.family.spatial_merge(processors.hf_config)),
+        image_processor,
         max_image_pixels=config.data.max_image_pixels,
         num_workers=max(1, data_workers(config) // config.trainer.n_gpus_per_node),
         max_bytes=REMEMBERED_PIXEL_BYTES,
@@ -751,18 +759,16 @@ def open_console(config: Config) -> Console:
     return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
 
 
-def ledger(
-    config: Config, plan: Plan, val_prompts: PromptSet | None, engines: Engines, crew: Crew | None
-) -> list[tuple[str, str]]:
+def ledger(config: Config, plan: Plan, val_prompts: PromptSet | None, engines: Engines) -> list[tuple[str, str]]:
     """Return what the run will do, as (what, how much):
 
     the arithmetic that people otherwise do by hand, and get wrong.
     """
     n = config.worker.rollout.n
     sizes = engines.sizes[0]
-    each = "" if crew is None else " on each worker"
+    each = " on each worker" if len(engines.sizes) > 1 else ""
     return [
-        ("device", str(choose_device(config)) if crew is None else described(config, crew)),
+        ("device", engines.device),
         (
             "training prompts",
             f"{plan.num_train_prompts:,}, {plan.steps_per_epoch * plan.prompts_per_step:,} of them in an epoch",
@@ -798,7 +804,7 @@ def described(config: Config, crew: Crew) -> str:
     if crew.device == "cpu" and config.trainer.device == "cpu":
         kind = "on the CPU, as trainer.device says"
     replicas = size // rollout.tensor_parallel_size
-    shards = config.worker.actor.fsdp.fsdp_size if is_hybrid(config) else size
+    shards = workers_per_copy(config)
     return (
         f"{size} workers on {hosts} {'host' if hosts == 1 else 'hosts'}, {kind}; sampling: {replicas} x tensor "
         f"parallel {rollout.tensor_parallel_size}; training: {size // shards} x {shards} shards"

@@ -20,8 +20,10 @@ from torch import Tensor
 from trigon.metrics import Metrics, merge, values
 from trigon.training.fsdp import Sharding
 
-FULL = Sharding(full_shard=True, fsdp_size=-1, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False)
-HYBRID = replace(FULL, fsdp_size=2)  # of four ranks: two copies
+FULL = Sharding(
+    full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
+)
+HYBRID = replace(FULL, ranks_per_copy=2)  # of four ranks: two copies
 GATHERED = replace(FULL, full_shard=False)
 BFLOAT16 = replace(FULL, param_dtype=torch.bfloat16)
 SEQ_KL_TERMS = replace(KL_TERMS, averaging="seq")

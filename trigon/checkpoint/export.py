@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from trigon import __version__
 from trigon.checkpoint.store import MANIFEST, Checkpoint, CheckpointStore, is_disk_full, open_checkpoint, unsealed
-from trigon.checkpoint.weights import Lora, MergedWeights, Weights, auto_class, is_adapted, open_lora, open_weights
+from trigon.checkpoint.weights import Lora, MergedWeights, Weights, is_adapted, open_lora, open_weights
 from trigon.errors import CheckpointError
 from trigon.models.families import Family, family_of
-from trigon.models.load import copy_side_files
+from trigon.models.load import auto_class, copy_side_files, family_of_folder
 from trigon.models.lora import load_adapter
 from trigon.training.local import ADAPTER_CONFIG
 from trigon.training.state import ShardedFiles, StoredTensor
@@ -286,7 +286,9 @@ def _prove_tensors(weights: Weights, folder: Path) -> None:
 def _prove_logits(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
     """Raise CheckpointError unless the folder loads whole and computes what the checkpoint's tensors compute."""
     expected = _computed_by(weights, folder, dtype)
-    exported, report = auto_class(folder).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    exported, report = auto_class(family_of_folder(folder)).from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
     problems = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         raise CheckpointError(f"the exported model does not load whole: {problems}; nothing was exported")
@@ -301,7 +303,7 @@ def _prove_adapter(lora: Lora, folder: Path) -> None:
     merged = MergedWeights(replace(lora, adapter=written), dtype=torch.float32)
     expected = _computed_by(merged, lora.model_config, torch.float32)
 
-    base = auto_class(lora.base_folder).from_pretrained(lora.base_folder, dtype=torch.float32)
+    base = auto_class(family_of_folder(lora.base_folder)).from_pretrained(lora.base_folder, dtype=torch.float32)
     adapted, found = load_adapter(base, folder)
     # Adapters that learned little change logits by less than the tolerance: whether they are there has to be looked up.
     if found.keys() != written.tensors.keys() or not all(
@@ -317,7 +319,7 @@ def _computed_by(weights: Weights, folder: Path, dtype: torch.dtype) -> Tensor:
 
     config = AutoConfig.from_pretrained(folder)
     with torch.random.fork_rng(devices=[]):  # the new model's own numbers, about to be replaced, are drawn by chance
-        model = auto_class(folder).from_config(config, dtype=torch.float32)
+        model = auto_class(family_of_folder(folder)).from_config(config, dtype=torch.float32)
     _fill(model, weights, family_of(config), dtype)
     return _logits(model, _probe(folder))
 

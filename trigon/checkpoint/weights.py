@@ -17,9 +17,8 @@ from torch import Tensor
 
 from trigon.errors import CheckpointError, ModelError
 from trigon.models.families import family_of
-from trigon.models.load import model_folder
+from trigon.models.load import auto_class, model_folder
 from trigon.models.lora import merge_names, merged_weight
-from trigon.torchvision_stub import declare_operators
 from trigon.training.local import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
 from trigon.training.state import ShardedFiles, StoredTensor
 
@@ -83,15 +82,6 @@ def open_lora(actor: Path, *, base: str | None) -> Lora:
     return Lora(ShardedFiles(actor / ADAPTER_FOLDER), config, base_folder, actor / "huggingface")
 
 
-def auto_class(folder: Path) -> Any:
-    """Return what transformers calls the class that opens a folder's model."""
-    declare_operators()
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    has_vision = family_of(AutoConfig.from_pretrained(folder)).has_vision
-    return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-
-
 class MergedWeights:
     """The weights of a base model with adapters merged into them, by their Hugging Face names. Satisfies Weights.
 
@@ -107,9 +97,9 @@ class MergedWeights:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(lora.model_config)
-        with torch.device("meta"):
-            model = auto_class(lora.model_config).from_config(config)
         family = family_of(config)
+        with torch.device("meta"):
+            model = auto_class(family).from_config(config)
         shapes = {family.checkpoint_name(name): tuple(weight.shape) for name, weight in model.named_parameters()}
         self._base = ShardedFiles(lora.base_folder)
         self._adapter = lora.adapter

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trigon.config.plan import batch_proposals, context_length, either, longest_sequence
+from trigon.config.plan import (
+    batch_proposals,
+    context_length,
+    either,
+    longest_sequence,
+    num_workers,
+    workers_per_copy,
+)
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
@@ -39,7 +46,7 @@ def check(config: Config) -> tuple[str, ...]:
 
 def _devices(config: Config) -> list[str]:
     trainer, rollout, fsdp = config.trainer, config.worker.rollout, config.worker.actor.fsdp
-    world = trainer.nnodes * trainer.n_gpus_per_node
+    world = num_workers(config)
     workers = f"there are {trainer.nnodes} x {trainer.n_gpus_per_node} = {world} workers"
     divisors = either([number for number in range(1, world + 1) if world % number == 0])
     problems = []
@@ -53,7 +60,7 @@ def _devices(config: Config) -> list[str]:
             f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but only vllm spreads one model "
             "over several devices; set it to 1, or worker.rollout.name=vllm"
         )
-    if 0 < fsdp.fsdp_size < world and world % fsdp.fsdp_size:
+    if world % workers_per_copy(config):
         problems.append(
             f"worker.actor.fsdp.fsdp_size is {fsdp.fsdp_size}, but {workers}, which it must divide; set it to "
             f"{divisors}, or -1 for all"
@@ -152,10 +159,11 @@ def _files(config: Config) -> list[str]:
     ):
         if template and "{{" not in template:
             wanted[key] = template
-    for key, spec in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-        path = spec if Path(spec).expanduser().exists() else spec.rpartition("@")[0] or spec
-        if _is_local(path) or path.endswith(DATA_SUFFIXES):
-            wanted[key] = path
+    for key, specs in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        for number, spec in enumerate(specs):
+            path = spec if Path(spec).expanduser().exists() else spec.rpartition("@")[0] or spec
+            if _is_local(path) or path.endswith(DATA_SUFFIXES):
+                wanted[f"{key}[{number}]" if len(specs) > 1 else key] = path
     for key, place in (
         ("worker.actor.model.model_path", model.model_path),
         ("worker.actor.model.tokenizer_path", model.tokenizer_path),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RENAMED: Mapping[str, str] = {
+    "data.gen_batch_size": "data.mini_rollout_batch_size",
     "data.train_batch_size": "data.rollout_batch_size",
     "trainer.total_episodes": "trainer.total_epochs",
     "trainer.total_training_steps": "trainer.max_steps",
@@ -54,46 +55,25 @@ class Retired:
 
 
 _AUTOMATIC = "it is worked out from other keys"
-_CRITIC = "GRPO has no critic"
+_CRITIC = "none of the algorithms here has a critic"
 _FSDP_2 = "torch's FSDP2 always keeps parameters as they are"
-_FILTERING = "it belongs to online filtering, which is off"
 _PACKED = "sequences are always packed without padding, up to a token budget, and results do not depend on it"
 _RANK_0 = "one worker always reads the weights, and sends each tensor to the others"
-_SAPO = "it belongs to the SAPO loss"
 _STRATEGY = "several workers always shard the model by torch's FSDP2"
 _ULYSSES = Retired(
     "sequences are not split over devices",
     only=(1,),
     instead="this version has no sequence parallelism; set it to 1 or leave it out",
 )
-_VIDEO = "this version reads images, not videos"
 
 RETIRED: Mapping[str, Retired] = {
-    "data.gen_batch_size": Retired("the engine schedules the prompts of a step by itself"),
-    "data.mini_rollout_batch_size": Retired("the engine schedules the prompts of a step by itself"),
-    "data.video_fps": Retired(_VIDEO),
-    "data.video_key": Retired(_VIDEO),
-    "algorithm.filter_high": Retired(_FILTERING),
-    "algorithm.filter_key": Retired(_FILTERING),
-    "algorithm.filter_low": Retired(_FILTERING),
-    "algorithm.gamma": Retired("an answer has one reward, at its end, and nothing is discounted"),
     "algorithm.lam": Retired(f"{_CRITIC}, whose errors it would weigh"),
-    "algorithm.online_filtering": Retired(
-        "groups are not filtered",
-        only=(False,),
-        instead="this version does not sample again for groups whose rewards are all equal; set it to false",
-    ),
     "worker.actor.clip_ratio": Retired(
         "the bounds are worker.actor.clip_ratio_low and worker.actor.clip_ratio_high",
         only=(None,),
         instead="one bound is now two; set worker.actor.clip_ratio_low and worker.actor.clip_ratio_high to it",
     ),
     "worker.actor.dynamic_batching": Retired(_PACKED),
-    "worker.actor.entropy_coeff": Retired(
-        "the loss has no entropy term",
-        only=(0,),
-        instead="the loss has no entropy term; set it to 0, and raise worker.actor.clip_ratio_high for more variety",
-    ),
     "worker.actor.fsdp.enable_rank0_init": Retired(_RANK_0),
     "worker.actor.fsdp.mp_buffer_dtype": Retired("buffers keep the format the model's own code gives them"),
     "worker.actor.fsdp.use_orig_params": Retired(_FSDP_2),
@@ -101,8 +81,6 @@ RETIRED: Mapping[str, Retired] = {
     "worker.actor.optim.training_steps": Retired("updates are counted from the data; trainer.max_steps limits them"),
     "worker.actor.padding_free": Retired(_PACKED),
     "worker.actor.strategy": Retired(_STRATEGY),
-    "worker.actor.tau_negative": Retired(_SAPO),
-    "worker.actor.tau_positive": Retired(_SAPO),
     "worker.actor.ulysses_sequence_parallel_size": _ULYSSES,
     "worker.actor.ulysses_size": _ULYSSES,
     "worker.actor.use_torch_compile": Retired("log-probabilities are computed in chunks, without compiling"),
@@ -139,24 +117,14 @@ RETIRED: Mapping[str, Retired] = {
     "trainer.critic_warmup": Retired(
         _CRITIC,
         only=(0,),
-        instead="GRPO has no critic to warm up; set it to 0",
+        instead="there is no critic to warm up; set it to 0",
     ),
-    "trainer.max_try_make_batch": Retired(_FILTERING),
     "trainer.ray_timeline": Retired("the timing/* metrics say what each step spent its time on"),
 }
 """A key, or a section with all it holds: why it has no effect."""
 
 ABSENT: Mapping[tuple[str, str], str] = {
     ("algorithm.adv_estimator", "gae"): "it needs a critic, and this version has none",
-    ("algorithm.adv_estimator", "grpo_passk"): "this version has grpo only",
-    ("algorithm.adv_estimator", "reinforce_plus_plus"): "this version has grpo only",
-    ("algorithm.adv_estimator", "remax"): "this version has grpo only",
-    ("algorithm.adv_estimator", "rloo"): "this version has grpo only",
-    ("algorithm.kl_penalty", "full"): "it needs both models' probabilities of the whole vocabulary, which are not kept",
-    ("worker.actor.loss_type", "cispo"): "this version has the clipped ratio only",
-    ("worker.actor.loss_type", "gspo"): "this version has the clipped ratio only",
-    ("worker.actor.loss_type", "gspo_token"): "this version has the clipped ratio only",
-    ("worker.actor.loss_type", "sapo"): "this version has the clipped ratio only",
     ("worker.rollout.dtype", "auto"): "name the format, so that it can be compared with the trainer's",
     ("worker.rollout.name", "hf"): "its name is transformers",
     ("worker.rollout.name", "sglang"): "this version samples with vllm or transformers",

@@ -82,6 +82,17 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
     )
 
 
+def num_workers(config: Config) -> int:
+    """Return how many workers a run has; a single one is the process of the run itself."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def workers_per_copy(config: Config) -> int:
+    """Return how many workers share one copy of the sharded policy: all of them, unless fsdp_size asks for fewer."""
+    wanted, world = config.worker.actor.fsdp.fsdp_size, num_workers(config)
+    return wanted if 0 < wanted < world else world
+
+
 def longest_sequence(config: Config) -> int:
     """Return the tokens that prompt and answer can have together, in training or in validation."""
     answer = max(config.data.max_response_length, config.worker.rollout.val_override_config.max_tokens or 0)

@@ -31,8 +31,15 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _as_files(value: Any) -> Any:
+    return () if value is None or value == "" else _as_tuple(value)
+
+
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_dtype)]
 """A floating-point format; float32, bfloat16 and float16 are accepted and shortened."""
+
+Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Datasets; a single one may be written without the brackets of a list."""
 
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
 
@@ -40,10 +47,14 @@ Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
 class DataConfig(Section):
     """Where prompts come from, and how they are made."""
 
-    train_files: str = ""
-    """Training prompts: a hub id, a file (parquet, json, jsonl, csv) or a folder; `@split` chooses a split (train)."""
+    train_files: Files = ()
+    """Training prompts: a hub id, a file (parquet, json, jsonl, csv) or a folder, `@split` chooses a split (train); or a
+    list of such."""
 
-    val_files: str = ""
+    train_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """How often an epoch goes through each of train_files: 2 is twice, 0.5 a half of it; empty: once. Ours."""
+
+    val_files: Files = ()
     """Validation prompts, written like train_files."""
 
     prompt_key: str = "prompt"
@@ -55,8 +66,17 @@ class DataConfig(Section):
     image_key: str = "images"
     """Column with a row's images (PIL, bytes, mapping or path); absent or empty means a text-only row."""
 
+    video_key: str = "videos"
+    """Column with a row's videos (paths or bytes), each a `<video>` in the question; absent or empty means none."""
+
     image_dir: str | None = None
-    """Folder that relative image paths start from; null: the folder of the dataset."""
+    """Folder that relative image and video paths start from; null: the folder of the dataset."""
+
+    video_fps: float = Field(default=2.0, gt=0)
+    """Frames taken from each second of a video. Raising it costs prompt tokens."""
+
+    max_video_frames: int = Field(default=768, ge=2)
+    """Frames a video gives at most, evenly spread; a longer one is taken more sparsely. Ours."""
 
     max_prompt_length: int = Field(default=512, ge=1)
     """Tokens a prompt may have, image tokens included. Raising it admits more rows and needs more memory."""
@@ -66,6 +86,9 @@ class DataConfig(Section):
 
     rollout_batch_size: int = Field(default=512, ge=1)
     """Prompts of one training step. Raising it makes each step longer, its gradient less noisy, and data staler."""
+
+    mini_rollout_batch_size: int | None = Field(default=None, ge=1)
+    """Prompts sampled in one round of algorithm.online_filtering; null: rollout_batch_size."""
 
     val_batch_size: int = Field(default=-1, ge=-1)
     """Prompts validated at a time; -1: all at once. Raising it is faster and needs more host memory for images."""
@@ -105,10 +128,28 @@ class DataConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Advantages and the Kullback-Leibler penalty."""
+    """Advantages, the Kullback-Leibler penalty, which groups are learned from, and what is done about rounding."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages: grpo compares the n answers to one prompt with each other."""
+    adv_estimator: Literal[
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus",
+        "remax",
+        "dr_grpo",
+        "grpo_batch",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gdpo",
+    ] = "grpo"
+    """How rewards become advantages; docs/algorithms.md has a section for each. EasyR1 has the first five."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a reward for each token before it, where advantages differ from token to token
+    (reinforce_plus_plus, remax). Lowering it credits the last tokens most."""
+
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each part of the reward that gdpo normalizes by itself; empty: 1 for all but `overall`. Ours."""
 
     disable_kl: bool = False
     """Train without a reference model: no KL term, and the memory of one copy of the weights saved."""
@@ -116,8 +157,9 @@ class AlgorithmConfig(Section):
     use_kl_loss: bool = False
     """Put the KL term into the loss; false: subtract it from the reward of each answer."""
 
-    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
-    """KL estimator of a token: log-ratio, its absolute value, half its square, or k3 (unbiased, low variance)."""
+    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "kl"
+    """KL estimator of a token: log-ratio, its absolute value, half its square, k3 (unbiased, low variance), or full:
+    the exact KL over the whole vocabulary."""
 
     kl_coef: float = Field(default=1e-3, ge=0)
     """Weight of the KL term. Raising it keeps the policy nearer to the reference and slows learning."""
@@ -130,6 +172,41 @@ class AlgorithmConfig(Section):
 
     kl_target: float = Field(default=0.1, gt=0)
     """KL in nats per token that the adaptive weight steers to. Raising it lets the policy go further."""
+
+    online_filtering: bool = False
+    """Learn only from groups whose mean filter_key lies strictly between filter_low and filter_high, and sample more
+    prompts until rollout_batch_size of them are found (DAPO's dynamic sampling)."""
+
+    filter_key: str = "overall"
+    """Number of the reward function's reply that online_filtering looks at."""
+
+    filter_low: float = 0.01
+    """Mean at or below which a group is filtered out, as all wrong."""
+
+    filter_high: float = 0.99
+    """Mean at or above which a group is filtered out, as all right."""
+
+    filter_surplus: Literal["drop", "keep"] = "drop"
+    """What becomes of groups found beyond rollout_batch_size: dropped, or kept for the next step, where they are one
+    step old. Ours."""
+
+    overlong_filtering: bool = False
+    """Leave answers that were cut at max_response_length out of the loss; their rewards still count in their group
+    (DAPO, section 3.4). Ours."""
+
+    mismatch_correction: Literal["off", "truncate", "mask", "reject"] = "off"
+    """What is done where engine and trainer disagree about a token's probability, whose ratio weighs the loss: truncate
+    caps the ratio at mismatch_high, mask leaves out what lies outside mismatch_low and mismatch_high, reject leaves
+    whole answers out and weighs nothing. Ours."""
+
+    mismatch_level: Literal["token", "sequence"] = "token"
+    """Whose ratio: of each token, or of a whole answer as the geometric mean over its tokens. Ours."""
+
+    mismatch_low: float = Field(default=0.5, ge=0, le=1)
+    """Ratio below which mask and reject leave out. Raising it is stricter. Ours."""
+
+    mismatch_high: float = Field(default=2.0, ge=1)
+    """Ratio above which truncate caps, and mask and reject leave out. Lowering it is stricter. Ours."""
 
 
 class LoraConfig(Section):
@@ -249,8 +326,9 @@ class ActorConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm to which a larger gradient is scaled down. Raising it lets outliers move the policy more."""
 
-    clip_ratio_low: float = Field(default=0.2, ge=0, lt=1)
-    """How far below 1 a token's probability ratio still counts. Raising it allows larger updates downwards."""
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
+    """How far below 1 a token's probability ratio still counts; cispo: 1 is no bound. Raising it allows larger updates
+    downwards."""
 
     clip_ratio_high: float = Field(default=0.3, ge=0)
     """How far above 1 a token's probability ratio still counts. Raising it helps rare tokens to rise."""
@@ -258,11 +336,28 @@ class ActorConfig(Section):
     clip_ratio_dual: float = Field(default=3.0, gt=1)
     """Bound on the ratio for negative advantages. Raising it lets bad answers pull harder."""
 
-    loss_avg_mode: Literal["token", "seq"] = "token"
-    """token: each token of the update weighs the same; seq: each answer does, whatever its length."""
+    loss_avg_mode: Literal["token", "seq", "seq_fixed"] = "token"
+    """token: each token of the update weighs the same; seq: each answer does, whatever its length; seq_fixed: an
+    answer's tokens are added up and divided by loss_fixed_length (Dr.GRPO)."""
 
-    loss_type: Literal["default"] = "default"
-    """The policy loss: default is the clipped ratio with a dual bound."""
+    loss_fixed_length: int | None = Field(default=None, ge=1)
+    """Tokens that seq_fixed divides by; null: data.max_response_length. Raising it makes updates smaller. Ours."""
+
+    loss_type: Literal["default", "gspo", "gspo_token", "cispo", "sapo"] = "default"
+    """The policy loss: default is the clipped ratio with a dual bound; docs/algorithms.md has a section for each."""
+
+    cispo_cap: float | None = Field(default=None, ge=1)
+    """Largest weight that cispo gives a token, at least 1: below it, even an unchanged policy's gradient would shrink;
+    null: 1 + clip_ratio_high. Ours."""
+
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of sapo's gate for positive advantages. Raising it trusts far-off tokens less."""
+
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of sapo's gate for negative advantages."""
+
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus in the loss. Raising it keeps answers varied, and costs a little time."""
 
     ppo_epochs: int = Field(default=1, ge=1)
     """Times that the data of a step are used. Raising it learns more from them, and further off-policy."""
@@ -451,6 +546,10 @@ class TrainerConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU where there is one. Ours."""
+
+    max_try_make_batch: int = 20
+    """Rounds of online_filtering in one step, those that find nothing included; then the step trains on what there is;
+    0 or below: no limit."""
 
     val_freq: int = Field(default=-1, ge=-1)
     """Training steps between validations; 0 or -1: none but before and after."""

@@ -22,7 +22,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.images import encoded_image, image_name, image_size, open_image
-from trigon.data.vision import ImageProcessor
+from trigon.data.vision import image_processor_of
 from trigon.errors import ConfigError, DataError
 from trigon.types import EncodedImages, Prompt, Vision
 
@@ -97,13 +97,8 @@ class PromptBuilder:
         self.image_key = image_key
         self.image_dir = image_dir
         self.max_prompt_length = max_prompt_length
-        self.image_processor: ImageProcessor | None = None
-        self._image_token_id: int | None = None
-        if family.has_vision:
-            self.image_processor = ImageProcessor(
-                processors.image_processor, spatial_merge=family.spatial_merge(hf_config)
-            )
-            self._image_token_id = family.image_token_id(hf_config)
+        self.image_processor = image_processor_of(processors)
+        self._image_token_id = family.image_token_id(hf_config) if family.has_vision else None
         self._model_type = family.model_type
         self._format = None if format_prompt is None else _load_format(format_prompt)
         self._system_prompt = system_prompt

@@ -19,6 +19,8 @@ from trigon.types import Vision
 if TYPE_CHECKING:
     from PIL import Image
 
+    from trigon.models.load import Processors
+
 
 class ImageProcessor:
     """A Hugging Face image processor that counts its calls. Safe to use from several threads."""
@@ -63,6 +65,15 @@ class ImageProcessor:
         patches = pixel_values.split(grid_thw.prod(dim=1).tolist())
         hashes = tuple(_content_hash(part, grid) for part, grid in zip(patches, grid_thw, strict=True))
         return Vision(pixel_values=pixel_values, grid_thw=grid_thw, hashes=hashes)
+
+
+def image_processor_of(processors: Processors) -> ImageProcessor | None:
+    """Return the image processor of a model; None if it has no vision. Raises: as ImageProcessor."""
+    if not processors.family.has_vision:
+        return None
+    return ImageProcessor(
+        processors.image_processor, spatial_merge=processors.family.spatial_merge(processors.hf_config)
+    )
 
 
 def _content_hash(patches: torch.Tensor, grid: torch.Tensor) -> str:

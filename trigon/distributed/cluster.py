@@ -18,6 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
 from trigon.errors import ConfigError
 
 _PLACEMENT_SECONDS = 120
@@ -70,8 +74,6 @@ def cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
     if address == "local":
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    import ray
-
     if address == "local":
         _read_environment_again()
     own: dict[str, Any] = (
@@ -101,8 +103,6 @@ def cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
 
 def has_gpus() -> bool:
     """Tell whether there is a GPU anywhere in the cluster."""
-    import ray
-
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
@@ -114,10 +114,6 @@ def workers(layout: Layout, actor_class: Any) -> Iterator[list[Placed]]:
     read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. To be entered inside cluster().
     Raises: ConfigError if the cluster is too small.
     """
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     _check_resources(layout)
     each = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
     bundle = {name: amount * layout.workers_per_node for name, amount in each.items()}
@@ -185,8 +181,6 @@ def enter_environment(environment: Mapping[str, str], *, address: str) -> None:
 
 def _check_resources(layout: Layout) -> None:
     """Raise ConfigError, with what was asked for and what is there, unless the cluster has enough of it."""
-    import ray
-
     wanted = {"CPU": layout.workers_per_node} | ({"GPU": layout.workers_per_node} if layout.device == "cuda" else {})
     nodes = [node for node in ray.nodes() if node["Alive"]]
     fitting = [node for node in nodes if all(node["Resources"].get(name, 0) >= n for name, n in wanted.items())]

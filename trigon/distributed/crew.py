@@ -102,14 +102,9 @@ class Crew:
         told = 0
         while pending:
             done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_LOOK_SECONDS)
-            for reference in done:
-                worker = pending.pop(reference)
-                try:
-                    results[worker.rank] = ray.get(reference)
-                except (RayActorError, RayTaskError, OutOfMemoryError) as error:
-                    failures.append(_Failure(worker.rank, error, len(failures)))
+            _take(done, pending, results, failures)
             if failures:
-                self._give_grace(pending, failures)
+                self._give_grace(pending, results, failures)
                 raise self._explained(failures, phase)
             if pending and time.monotonic() - started > deadline:
                 raise self._hung(list(pending.values()), phase, deadline)
@@ -150,19 +145,14 @@ class Crew:
                 looks[worker.handle.vitals.remote(with_stack=False)] = worker.rank
         return found
 
-    def _give_grace(self, pending: dict[Any, Placed], failures: list[_Failure]) -> None:
+    def _give_grace(self, pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:
         """Hear the others out for a while: a rank that lost a peer often says so before Ray says that the peer died."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while pending and (left := deadline - time.monotonic()) > 0:
             if any(isinstance(failure.error, RayActorError) for failure in failures):
                 return
             done, _ = ray.wait(list(pending), num_returns=1, timeout=left)
-            for reference in done:
-                worker = pending.pop(reference)
-                try:
-                    ray.get(reference)
-                except (RayActorError, RayTaskError, OutOfMemoryError) as error:
-                    failures.append(_Failure(worker.rank, error, len(failures)))
+            _take(done, pending, results, failures)
 
     def _explained(self, failures: Sequence[_Failure], phase: str) -> TrigonError:
         """Return the one error that says what happened: a death before an error of ours, that before any other."""
@@ -212,6 +202,16 @@ class Crew:
         if vitals is None:
             return ""
         return f", last seen with {vitals.memory_bytes / 2**30:.1f} GiB (at most {vitals.max_memory_bytes / 2**30:.1f})"
+
+
+def _take(done: Sequence[Any], pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:
+    """Move calls that have ended from pending to results, by rank, or to failures."""
+    for reference in done:
+        worker = pending.pop(reference)
+        try:
+            results[worker.rank] = ray.get(reference)
+        except (RayActorError, RayTaskError, OutOfMemoryError) as error:
+            failures.append(_Failure(worker.rank, error, len(failures)))
 
 
 def _cause(error: Exception) -> BaseException:

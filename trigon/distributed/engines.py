@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Never, TypeVar
+from typing import Any, Never, TypeVar
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ class WorkersTrainEngine:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _logprobs(self._crew, groups, "logprobs")
+        return _logprobs(self._crew, groups, lambda actor, payload: actor.logprobs.remote(payload), phase="logprobs")
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. Its metrics tell as well how many bytes were moved since the last update."""
@@ -89,7 +89,12 @@ class WorkersReference:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _logprobs(self._crew, groups, "reference_logprobs")
+        return _logprobs(
+            self._crew,
+            groups,
+            lambda actor, payload: actor.reference_logprobs.remote(payload),
+            phase="reference_logprobs",
+        )
 
 
 class WorkersRolloutEngine:
@@ -144,11 +149,13 @@ class WorkersRolloutEngine:
         """See RolloutEngine. The workers end with the context that started them."""
 
 
-def _logprobs(crew: Crew, groups: Sequence[RolloutGroup], method: str) -> list[list[Tensor]]:
+def _logprobs(
+    crew: Crew, groups: Sequence[RolloutGroup], call: Callable[[Any, Any], Any], *, phase: str
+) -> list[list[Tensor]]:
     shares = _shares(groups, len(crew.workers))
-    payloads = [crew.sent(encode_rollouts([groups[index] for index in share]), phase=method) for share in shares]
-    replies = crew.all(lambda actor, worker: getattr(actor, method).remote(payloads[worker.rank]), phase=method)
-    return _in_order(shares, [decode_logprobs(crew.received(reply, phase=method)) for reply in replies])
+    payloads = [crew.sent(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
+    replies = crew.all(lambda actor, worker: call(actor, payloads[worker.rank]), phase=phase)
+    return _in_order(shares, [decode_logprobs(crew.received(reply, phase=phase)) for reply in replies])
 
 
 def _shares(groups: Sequence[Group], num_workers: int) -> list[list[int]]:

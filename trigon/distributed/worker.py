@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 
@@ -36,7 +36,9 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.training.fsdp import ProcessRanks
 from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.protocol import LogprobEngine
-from trigon.types import Prompt, SamplingParams
+from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
+
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,11 +154,7 @@ class Worker:
 
     def step(self, groups: bytes) -> Metrics:
         """Learn from this rank's groups, with all others; the metrics of all, merged, are those of the update."""
-        train_groups = decode_train(groups)
-        prompts = self._seen([group.prompt for group in train_groups])
-        return self._opened.trainer.step(
-            [replace(group, prompt=prompt) for group, prompt in zip(train_groups, prompts, strict=True)]
-        )
+        return self._opened.trainer.step(self._with_pixels(decode_train(groups)))
 
     # -- state --
 
@@ -201,10 +199,11 @@ class Worker:
         return prompts if self._opened.images is None else self._opened.images.of(prompts)
 
     def _scored(self, engine: LogprobEngine, encoded: bytes) -> bytes:
-        groups = decode_rollouts(encoded)
+        return encode_logprobs(engine.logprobs(self._with_pixels(decode_rollouts(encoded))))
+
+    def _with_pixels(self, groups: list[Group]) -> list[Group]:
         prompts = self._seen([group.prompt for group in groups])
-        seen = [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
-        return encode_logprobs(engine.logprobs(seen))
+        return [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
 
 
 def actor_of(worker_class: type[Worker]) -> Any:

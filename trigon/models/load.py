@@ -91,7 +91,7 @@ def load_processors(
     template, or if min_pixels exceeds max_pixels.
     """
     folder = model_folder(model_path)
-    family = _family_of_folder(folder)
+    family = family_of_folder(folder)
     declare_operators()
     from transformers import AutoTokenizer
 
@@ -134,20 +134,17 @@ def load_model(
     not have.
     """
     folder = model_folder(model_path)
-    family = _family_of_folder(folder)
+    family = family_of_folder(folder)
     declare_operators()
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     config = _load_config(folder, trust_remote_code=trust_remote_code)
     _override(config, override_config or {}, where="")
     _refuse_unsupported(config, family)
-    auto_class = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
     device = torch.device(device)
     if device.type == "meta":
         with device:
-            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = auto_class(family).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
-        model, report = auto_class.from_pretrained(
+        model, report = auto_class(family).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -160,6 +157,14 @@ def load_model(
     use_group_attention(model, family)
     model.name_or_path = model_path  # as it was given, not where the Hub's copy lies
     return model.to(device).eval()
+
+
+def auto_class(family: Family) -> Any:
+    """Return what transformers calls the class that opens a family's models."""
+    declare_operators()
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
 
 
 def copy_side_files(folder: Path, destination: Path) -> tuple[str, ...]:
@@ -181,7 +186,8 @@ def copy_side_files(folder: Path, destination: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _family_of_folder(folder: Path) -> Family:
+def family_of_folder(folder: Path) -> Family:
+    """Return the family of the model in a folder. Raises: ModelError if it is not supported."""
     # Read as plain JSON: AutoConfig's own complaint about an unknown type does not say which are supported.
     return family_named(str(_read_json(folder / "config.json").get("model_type", "")))
 

@@ -28,13 +28,13 @@ class Sharding:
 
     full_shard: gather each layer anew for the backward pass; False keeps it gathered between forward and backward,
     which is faster and needs the memory of all weights.
-    fsdp_size: ranks that share one copy; the others hold further copies (hybrid sharding). 0 or less: all of them.
+    ranks_per_copy: ranks that share one copy, the others holding further ones (hybrid sharding); None: all of them.
     param_dtype: in which weights are gathered and computed with. reduce_dtype: in which gradients are summed.
     cpu_offload: keep weights, gradients and optimizer states in host memory, always.
     """
 
     full_shard: bool
-    fsdp_size: int
+    ranks_per_copy: int | None
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     cpu_offload: bool
@@ -124,7 +124,7 @@ def open_sharded(
     """
     whole = make_policy(torch.device("cpu")) if ranks.rank == 0 else None
     policy = make_policy(torch.device("meta"))
-    _shard(policy, _mesh(device, ranks.size, sharding.fsdp_size), sharding)
+    _shard(policy, _mesh(device, ranks.size, sharding.ranks_per_copy), sharding)
     policy.to_empty(device="cpu" if sharding.cpu_offload else device)
     set_model_state_dict(
         policy,
@@ -135,10 +135,12 @@ def open_sharded(
     return policy
 
 
-def _mesh(device: torch.device, size: int, fsdp_size: int) -> DeviceMesh:
-    if not 0 < fsdp_size < size:
+def _mesh(device: torch.device, size: int, ranks_per_copy: int | None) -> DeviceMesh:
+    if ranks_per_copy is None or ranks_per_copy == size:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (size // ranks_per_copy, ranks_per_copy), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
