@@ -11,6 +11,7 @@ import torch
 from oracle import make_group, make_prompt
 from torch import Tensor
 
+from trigon.algorithms.losses import LossSettings
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -25,7 +26,18 @@ from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 
 ONE_ROW = 1_000_000
 CPU = torch.device("cpu")
-TERMS = LossTerms(clip_low=0.2, clip_high=0.3, clip_dual=3.0, averaging="token", kl_estimator=None, kl_coefficient=0.0)
+CLIPPED = LossSettings(
+    kind="default", clip_low=0.2, clip_high=0.3, clip_dual=3.0, cap=1.3, tau_positive=1.0, tau_negative=1.05
+)
+TERMS = LossTerms(
+    policy=CLIPPED,
+    averaging="token",
+    fixed_length=16,
+    kl_estimator=None,
+    kl_coefficient=0.0,
+    entropy_coefficient=0.0,
+    correction=None,
+)
 KL_TERMS = replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.1)
 
 

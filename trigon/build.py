@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 import torch
 
+from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
+from trigon.algorithms.losses import LossSettings
+from trigon.batch import Selection
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish, open_checkpoint
 from trigon.config.load import dump_config
 from trigon.config.options import read_text_option
 from trigon.config.plan import Plan, context_length, make_plan, num_workers, workers_per_copy
 from trigon.config.schema import Config
+from trigon.credit import Credit
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
@@ -141,9 +145,10 @@ def run_training(
                 rewards=rewards,
                 trainer=engines.trainer,
                 reference=engines.reference,
-                kl_in_reward=config.algorithm.kl_penalty if kl_is_in_reward(config) else None,
+                selection=selection(config),
+                credit=credit(config),
                 kl=initial_kl(config),
-                needs_old=plan.updates_per_step > 1 or kl_is_in_reward(config),
+                needs_old=plan.updates_per_step > 1 or (kl_is_in_reward(config) and not kl_is_full(config)),
                 evaluator=open_evaluator(config, val_prompts, report),
                 parity=ParityCheck(parity_tolerance(config)),
                 store=store,
@@ -325,10 +330,9 @@ def open_engines(
     """Load the models and start the rollout engine in this process."""
     place = Place(choose_device(config), Alone())
     with report.phase("load model"):
-        trainer = open_trainer(config, processors, plan, place)
+        trainer, reference = open_models(config, processors, plan, place)
         stack.callback(trainer.close)
         check_space(config, store, (trainer.sizes(),))
-        reference = open_reference(config, processors, plan, place, trainer)
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place)
         stack.callback(rollout.close)
@@ -401,7 +405,25 @@ def lora_settings(config: Config) -> LoraSettings:
     )
 
 
-def open_trainer(config: Config, processors: Processors, plan: Plan, place: Place) -> LocalTrainEngine:
+def open_models(
+    config: Config, processors: Processors, plan: Plan, place: Place
+) -> tuple[LocalTrainEngine, LogprobEngine | None]:
+    """Return the policy's engine, and the reference's where the loop asks for its log-probabilities.
+
+    With LoRA the reference is the policy without its adapters. Where whole distributions are compared, the policy's
+    engine does so by itself, and the loop never sees the reference.
+    """
+    adapted = config.worker.actor.model.lora.rank > 0
+    scorer = open_reference(config, processors, plan, place) if needs_reference(config) and not adapted else None
+    trainer = open_trainer(config, processors, plan, place, scorer)
+    if not needs_reference(config) or kl_is_full(config):
+        return trainer, None
+    return trainer, trainer.below_adapters() if adapted else scorer
+
+
+def open_trainer(
+    config: Config, processors: Processors, plan: Plan, place: Place, reference: LocalScorer | None
+) -> LocalTrainEngine:
     """Load the policy, sharded where there are several ranks, and make its optimizer."""
     actor = config.worker.actor
     compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
@@ -438,17 +460,12 @@ def open_trainer(config: Config, processors: Processors, plan: Plan, place: Plac
         offload_params=actor.offload.offload_params and moves,
         offload_optimizer=actor.offload.offload_optimizer and moves,
         ranks=place.ranks,
+        reference=reference if kl_is_full(config) else None,
     )
 
 
-def open_reference(
-    config: Config, processors: Processors, plan: Plan, place: Place, trainer: LocalTrainEngine
-) -> LogprobEngine | None:
-    """Load the reference policy, or nothing where no term needs it. With LoRA it is the policy without its adapters."""
-    if not needs_reference(config):
-        return None
-    if config.worker.actor.model.lora.rank > 0:
-        return trainer.reference()
+def open_reference(config: Config, processors: Processors, plan: Plan, place: Place) -> LocalScorer:
+    """Load the reference policy."""
     ref = config.worker.ref
     dtype = DTYPES[ref.fsdp.torch_dtype or "bf16"]
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
@@ -594,7 +611,7 @@ def open_workers(config: Config, plan: Plan, crew: Crew, store: CheckpointStore,
     return Engines(
         device=described(config, crew),
         trainer=WorkersTrainEngine(crew),
-        reference=WorkersReference(crew) if needs_reference(config) else None,
+        reference=WorkersReference(crew) if needs_reference(config) and not kl_is_full(config) else None,
         rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
         sizes=tuple(sizes),
     )
@@ -618,10 +635,10 @@ def open_member(config: Config, plan: Plan, ranks: ProcessRanks) -> Member:
 
     place = Place(ranks.device, ranks)
     processors = open_processors(config)
-    trainer = open_trainer(config, processors, plan, place)
+    trainer, reference = open_models(config, processors, plan, place)
     return Member(
         trainer=trainer,
-        reference=open_reference(config, processors, plan, place, trainer),
+        reference=reference,
         rollout=open_rollout(config, processors, place),
         images=open_images(config, processors),
         replica_rank=ranks.rank % config.worker.rollout.tensor_parallel_size,
@@ -654,18 +671,70 @@ def kl_is_in_reward(config: Config) -> bool:
     return needs_reference(config) and not config.algorithm.use_kl_loss
 
 
+def kl_is_full(config: Config) -> bool:
+    """Tell whether the KL is that of whole distributions, which log-probabilities of sampled tokens cannot give."""
+    return needs_reference(config) and config.algorithm.kl_penalty == "full"
+
+
 def loss_terms(config: Config) -> LossTerms:
     """Return which loss an update minimises."""
     actor, algorithm = config.worker.actor, config.algorithm
-    assert actor.loss_type == "default", "the clipped loss is the only one"
-    assert algorithm.adv_estimator == "grpo", "group-relative advantages are the only ones"
     return LossTerms(
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
-        clip_dual=actor.clip_ratio_dual,
+        policy=LossSettings(
+            kind=actor.loss_type,
+            clip_low=actor.clip_ratio_low,
+            clip_high=actor.clip_ratio_high,
+            clip_dual=actor.clip_ratio_dual,
+            cap=1.0 + actor.clip_ratio_high if actor.cispo_cap is None else actor.cispo_cap,
+            tau_positive=actor.tau_positive,
+            tau_negative=actor.tau_negative,
+        ),
         averaging=actor.loss_avg_mode,
+        fixed_length=actor.loss_fixed_length or config.data.max_response_length,
         kl_estimator=algorithm.kl_penalty if needs_reference(config) and algorithm.use_kl_loss else None,
         kl_coefficient=algorithm.kl_coef,
+        entropy_coefficient=actor.entropy_coeff,
+        correction=correction(config),
+    )
+
+
+def correction(config: Config) -> Correction | None:
+    """Return what is done where engine and trainer disagree."""
+    algorithm = config.algorithm
+    if algorithm.mismatch_correction == "off":
+        return None
+    return Correction(
+        kind=algorithm.mismatch_correction,
+        level=algorithm.mismatch_level,
+        low=algorithm.mismatch_low,
+        high=algorithm.mismatch_high,
+    )
+
+
+def selection(config: Config) -> Selection | None:
+    """Return which groups are learned from; None: all."""
+    algorithm, data = config.algorithm, config.data
+    if not algorithm.online_filtering:
+        return None
+    return Selection(
+        key=algorithm.filter_key,
+        low=algorithm.filter_low,
+        high=algorithm.filter_high,
+        prompts_per_round=data.mini_rollout_batch_size or data.rollout_batch_size,
+        max_rounds=max(0, config.trainer.max_try_make_batch),
+        keep_surplus=algorithm.filter_surplus == "keep",
+    )
+
+
+def credit(config: Config) -> Credit:
+    """Return how rewards become advantages."""
+    algorithm = config.algorithm
+    return Credit(
+        estimator=algorithm.adv_estimator,
+        gamma=algorithm.gamma,
+        weights=algorithm.reward_weights or None,
+        kl_in_reward=algorithm.kl_penalty if kl_is_in_reward(config) else None,
+        mask_overlong=algorithm.overlong_filtering,
     )
 
 

@@ -12,24 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from trigon.algorithms.advantages import group_relative
-from trigon.algorithms.kl import AdaptiveKl, KlEstimator, kl_penalized_rewards, kl_per_token
+from trigon.algorithms.advantages import estimate
+from trigon.algorithms.kl import AdaptiveKl
+from trigon.batch import Sampler, Selection, surplus_from, surplus_state
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
+from trigon.credit import Credit, attach, kl_of, mean_of_tokens, outcomes_of, overlong
 from trigon.data.stream import PromptStream
 from trigon.evaluate import Evaluator
-from trigon.metrics import Mean, Metrics, Sum, merge, values
+from trigon.metrics import Mean, Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
-from trigon.rollout.statistics import describe_groups, describe_validation
+from trigon.rollout.statistics import describe_learned, describe_validation
 from trigon.training.protocol import LogprobEngine, TrainEngine
-from trigon.types import RolloutGroup, SamplingParams, TrainGroup, TrainSequence
+from trigon.types import RolloutGroup, SamplingParams, TrainGroup
 
 
 class SaveState(Protocol):
@@ -57,8 +55,8 @@ class Rhythm:
 class Run:
     """Everything a training run is made of, already built.
 
-    evaluator: None where there are no validation prompts. reference: None where no term needs a reference policy.
-    kl_in_reward: None where the KL is in the loss, or off.
+    evaluator: None where there are no validation prompts. reference: None where no term needs its log-probabilities.
+    selection: None where every group is learned from.
     needs_old: whether the policy changes between sampling and the last update of a step, so that old log-probabilities
     must be computed before the first.
     """
@@ -71,7 +69,8 @@ class Run:
     rewards: RewardPool
     trainer: TrainEngine
     reference: LogprobEngine | None
-    kl_in_reward: KlEstimator | None
+    selection: Selection | None
+    credit: Credit
     kl: AdaptiveKl
     needs_old: bool
     evaluator: Evaluator | None
@@ -88,6 +87,7 @@ class Progress:
 
     step: int
     kl: AdaptiveKl
+    surplus: list[RolloutGroup]
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
@@ -104,46 +104,51 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         validate(run, progress)
         return progress
     go_on_from(run, progress.step)
+    sampler = Sampler(run.prompts, run.rollout, run.rewards, run.sampling, run.report)
+    credit = run.credit
     if progress.step == 0 and run.rhythm.validate_first:
         run.report.step(0, last, validate(run, progress))
 
     for step in range(progress.step + 1, last + 1):
         run.store.check()
-        with run.report.phase("data"):
-            prompts = run.prompts.take(run.plan.prompts_per_step)
         with awake(run, version=step - 1):
-            groups = collect(prompts, run.rollout, run.rewards, run.sampling, step=step, phase=run.report.phase)
+            batch = sampler.fill(
+                wanted=run.plan.prompts_per_step, selection=run.selection, kept=progress.surplus, step=step
+            )
+            groups = batch.groups
+            baselines = sampler.greedy_scores(groups, step=step) if credit.estimator == "remax" else None
             probe = run.parity.probe(groups, run.rollout, run.sampling, step=step)
         with run.report.phase("parity"):
-            metrics = run.parity.check(probe, run.trainer)
+            metrics = merge(batch.metrics, run.parity.check(probe, run.trainer))
 
-        old = ref = None
+        old = ref = penalties = None
         if run.needs_old:
             with run.report.phase("old"):
                 old = run.trainer.logprobs(groups)
         if run.reference is not None:
             with run.report.phase("ref"):
                 ref = run.reference.logprobs(groups)
-        rewards, graded = rewards_of(groups)  # [G, N] each
-        if run.kl_in_reward is not None:
-            assert old is not None, "a KL in the reward needs the policy's own log-probabilities"
-            assert ref is not None, "a KL in the reward needs a reference"
-            sequence_kl, mean_kl = kl_of(old, ref, run.kl_in_reward)  # [G, N], per token
-            rewards = kl_penalized_rewards(rewards, sequence_kl, progress.kl.coefficient)
+        if credit.kl_in_reward is not None:
+            with run.report.phase("ref"):
+                kl = kl_of(groups, credit.kl_in_reward, run.trainer, old=old, ref=ref)
+            penalties = [[progress.kl.coefficient * tokens for tokens in group] for group in kl]
+            mean_kl = mean_of_tokens(kl)
             metrics = merge(metrics, {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(progress.kl.coefficient)})
-            progress = replace(progress, kl=progress.kl.updated(mean_kl.value, rewards.numel()))
-        advantages = group_relative(rewards, graded)  # [G, N]
-        train_groups = attach(groups, advantages, graded, old=old, ref=ref)
+            progress = replace(progress, kl=progress.kl.updated(mean_kl.value, sum(map(len, kl))))
+        outcomes = outcomes_of(groups, credit, penalties=penalties, baselines=baselines)
+        advantages = estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
+        trains = outcomes.valid & ~overlong(groups) if credit.mask_overlong else outcomes.valid  # [G, N]
+        train_groups = attach(groups, advantages, trains, old=old, ref=ref)
 
         with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
             for minibatch in minibatches(train_groups, run.plan):
                 metrics = merge(metrics, run.trainer.step(minibatch))
                 advance(1)
 
-        progress = replace(progress, step=step)
+        progress = replace(progress, step=step, surplus=batch.surplus)
         run.report.rollouts(step, groups, "train")
-        metrics = merge(metrics, describe_groups(groups, rewards, advantages, graded), run.prompts.metrics())
-        metrics = merge(metrics, {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))})
+        learned = describe_learned(groups, outcomes.totals(), advantages, outcomes.valid)
+        metrics = merge(metrics, learned, run.prompts.metrics())
         stopping = step == last or run.should_stop()
         score = None
         if is_due(step, run.rhythm.validate_every) or (step == last and run.rhythm.validate_last):
@@ -165,12 +170,13 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     """Put every part back where the checkpoint left it, or leave it at the beginning."""
     if checkpoint is None:
-        return Progress(step=0, kl=run.kl)
+        return Progress(step=0, kl=run.kl, surplus=[])
     run.trainer.load_state(checkpoint.actor)
     run.prompts.load_state(checkpoint.progress["prompts"])
     # Only an adaptive coefficient has a history; a fixed one, and the target, are the configuration's.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
-    return Progress(step=checkpoint.step, kl=kl)
+    surplus = surplus_from(checkpoint.progress.get("surplus", []), run.prompts)
+    return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
 
 
 def go_on_from(run: Run, step: int) -> None:
@@ -190,7 +196,11 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
 
 def remembered(run: Run, progress: Progress) -> dict[str, Any]:
     """Return the part of a checkpoint that is not the engines', as JSON can hold it. What restore reads."""
-    return {"prompts": run.prompts.state(), "kl_coefficient": progress.kl.coefficient}
+    return {
+        "prompts": run.prompts.state(),
+        "kl_coefficient": progress.kl.coefficient,
+        "surplus": surplus_state(progress.surplus),
+    }
 
 
 def validate(run: Run, progress: Progress) -> Metrics:
@@ -201,57 +211,6 @@ def validate(run: Run, progress: Progress) -> Metrics:
     metrics = describe_validation(groups)
     run.report.validation(progress.step, groups, values(metrics), shown=run.rhythm.generations_shown)
     return metrics
-
-
-def rewards_of(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
-    """Return rewards [G, N] float32, and [G, N] bool: which of them a grader really gave."""
-    rewards = torch.tensor([[rollout.score.overall for rollout in group.rollouts] for group in groups])
-    graded = torch.tensor([[rollout.score.outcome == "ok" for rollout in group.rollouts] for group in groups])
-    return rewards, graded
-
-
-def kl_of(
-    logprobs: Sequence[Sequence[Tensor]], ref: Sequence[Sequence[Tensor]], estimator: KlEstimator
-) -> tuple[Tensor, Mean]:
-    """Return the KL of each completion, summed over its tokens [G, N], and the mean over all tokens."""
-    per_token = [
-        [kl_per_token(ours, theirs, estimator) for ours, theirs in zip(group, ref_group, strict=True)]
-        for group, ref_group in zip(logprobs, ref, strict=True)
-    ]
-    sums = torch.stack([torch.stack([tokens.sum() for tokens in group]) for group in per_token])
-    return sums, Mean(float(sums.sum()), float(sum(tokens.numel() for group in per_token for tokens in group)))
-
-
-def attach(
-    groups: Sequence[RolloutGroup],
-    advantages: Tensor,
-    graded: Tensor,
-    *,
-    old: Sequence[Sequence[Tensor]] | None,
-    ref: Sequence[Sequence[Tensor]] | None,
-) -> list[TrainGroup]:
-    """Give every completion what the loss needs.
-
-    Each token gets its completion's advantage; ungraded ones do not train.
-    """
-    return [
-        TrainGroup(
-            prompt=group.prompt,
-            sequences=tuple(
-                TrainSequence(
-                    token_ids=rollout.completion.token_ids,
-                    loss_mask=torch.full((length,), float(graded[g, i])),
-                    advantages=torch.full((length,), float(advantages[g, i])),
-                    sampling_logprobs=torch.tensor(rollout.completion.sampling_logprobs),
-                    old_logprobs=None if old is None else old[g][i],
-                    ref_logprobs=None if ref is None else ref[g][i],
-                )
-                for i, rollout in enumerate(group.rollouts)
-                for length in [len(rollout.completion.token_ids)]
-            ),
-        )
-        for g, group in enumerate(groups)
-    ]
 
 
 def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[TrainGroup]]:

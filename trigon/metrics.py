@@ -55,7 +55,26 @@ class Min:
         return Min(min(self.value, other.value))
 
 
-Metric = Mean | Sum | Max | Min
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Effective sample size of importance weights as a share of their number: total^2 / (count * squares), in (0, 1].
+
+    1 where all weights are equal; nan where there are none (Kong, 1992).
+    """
+
+    total: float
+    squares: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.count * self.squares) if self.squares else float("nan")
+
+    def merged(self, other: EffectiveShare) -> EffectiveShare:
+        return EffectiveShare(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+
+Metric = Mean | Sum | Max | Min | EffectiveShare
 Metrics = Mapping[str, Metric]
 
 

@@ -31,12 +31,13 @@ class ParityCheck:
     ) -> RolloutGroup:
         """Return completions to compare, drawn from the whole vocabulary; to be called inside rollout.awake().
 
-        The step's own first group will do where top-p and top-k are off. Where they are on, its log-probabilities are
-        those of the truncated distribution, which the trainer does not model, and a short completion is drawn without
-        them.
+        The first group of this step will do where top-p and top-k are off. Where they are on, its log-probabilities are
+        those of the truncated distribution, which the trainer does not model; a short completion is then drawn without
+        them, as where all groups are left from the step before.
         """
-        if sampling.top_p == 1.0 and sampling.top_k == -1:
-            return groups[0]
+        fresh = [group for group in groups if group.rollouts[0].completion.policy_version == step - 1]
+        if fresh and sampling.top_p == 1.0 and sampling.top_k == -1:
+            return fresh[0]
         plain = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
         prompt = groups[0].prompt
         [completions] = rollout.generate([prompt], plain, step=step)

@@ -229,13 +229,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """What the policy says of each of the S completion tokens of a packed row. Both [S] float32.
+    """What the policy says of each of the S completion tokens of a packed row. All [S] float32.
 
-    logprobs carry gradient; entropy (of the whole distribution, in nats) carries it only when asked for.
+    logprobs carry gradient; entropy (of the whole distribution, in nats) carries it only when asked for. kl: of the
+    whole distribution from another one, with gradient; None where there is no other.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    kl: Tensor | None
 
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]

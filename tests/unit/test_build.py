@@ -1,13 +1,21 @@
 """From wishes to objects: the mappings that need no model."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from trigon import build
-from trigon.algorithms.kl import AdaptiveKl
-from trigon.config.schema import Config
+from trigon.algorithms.advantages import WITHOUT_A_GROUP, AdvantageEstimator
+from trigon.algorithms.importance import Correction, CorrectionKind
+from trigon.algorithms.kl import AdaptiveKl, SampledKl
+from trigon.algorithms.losses import LossSettings, PolicyLossType
+from trigon.algorithms.reduce import Averaging
+from trigon.batch import Selection
+from trigon.config.checks import ALONE_WILL_DO
+from trigon.config.schema import ActorConfig, AlgorithmConfig, Config
+from trigon.credit import Credit
 from trigon.errors import ConfigError
 from trigon.loop import Rhythm
 from trigon.training.step import LossTerms
@@ -79,20 +87,90 @@ def test_where_the_kl_goes(disable_kl, kl_coef, use_kl_loss, needs, in_reward, i
     assert build.needs_reference(wishes) == needs
     assert build.kl_is_in_reward(wishes) == in_reward
     assert build.loss_terms(wishes).kl_estimator == in_loss
-    if not needs:
-        assert build.open_reference(wishes, None, None, None, None) is None  # nothing of it is looked at
 
 
 def test_the_loss_is_what_the_actor_section_says():
     wishes = config(
-        algorithm={"use_kl_loss": True, "kl_coef": 0.02, "kl_penalty": "mse"},
+        data={"max_response_length": 77},
+        algorithm={
+            "use_kl_loss": True,
+            "kl_coef": 0.02,
+            "kl_penalty": "mse",
+            "mismatch_correction": "mask",
+            "mismatch_level": "sequence",
+            "mismatch_low": 0.9,
+            "mismatch_high": 1.1,
+        },
         worker={
-            "actor": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4, "clip_ratio_dual": 5.0, "loss_avg_mode": "seq"}
+            "actor": {
+                "clip_ratio_low": 0.1,
+                "clip_ratio_high": 0.4,
+                "clip_ratio_dual": 5.0,
+                "loss_avg_mode": "seq_fixed",
+                "loss_type": "cispo",
+                "cispo_cap": 6.0,
+                "tau_positive": 1.5,
+                "tau_negative": 2.5,
+                "entropy_coeff": 0.003,
+            }
         },
     )
     assert build.loss_terms(wishes) == LossTerms(
-        clip_low=0.1, clip_high=0.4, clip_dual=5.0, averaging="seq", kl_estimator="mse", kl_coefficient=0.02
+        policy=LossSettings(
+            kind="cispo", clip_low=0.1, clip_high=0.4, clip_dual=5.0, cap=6.0, tau_positive=1.5, tau_negative=2.5
+        ),
+        averaging="seq_fixed",
+        fixed_length=77,
+        kl_estimator="mse",
+        kl_coefficient=0.02,
+        entropy_coefficient=0.003,
+        correction=Correction("mask", "sequence", 0.9, 1.1),
     )
+
+
+def test_what_was_not_wished_for_is_left_to_its_default():
+    terms = build.loss_terms(config(worker={"actor": {"clip_ratio_high": 0.4, "loss_fixed_length": 9}}))
+    assert (terms.policy.cap, terms.fixed_length, terms.correction, terms.entropy_coefficient) == (1.4, 9, None, 0.0)
+
+
+def test_which_groups_are_learned_from():
+    assert build.selection(config()) is None
+    filtering = {"online_filtering": True, "filter_key": "accuracy", "filter_low": 0.1, "filter_high": 0.8}
+    data = {"rollout_batch_size": 8}
+    assert build.selection(config(data=data, algorithm=filtering, trainer={"max_try_make_batch": -1})) == Selection(
+        key="accuracy", low=0.1, high=0.8, prompts_per_round=8, max_rounds=0, keep_surplus=False
+    )
+    wishes = config(
+        data={**data, "mini_rollout_batch_size": 3},
+        algorithm={**filtering, "filter_surplus": "keep"},
+        trainer={"max_try_make_batch": 5},
+    )
+    chosen = build.selection(wishes)
+    assert (chosen.prompts_per_round, chosen.max_rounds, chosen.keep_surplus) == (3, 5, True)
+
+
+def test_how_rewards_become_advantages():
+    plain = build.credit(config(algorithm={"disable_kl": True}))
+    assert plain == Credit(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
+    wishes = {
+        "adv_estimator": "gdpo",
+        "gamma": 0.9,
+        "reward_weights": {"accuracy": 2.0},
+        "kl_penalty": "full",
+        "overlong_filtering": True,
+    }
+    assert build.credit(config(algorithm=wishes)) == Credit("gdpo", 0.9, {"accuracy": 2.0}, "full", True)
+
+
+def test_the_names_of_the_configuration_are_those_of_the_algorithms():
+    annotations = {name: field.annotation for name, field in AlgorithmConfig.model_fields.items()}
+    assert get_args(annotations["adv_estimator"]) == get_args(AdvantageEstimator)
+    assert get_args(annotations["mismatch_correction"]) == ("off", *get_args(CorrectionKind))
+    assert set(get_args(annotations["kl_penalty"])) == set(get_args(SampledKl)) | {"full"}
+    actor = ActorConfig.model_fields
+    assert get_args(actor["loss_type"].annotation) == get_args(PolicyLossType)
+    assert get_args(actor["loss_avg_mode"].annotation) == get_args(Averaging)
+    assert set(ALONE_WILL_DO) == WITHOUT_A_GROUP
 
 
 @pytest.mark.parametrize(("kl_type", "horizon"), [("fixed", 0.0), ("adaptive", 500.0)])

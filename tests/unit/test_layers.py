@@ -20,7 +20,7 @@ PACKAGE = ROOT / "trigon"
 
 FLOOR = {
     "trainer": 7, "cli": 7, "build": 7,
-    "loop": 6, "evaluate": 6, "parity": 6,
+    "loop": 6, "batch": 6, "credit": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
     "data": 3,
@@ -30,7 +30,14 @@ FLOOR = {
 }  # fmt: skip
 
 # The few that share a floor and know each other, in one direction.
-NEIGHBOURS = {("trainer", "cli"), ("cli", "build"), ("loop", "evaluate"), ("loop", "parity")}
+NEIGHBOURS = {
+    ("trainer", "cli"),
+    ("cli", "build"),
+    ("loop", "evaluate"),
+    ("loop", "parity"),
+    ("loop", "batch"),
+    ("loop", "credit"),
+}
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
 ONLY_IN = {

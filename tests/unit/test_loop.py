@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.kl import AdaptiveKl
+from trigon.batch import Selection
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
+from trigon.credit import Credit, kl_of, mean_of_tokens
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
-from trigon.errors import CheckpointError, ParityError
+from trigon.errors import CheckpointError, DataError, ParityError, RewardError
 from trigon.evaluate import Evaluator
-from trigon.loop import Rhythm, Run, count_tokens, is_due, kl_of, train
+from trigon.loop import Rhythm, Run, count_tokens, is_due, train
 from trigon.models.load import Processors, load_processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
@@ -47,6 +49,7 @@ RHYTHM = Rhythm(
     save_every=0,
     generations_shown=0,
 )
+CREDIT = Credit(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")
 REWARD = """
 REWARD_TYPE = "sequential"
@@ -226,7 +229,8 @@ def open_run(kit: Kit, folder: Path, *, answer=right_at_times, token_logprob=FAK
             rewards=kit.rewards,
             trainer=trainer,
             reference=None,
-            kl_in_reward=None,
+            selection=None,
+            credit=CREDIT,
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old=False,
             evaluator=Evaluator(kit.validation, validation_sampling, 2, 1, report.warn),
@@ -283,7 +287,7 @@ def test_a_step_samples_under_the_weights_of_the_step_before_and_then_learns(kit
             *("awake 2", "sample 4 for 3", "asleep", "learn from 4"),
         ]
         assert run.report.phases == [
-            *("data", "weights", "gen", "reward", "parity", "update_actor") * 3,
+            *("weights", "data", "gen", "reward", "parity", "update_actor") * 3,
             "save_checkpoint",
         ]
     versions = {name: {row["policy_version"] for row in rows} for name, rows in rollouts_of(tmp_path).items()}
@@ -413,7 +417,7 @@ def settings(steps: int) -> dict[str, Any]:
         "rhythm": EVERYTHING,
         "needs_old": True,
         "reference": SteadyReference(-1.5),
-        "kl_in_reward": "kl",
+        "credit": replace(CREDIT, kl_in_reward="kl"),
         "kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=100.0),
     }
 
@@ -583,12 +587,150 @@ def test_a_fixed_kl_coefficient_that_was_changed_before_resuming_is_the_one_that
         assert train(run, newest(tmp_path)).kl.coefficient == 0.2
 
 
-def test_kl_is_summed_over_each_answer_and_averaged_over_all_tokens():
+def test_kl_is_told_token_by_token_and_averaged_over_all():
     ours = [[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]]
     theirs = [[torch.tensor([-1.5, -2.0]), torch.tensor([-2.0])]]
-    sums, mean = kl_of(ours, theirs, "kl")
-    assert sums.tolist() == [[0.5, -1.0]]
+    kl = kl_of([], "kl", FakeTrainEngine(), old=ours, ref=theirs)
+    assert [[tokens.tolist() for tokens in row] for row in kl] == [[[0.5, 0.0], [-1.0]]]
+    mean = mean_of_tokens(kl)
     assert (mean.total, mean.count) == (-0.5, 3.0)
+
+
+# -- algorithms ---------------------------------------------------------------------------------------------------
+
+
+def learned_rewards(run: Run, folder: Path) -> list[list[float]]:
+    """Return the rewards of each group that was learned from, step by step."""
+    rows = [row for rows in rollouts_of(folder).values() for row in rows]
+    return [[row["reward"] for row in rows[i : i + 3]] for i in range(0, len(rows), 3)]
+
+
+SELECTION = Selection(key="accuracy", low=0.01, high=0.99, prompts_per_round=4, max_rounds=20, keep_surplus=False)
+
+
+def mixed_at_times(prompt: Prompt, version: int, seed: int) -> str:
+    """Answer some prompts always wrong, others always right, and the rest now and then."""
+    match int(prompt.answer) % 4:
+        case 0:
+            return "no idea"
+        case 1:
+            return prompt.answer
+        case _:
+            return prompt.answer if seed % 2 else "no idea"
+
+
+def test_groups_that_teach_nothing_are_replaced_by_others(kit, tmp_path):
+    with open_run(kit, tmp_path, selection=SELECTION, answer=mixed_at_times) as run:
+        train(run, None)
+        events = [event for event in told(run).events if event.startswith(("sample", "learn"))]
+        assert {event for event in events if event.startswith("learn")} == {"learn from 4"}
+        assert sum(event.startswith("sample") for event in events) > 3
+    assert all(len(set(rewards)) == 2 for rewards in learned_rewards(run, tmp_path))
+    for step, line in lines_of(tmp_path).items():
+        rounds = events.count(f"sample 4 for {step}")
+        assert line["filter/rounds"] == rounds
+        shares = [line[f"filter/{name}_fraction"] for name in ("kept", "low", "high")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares[1] > 0 or shares[2] > 0
+        # What was sampled is described whole; what is learned from, by itself.
+        assert line["group/all_wrong_fraction"] == pytest.approx(line["filter/low_fraction"])
+
+
+def test_a_round_that_finds_nothing_counts_as_a_try(kit, tmp_path):
+    with (
+        open_run(kit, tmp_path, selection=replace(SELECTION, max_rounds=3), answer=lambda p, v, s: "no") as run,
+        pytest.raises(DataError, match=r"0 of 4 groups in 3 rounds.*100% of those sampled were at or below"),
+    ):
+        train(run, None)
+    assert told(run).events.count("sample 4 for 1") == 3
+
+
+def test_a_step_that_finds_too_few_groups_learns_from_those_it_has(kit, tmp_path):
+    selection = replace(SELECTION, max_rounds=1)
+    with open_run(kit, tmp_path, plan=plan_of(steps=2), selection=selection, answer=mixed_at_times) as run:
+        train(run, None)
+        learned = [len(groups) for groups in told(run).learned]
+    assert 0 < min(learned) < 4
+    assert [line["filter/groups"] for line in lines_of(tmp_path).values()] == learned
+
+
+def test_a_key_that_no_reply_has_is_named_with_the_nearest(kit, tmp_path):
+    with (
+        open_run(kit, tmp_path, selection=replace(SELECTION, key="acuracy")) as run,
+        pytest.raises(RewardError, match=r"filter_key=acuracy.*only accuracy, overall; did you mean accuracy"),
+    ):
+        train(run, None)
+
+
+def keeping(steps: int) -> dict[str, Any]:
+    selection = replace(SELECTION, prompts_per_round=7, keep_surplus=True)
+    return settings(steps) | {"selection": selection, "answer": mixed_at_times}
+
+
+def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(kit, tmp_path):
+    with open_run(kit, tmp_path / "whole", **keeping(6)) as run:
+        train(run, None)
+    whole = rollouts_of(tmp_path / "whole")
+    ages = [step - 1 - row["policy_version"] for step in range(1, 7) for row in whole[f"step_{step:06d}.jsonl"]]
+    assert set(ages) == {0, 1}, "no group was kept: the test shows nothing"
+
+    with open_run(kit, tmp_path / "cut", **keeping(6)) as run:
+        asked = iter([False, False, False, True])
+        train(replace(run, should_stop=lambda: next(asked)), None)
+    assert newest(tmp_path / "cut").progress["surplus"] != []
+    with open_run(kit, tmp_path / "cut", **keeping(6)) as run:
+        train(run, newest(tmp_path / "cut"))
+    assert rollouts_of(tmp_path / "cut") == whole
+    assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
+
+
+def test_answers_that_were_cut_do_not_train_but_count_in_their_group(kit, tmp_path):
+    with open_run(
+        kit,
+        tmp_path,
+        plan=plan_of(steps=1),
+        credit=replace(CREDIT, mask_overlong=True),
+        answer=lambda p, v, s: "no idea at all whatever it may be" if s % 2 else p.answer,
+    ) as run:
+        train(run, None)
+        [groups] = told(run).learned
+    rows = rollouts_of(tmp_path)["step_000001.jsonl"]
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert set(sequence.loss_mask.tolist()) == {float(row["finish_reason"] == "stop")}
+    mixed = [group for group in groups if len({float(s.advantages[0]) for s in group.sequences}) > 1]
+    assert mixed, "the cut answers' rewards count, so some groups have something to compare"
+
+
+def test_remax_compares_with_a_greedy_answer(kit, tmp_path):
+    with open_run(
+        kit, tmp_path, plan=plan_of(steps=1), credit=replace(CREDIT, estimator="remax"), answer=mixed_at_times
+    ) as run:
+        train(run, None)
+        assert told(run).events[:3] == ["awake 0", "sample 4 for 1", "sample 4 for 1"]
+        [groups] = told(run).learned
+    # The fake's greedy answer has the seed of its one sample; its reward is 0.5 or 1.5, and so is every answer's.
+    for group, rewards in zip(groups, learned_rewards(run, tmp_path), strict=True):
+        firsts = [float(sequence.advantages[0]) for sequence in group.sequences]
+        baselines = {reward - first for reward, first in zip(rewards, firsts, strict=True)}
+        assert len(baselines) == 1
+        assert baselines <= {0.5, 1.5}
+
+
+def test_gdpo_asks_for_the_parts_it_is_to_weigh(kit, tmp_path):
+    credit = replace(CREDIT, estimator="gdpo", weights={"beauty": 1.0})
+    with open_run(kit, tmp_path, credit=credit) as run, pytest.raises(RewardError, match=r"lack beauty \(found: acc"):
+        train(run, None)
+
+
+def test_the_full_kl_is_asked_of_the_trainer(kit, tmp_path):
+    credit = replace(CREDIT, kl_in_reward="full")
+    kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
+    with open_run(kit, tmp_path, plan=plan_of(steps=1), credit=credit, kl=kl) as run:
+        train(run, None)
+        assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
+    assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # as the fake says
 
 
 # -- guards and counts --------------------------------------------------------------------------------------------

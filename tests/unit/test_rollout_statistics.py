@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trigon.metrics import values
-from trigon.rollout.statistics import describe_groups, describe_validation
+from trigon.rollout.statistics import describe_groups, describe_learned, describe_validation
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 
@@ -29,14 +29,17 @@ GROUPS = [
     group(20, rollout(6, {}, outcome="failed"), rollout(8, {}, outcome="failed", finish_reason="length")),
 ]
 REWARDS = torch.tensor([[1.0, 0.0], [0.5, 0.0], [0.0, 0.0]])
-ADVANTAGES = torch.tensor([[0.7, -0.7], [0.0, 0.0], [0.0, 0.0]])
+ADVANTAGES = [
+    [torch.full((len(r.completion.token_ids),), value) for r, value in zip(group.rollouts, row, strict=True)]
+    for group, row in zip(GROUPS, [[0.7, -0.7], [0.0, 0.0], [0.0, 0.0]], strict=True)
+]
 
 
 GRADED = torch.tensor([[True, True], [True, False], [False, False]])
 
 
 def described():
-    return values(describe_groups(GROUPS, REWARDS, ADVANTAGES, GRADED))
+    return values({**describe_groups(GROUPS), **describe_learned(GROUPS, REWARDS, ADVANTAGES, GRADED)})
 
 
 def test_rewards_are_averaged_over_the_answers_that_have_them():
@@ -75,7 +78,9 @@ def test_advantages_are_described():
 
 
 def test_a_whole_batch_without_grades_has_no_rewards():
-    numbers = values(describe_groups(GROUPS[2:], REWARDS[2:], ADVANTAGES[2:], GRADED[2:]))
+    numbers = values(
+        {**describe_groups(GROUPS[2:]), **describe_learned(GROUPS[2:], REWARDS[2:], ADVANTAGES[2:], GRADED[2:])}
+    )
     assert not any(key.startswith(("reward/", "critic/score/")) for key in numbers)
     assert math.isnan(numbers["group/equal_rewards_fraction"])
     assert math.isnan(numbers["group/reward_std"])
@@ -84,7 +89,7 @@ def test_a_whole_batch_without_grades_has_no_rewards():
 
 def test_without_an_accuracy_nothing_is_said_of_right_and_wrong():
     groups = [group(1, rollout(1, graded(0.25)), rollout(1, graded(0.25)))]
-    numbers = values(describe_groups(groups, torch.full((1, 2), 0.25), torch.zeros(1, 2), torch.ones(1, 2).bool()))
+    numbers = values(describe_groups(groups))
     assert "group/all_right_fraction" not in numbers
     assert "group/all_wrong_fraction" not in numbers
     assert numbers["group/equal_rewards_fraction"] == 1.0
@@ -94,7 +99,7 @@ def test_without_an_accuracy_nothing_is_said_of_right_and_wrong():
 def test_rewards_that_float_sums_would_tell_apart_are_equal():
     third = 0.1  # 0.1 + 0.1 + 0.1 is not 0.3
     groups = [group(1, *(rollout(1, graded(third)) for _ in range(3)))]
-    numbers = values(describe_groups(groups, torch.full((1, 3), third), torch.zeros(1, 3), torch.ones(1, 3).bool()))
+    numbers = values(describe_groups(groups))
     assert numbers["group/reward_std"] == 0.0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
+from engines import CLIPPED, KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -117,7 +117,7 @@ def test_what_is_masked_does_not_count_even_where_it_is_not_finite(tiny_model):
 def test_a_second_update_on_the_same_answers_is_off_policy_and_clipped(tiny_model):
     folder = tiny_model("qwen2")
     rollouts = make_rollouts(folder)
-    engine = make_engine(folder, terms=replace(TERMS, clip_low=0.0, clip_high=0.0))
+    engine = make_engine(folder, terms=replace(TERMS, policy=replace(CLIPPED, clip_low=0.0, clip_high=0.0)))
     groups = to_train(rollouts, old=engine.logprobs(rollouts))
     engine.step(groups)
     second = values(engine.step(groups))

@@ -9,7 +9,11 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
+SampledKl = Literal["kl", "abs", "mse", "low_var_kl"]
+"""Estimators that look at the sampled token alone."""
+
+KlEstimator = Literal["kl", "abs", "mse", "low_var_kl", "full"]
+"""full: no estimate, but the sum over the whole vocabulary, which models/logprobs.py computes."""
 
 MAX_EXPONENT = 20.0
 """Above this, exp is continued by its tangent: it cannot overflow, and the gradient never vanishes."""
@@ -21,7 +25,7 @@ def _tangent_exp(x: Tensor) -> Tensor:
     return torch.where(x > MAX_EXPONENT, tangent, x.clamp(max=MAX_EXPONENT).exp())
 
 
-def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: SampledKl) -> Tensor:
     """Estimate KL(policy || reference) from the sampled tokens alone. All [S]; carries the gradient of logprobs.
 
     Schulman, "Approximating KL divergence" (2020): kl is k1 (unbiased, may be negative, and of zero expected gradient
@@ -55,8 +59,3 @@ class AdaptiveKl:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return AdaptiveKl(self.coefficient * (1.0 + error * num_sequences / self.horizon), self.target, self.horizon)
-
-
-def kl_penalized_rewards(rewards: Tensor, kl_per_sequence: Tensor, coefficient: float) -> Tensor:
-    """Return rewards minus coefficient times the summed KL of each completion. All [G, N]."""
-    return rewards - coefficient * kl_per_sequence

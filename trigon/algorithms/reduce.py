@@ -14,7 +14,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-Averaging = Literal["token", "seq"]
+Averaging = Literal["token", "seq", "seq_fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,16 @@ def sequence_sums(per_token: Tensor, sequence_index: Tensor, num_sequences: int)
     )
 
 
+def sequence_means(values: Tensor, loss_mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """Return each sequence's mean over its trainable tokens, 0 where it has none: [S] -> [num_sequences]; has gradient.
+
+    Args: as reduce_loss.
+    """
+    masked = torch.where(loss_mask > 0, values, torch.zeros_like(values))
+    lengths = sequence_sums(loss_mask, sequence_index, num_sequences)
+    return sequence_sums(masked, sequence_index, num_sequences) / lengths.clamp(min=1.0)
+
+
 def reduce_loss(
     per_token: Tensor,
     loss_mask: Tensor,
@@ -48,6 +58,7 @@ def reduce_loss(
     num_sequences: int,
     *,
     averaging: Averaging,
+    fixed_length: int,
     denominators: Denominators,
 ) -> Tensor:
     """Return this micro-batch's share of the step's loss: a scalar with gradient; the shares of all micro-batches add
@@ -55,6 +66,8 @@ def reduce_loss(
 
     token: the mean over all trainable tokens of the step (DAPO, arXiv:2503.14476, equation 12).
     seq: the mean over sequences of each one's own mean (GRPO, arXiv:2402.03300, equation 3).
+    seq_fixed: the mean over sequences of each one's sum, divided by fixed_length tokens whatever its own length
+    (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     Args: per_token, loss_mask [S] float; sequence_index [S] int64 in [0, num_sequences).
     A masked token contributes nothing, even where its value is not finite (its derivative must be, or the gradient is
@@ -65,8 +78,9 @@ def reduce_loss(
         case "token":
             return masked.sum() / max(denominators.tokens, 1)
         case "seq":
-            sums = sequence_sums(masked, sequence_index, num_sequences)
-            lengths = sequence_sums(loss_mask, sequence_index, num_sequences)
-            return (sums / lengths.clamp(min=1.0)).sum() / max(denominators.sequences, 1)
+            means = sequence_means(per_token, loss_mask, sequence_index, num_sequences)
+            return means.sum() / max(denominators.sequences, 1)
+        case "seq_fixed":
+            return masked.sum() / (fixed_length * max(denominators.sequences, 1))
         case _:
             assert_never(averaging)

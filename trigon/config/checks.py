@@ -22,6 +22,9 @@ from trigon.errors import ConfigError
 SHIPPED_REWARDS = ("math", "r1v", "dapo")
 """Reward functions that need no file."""
 
+ALONE_WILL_DO = ("reinforce_plus_plus", "remax")
+"""Advantage estimators that do not compare the answers to one prompt with each other, so that one answer will do."""
+
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 """A dataset with one of these endings is a local file, not a hub id."""
 
@@ -40,8 +43,17 @@ def check(config: Config) -> tuple[str, ...]:
 
     Raises: ConfigError, with every problem in one message, if the configuration cannot be honoured.
     """
-    refuse([*_devices(config), *_arithmetic(config), *_lengths(config), *_needed(config), *_files(config)])
-    return tuple(_doubts(config))
+    refuse(
+        [
+            *_devices(config),
+            *_arithmetic(config),
+            *_algorithm(config),
+            *_lengths(config),
+            *_needed(config),
+            *_files(config),
+        ]
+    )
+    return (*_doubts(config), *_without_effect(config))
 
 
 def _devices(config: Config) -> list[str]:
@@ -84,11 +96,6 @@ def _arithmetic(config: Config) -> list[str]:
             f"worker.actor.global_batch_size ({actor.global_batch_size} prompts an update); nearest that work: "
             f"data.rollout_batch_size={either(steps)}, or worker.actor.global_batch_size={either(updates)}"
         )
-    if rollout.n < 2 and not config.trainer.val_only:
-        problems.append(
-            f"worker.rollout.n is {rollout.n}, but grpo compares the answers to one prompt with each other; "
-            "set worker.rollout.n to at least 2, say 5"
-        )
     for key, top_k in (
         ("worker.rollout.top_k", rollout.top_k),
         ("worker.rollout.val_override_config.top_k", rollout.val_override_config.top_k),
@@ -101,6 +108,36 @@ def _arithmetic(config: Config) -> list[str]:
         problems.append(
             f"data.min_pixels ({data.min_pixels}) is above data.max_pixels ({data.max_pixels}): no image fits; "
             "lower the one or raise the other"
+        )
+    return problems
+
+
+def _algorithm(config: Config) -> list[str]:
+    problems = []
+    algorithm, rollout = config.algorithm, config.worker.rollout
+    estimator = algorithm.adv_estimator
+    if rollout.n < 2 and estimator not in ALONE_WILL_DO and not config.trainer.val_only:
+        problems.append(
+            f"worker.rollout.n is {rollout.n}, but {estimator} compares the answers to one prompt with each other; "
+            f"set worker.rollout.n to at least 2, say 5, or algorithm.adv_estimator to {' or '.join(ALONE_WILL_DO)}"
+        )
+    if estimator == "gdpo" and not algorithm.disable_kl and algorithm.kl_coef > 0 and not algorithm.use_kl_loss:
+        problems.append(
+            "algorithm.adv_estimator=gdpo normalizes each part of the reward, and a KL penalty is none of them; set "
+            "algorithm.use_kl_loss=true, or algorithm.disable_kl=true"
+        )
+    if algorithm.reward_weights and not any(algorithm.reward_weights.values()):
+        problems.append("algorithm.reward_weights are all 0, so that there is nothing to learn; raise one of them")
+    if algorithm.online_filtering and algorithm.filter_low >= algorithm.filter_high:
+        problems.append(
+            f"algorithm.filter_low ({algorithm.filter_low}) is not below algorithm.filter_high "
+            f"({algorithm.filter_high}): no group lies between them; lower the one or raise the other"
+        )
+    if algorithm.mismatch_correction != "off" and (rollout.top_p < 1 or rollout.top_k > 0):
+        problems.append(
+            f"algorithm.mismatch_correction={algorithm.mismatch_correction} compares the probabilities of engine and "
+            f"trainer, and with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} they are "
+            "those of different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
         )
     return problems
 
@@ -191,7 +228,7 @@ def _files(config: Config) -> list[str]:
 
 def _doubts(config: Config) -> list[str]:
     doubts = []
-    algorithm, rollout = config.algorithm, config.worker.rollout
+    algorithm, rollout, actor = config.algorithm, config.worker.rollout, config.worker.actor
     if not algorithm.disable_kl and algorithm.use_kl_loss:
         if algorithm.kl_penalty == "kl":
             doubts.append(
@@ -202,12 +239,53 @@ def _doubts(config: Config) -> list[str]:
                 "algorithm.kl_type=adaptive has no effect with algorithm.use_kl_loss=true: only the KL in the reward "
                 "is steered"
             )
+    if actor.loss_type == "cispo" and actor.clip_ratio_low < 1:
+        doubts.append(
+            f"worker.actor.clip_ratio_low={actor.clip_ratio_low} raises every cispo weight below "
+            f"{1 - actor.clip_ratio_low:g} to that; the paper has no lower bound, which is clip_ratio_low=1"
+        )
+    if actor.loss_type in ("gspo", "gspo_token") and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.05:
+        doubts.append(
+            f"worker.actor.loss_type={actor.loss_type} has a ratio for a whole answer, a mean over its tokens, which "
+            f"hardly ever reaches clip_ratio_low={actor.clip_ratio_low} or clip_ratio_high={actor.clip_ratio_high}; "
+            "the paper has 0.0003 and 0.0004"
+        )
+    if algorithm.adv_estimator == "dr_grpo" and actor.loss_avg_mode != "seq_fixed":
+        doubts.append(
+            "algorithm.adv_estimator=dr_grpo leaves out the standard deviation; the other half of Dr.GRPO, no bias by "
+            "length, is worker.actor.loss_avg_mode=seq_fixed"
+        )
+    if algorithm.filter_surplus == "keep" and algorithm.online_filtering and algorithm.mismatch_correction == "off":
+        doubts.append(
+            "algorithm.filter_surplus=keep learns from answers that are a step old; algorithm.mismatch_correction="
+            "truncate corrects for it"
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         doubts.append(
             f"worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k}: training samples are cut to "
             "the likeliest tokens, and the trainer's log-probabilities do not know of it"
         )
     return doubts
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Return what was asked for, but belongs to something that was not."""
+    algorithm, actor = config.algorithm, config.worker.actor
+    idle = [
+        ("data.mini_rollout_batch_size", config.data.mini_rollout_batch_size, "algorithm.online_filtering=true"),
+        ("worker.actor.cispo_cap", actor.cispo_cap, "worker.actor.loss_type=cispo"),
+        ("worker.actor.loss_fixed_length", actor.loss_fixed_length, "worker.actor.loss_avg_mode=seq_fixed"),
+        ("algorithm.reward_weights", algorithm.reward_weights or None, "algorithm.adv_estimator=gdpo"),
+    ]
+    in_use = {
+        "algorithm.online_filtering=true": algorithm.online_filtering,
+        "worker.actor.loss_type=cispo": actor.loss_type == "cispo",
+        "worker.actor.loss_avg_mode=seq_fixed": actor.loss_avg_mode == "seq_fixed",
+        "algorithm.adv_estimator=gdpo": algorithm.adv_estimator == "gdpo",
+    }
+    return [
+        f"{key} has no effect without {owner}" for key, value, owner in idle if value is not None and not in_use[owner]
+    ]
 
 
 def _is_local(path: str) -> bool:

@@ -48,8 +48,8 @@ class DataConfig(Section):
     """Where prompts come from, and how they are made."""
 
     train_files: Files = ()
-    """Training prompts: a hub id, a file (parquet, json, jsonl, csv) or a folder, `@split` chooses a split (train); or a
-    list of such."""
+    """Training prompts: a hub id, a file (parquet, json, jsonl, csv) or a folder, `@split` chooses a split (train); or
+    a list of such."""
 
     train_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
     """How often an epoch goes through each of train_files: 2 is twice, 0.5 a half of it; empty: once. Ours."""

@@ -47,6 +47,13 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.row_indices)
 
+    def index_of(self, prompt_id: str) -> int | None:
+        """Return the number of the prompt with this id, None if there is no such usable prompt."""
+        name, _, row = prompt_id.rpartition(":")
+        if name != self.name or not row.isdigit() or int(row) not in self.row_indices:
+            return None
+        return self.row_indices.index(int(row))
+
     def __getitem__(self, index: int) -> Prompt:
         """Build a prompt. Raises: UnusableRow if its row has become so since the start; IndexError beyond the end."""
         row_index = self.row_indices[index]

@@ -111,6 +111,16 @@ class PromptStream:
             self._build_ahead(position, num_prompts, set_aside)
         return prompts
 
+    def rebuilt(self, prompt_id: str) -> Prompt:
+        """Return a prompt that was taken before. Raises: CheckpointError if there is none of that name."""
+        index = self._prompt_set.index_of(prompt_id)
+        if index is None:
+            raise CheckpointError(
+                f"the saved run kept answers to {prompt_id}, which is not among the training prompts; restore the "
+                "dataset of the saved run, or start a new one"
+            )
+        return self._prompt_set[index]
+
     def metrics(self) -> dict[str, Metric]:
         """Return how far the data have been used, and how many prompts were lost on the way, since the run began."""
         return {

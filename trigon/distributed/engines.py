@@ -49,6 +49,10 @@ class WorkersTrainEngine:
         """See LogprobEngine."""
         return _logprobs(self._crew, groups, lambda actor, payload: actor.logprobs.remote(payload), phase="logprobs")
 
+    def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See TrainEngine."""
+        return _logprobs(self._crew, groups, lambda actor, payload: actor.full_kl.remote(payload), phase="full_kl")
+
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. Its metrics tell as well how many bytes were moved since the last update."""
         crew = self._crew

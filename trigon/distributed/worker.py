@@ -13,13 +13,14 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
+from torch import Tensor
 
 from trigon.data.processed import ProcessedImages
 from trigon.distributed.cluster import enter_environment
@@ -145,12 +146,16 @@ class Worker:
 
     def logprobs(self, groups: bytes) -> bytes:
         """Score this rank's groups under the policy."""
-        return self._scored(self._opened.trainer, groups)
+        return self._scored(self._opened.trainer.logprobs, groups)
+
+    def full_kl(self, groups: bytes) -> bytes:
+        """Compare the policy with the reference on this rank's groups."""
+        return self._scored(self._opened.trainer.full_kl, groups)
 
     def reference_logprobs(self, groups: bytes) -> bytes:
         """Score this rank's groups under the reference."""
         assert self._opened.reference is not None
-        return self._scored(self._opened.reference, groups)
+        return self._scored(self._opened.reference.logprobs, groups)
 
     def step(self, groups: bytes) -> Metrics:
         """Learn from this rank's groups, with all others; the metrics of all, merged, are those of the update."""
@@ -198,8 +203,8 @@ class Worker:
         """Return prompts with the pixels of their images."""
         return prompts if self._opened.images is None else self._opened.images.of(prompts)
 
-    def _scored(self, engine: LogprobEngine, encoded: bytes) -> bytes:
-        return encode_logprobs(engine.logprobs(self._with_pixels(decode_rollouts(encoded))))
+    def _scored(self, score: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], encoded: bytes) -> bytes:
+        return encode_logprobs(score(self._with_pixels(decode_rollouts(encoded))))
 
     def _with_pixels(self, groups: list[Group]) -> list[Group]:
         prompts = self._seen([group.prompt for group in groups])

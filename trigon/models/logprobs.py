@@ -14,12 +14,24 @@ for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trigon.types import GroupSpan, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictions:
+    """What a model's distributions over the vocabulary are made of, for S tokens: states [S, D], head_weight [V, D].
+
+    On one device; without gradient. The distributions themselves would be [S, V].
+    """
+
+    states: Tensor
+    head_weight: Tensor
 
 
 def shifted(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
@@ -45,8 +57,12 @@ def token_logprobs(
     banned_token_ids: Sequence[int],
     chunk_tokens: int,
     entropy_gradient: bool,
+    against: Predictions | None = None,
 ) -> TokenLogprobs:
     """Return log-probability and entropy of each target under softmax(states @ head_weight.T / temperature).
+
+    against: other predictions of the same tokens, at the same temperature; the exact KL(ours || theirs) is then
+    returned as well.
 
     Banned tokens are left out of the distribution, just as the sampler leaves them out: their logit is minus infinity.
     Args: states: [S, D]; head_weight: [V, D], both of the model's dtype; targets: [S] int64.
@@ -57,7 +73,12 @@ def token_logprobs(
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         states, head_weight, targets, banned, temperature, chunk_tokens, entropy_gradient
     )
-    return TokenLogprobs(logprobs=logprobs, entropy=entropy)
+    kl = None
+    if against is not None:
+        kl = _ChunkedKl.apply(  # type: ignore[no-untyped-call]
+            states, head_weight, against.states, against.head_weight, banned, temperature, chunk_tokens
+        )
+    return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -111,18 +132,81 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 by_logits = probability.mul_(-by_logprob[rows, None])
             by_logits.scatter_add_(1, targets[rows, None], by_logprob[rows, None])
             by_product = by_logits.div_(ctx.temperature).to(states.dtype)
-            if states_gradient is not None:
-                torch.mm(by_product, weight, out=states_gradient[rows])
-            if weight_gradient is not None:
-                if weight_gradient.dtype == states.dtype:
-                    weight_gradient.addmm_(by_product.T, states[rows])
-                else:
-                    weight_gradient += by_product.T @ states[rows]
+            _pull_back(by_product, states, weight, rows, states_gradient, weight_gradient)
         return (
             states_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             *(None,) * 5,
         )
+
+
+class _ChunkedKl(torch.autograd.Function):
+    """KL(ours || theirs) over the whole vocabulary, recomputing each chunk of both logits in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        their_states: Tensor,
+        their_weight: Tensor,
+        banned: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> Tensor:
+        kl = torch.empty(len(states), dtype=_wide(states), device=states.device)
+        for rows in _chunks(len(states), chunk_tokens):
+            ours = _logits(states[rows], weight, banned, temperature).log_softmax(1)
+            theirs = _logits(their_states[rows], their_weight, banned, temperature).log_softmax(1)
+            kl[rows] = torch.linalg.vecdot(ours.exp(), _gap(ours, theirs, banned))
+        ctx.save_for_backward(states, weight, their_states, their_weight, banned, kl)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, their_states, their_weight, banned, kl = ctx.saved_tensors
+        (by_kl,) = gradients
+        to_states, to_weight = ctx.needs_input_grad[:2]
+        states_gradient = torch.empty_like(states) if to_states else None
+        weight_gradient = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device) if to_weight else None
+        for rows in _chunks(len(states), ctx.chunk_tokens):
+            # d KL / d logit_j = p_j (log p_j - log q_j - KL)
+            ours = _logits(states[rows], weight, banned, ctx.temperature).log_softmax(1)
+            theirs = _logits(their_states[rows], their_weight, banned, ctx.temperature).log_softmax(1)
+            slope = _gap(ours, theirs, banned).sub_(kl[rows, None]).mul_(by_kl[rows, None])
+            by_product = ours.exp_().mul_(slope).div_(ctx.temperature).to(states.dtype)
+            _pull_back(by_product, states, weight, rows, states_gradient, weight_gradient)
+        return (
+            states_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            *(None,) * 5,
+        )
+
+
+def _pull_back(
+    by_product: Tensor,
+    states: Tensor,
+    weight: Tensor,
+    rows: slice,
+    states_gradient: Tensor | None,
+    weight_gradient: Tensor | None,
+) -> None:
+    """Carry the gradient of a chunk of states @ weight.T on to the states' rows, and add it to the weight's."""
+    if states_gradient is not None:
+        torch.mm(by_product, weight, out=states_gradient[rows])
+    if weight_gradient is not None:
+        if weight_gradient.dtype == states.dtype:
+            weight_gradient.addmm_(by_product.T, states[rows])
+        else:
+            weight_gradient += by_product.T @ states[rows]
+
+
+def _gap(ours: Tensor, theirs: Tensor, banned: Tensor) -> Tensor:
+    """Return log p - log q, and 0 for banned tokens, of which both are minus infinity. Overwrites theirs."""
+    gap = torch.sub(ours, theirs, out=theirs)
+    gap[:, banned] = 0.0
+    return gap
 
 
 def _logits(states: Tensor, weight: Tensor, banned: Tensor, temperature: float) -> Tensor:

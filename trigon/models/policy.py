@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trigon.errors import ModelError
 from trigon.models.attention import plan_attention
 from trigon.models.families import Family
-from trigon.models.logprobs import shifted, token_logprobs
+from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
 
@@ -48,10 +48,18 @@ class Policy(nn.Module):
         self.logprob_chunk = logprob_chunk
 
     def forward(
-        self, packed: PackedGroups, *, entropy_gradient: bool = False, touch_vision: bool = False
-    ) -> TokenLogprobs:
+        self,
+        packed: PackedGroups,
+        *,
+        entropy_gradient: bool = False,
+        touch_vision: bool = False,
+        against: Predictions | None = None,
+        states_only: bool = False,
+    ) -> TokenLogprobs | Tensor:
         """Return log-probability and entropy of the row's S completion tokens, on the model's device.
 
+        against: another model's predictions of these tokens, from which the KL is wanted too. states_only: return no
+        more than the states [S, D] that predict these tokens (see predictions).
         touch_vision: run the vision tower on an empty image, times zero, when the row has none: where the tower is
         sharded over ranks, all of them have to run it together.
         Raises: ModelError if the images do not match the row's placeholder tokens.
@@ -84,15 +92,28 @@ class Policy(nn.Module):
             **deepstack,
         ).last_hidden_state[0]
         targets, sources = (positions.to(device) for positions in shifted(packed.spans))
+        predicting: Tensor = states[sources]
+        if states_only:
+            return predicting
         return token_logprobs(
-            states[sources],
+            predicting,
             self.model.lm_head.weight,
             token_ids[targets],
             temperature=self.temperature,
             banned_token_ids=self.banned_token_ids,
             chunk_tokens=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
+            against=against,
         )
+
+    @torch.no_grad()
+    def predictions(self, packed: PackedGroups, *, touch_vision: bool = False) -> Predictions:
+        """Return what this policy predicts of the row's completion tokens, for another one to be compared with.
+
+        Called, like a forward, by all ranks at once.
+        """
+        states = self(packed, touch_vision=touch_vision, states_only=True)
+        return Predictions(states, whole(self.model.lm_head.weight.detach()))
 
     def layers(self) -> list[nn.Module]:
         """Return the parts that a sharded policy gathers one after the other: decoder layers and vision blocks."""

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from trigon.metrics import Max, Mean, Metric, Min, Sum, mean_of, merge
 from trigon.types import RolloutGroup
 
 
-def describe_groups(
-    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Tensor, graded: Tensor
-) -> dict[str, Metric]:
-    """Describe a training batch.
-
-    Args: rewards: [G, N], after a KL penalty if there is one. advantages: [G, N]. graded: [G, N] bool; the others count
-    in no statistic of rewards and advantages.
-    """
-    scores = [[rollout.score for rollout in group.rollouts if rollout.score.outcome == "ok"] for group in groups]
-    compared = [[score.overall for score in group] for group in scores if group]
+def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+    """Describe what was sampled for training, learned from or not."""
+    compared = [scores for group in groups if (scores := _scores(group))]
     return {
         **_reward_parts(groups, prefix="reward/", suffix=""),
         **_lengths(groups, prefix=""),
         **_outcomes(groups),
-        **_spread("critic/score", (score.overall for group in scores for score in group)),
-        **_spread("critic/rewards", rewards[graded].tolist()),
-        **_spread("critic/advantages", advantages[graded].tolist()),
-        "group/equal_rewards_fraction": mean_of(float(max(group) == min(group)) for group in compared),
-        "group/reward_std": mean_of(_std(group) for group in compared),
+        "group/equal_rewards_fraction": mean_of(float(max(scores) == min(scores)) for scores in compared),
+        "group/reward_std": mean_of(_std(scores) for scores in compared),
         **_solved(groups),
+    }
+
+
+def describe_learned(
+    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Sequence[Sequence[Tensor]], graded: Tensor
+) -> dict[str, Metric]:
+    """Describe what is learned from.
+
+    Args: rewards: [G, N], after a KL penalty if there is one. advantages: [R] of each completion. graded: [G, N] bool;
+    the others count in no statistic.
+    """
+    means = torch.tensor([[float(tokens.mean()) for tokens in group] for group in advantages])
+    return {
+        **_spread("critic/score", (score for group in groups for score in _scores(group))),
+        **_spread("critic/rewards", rewards[graded].tolist()),
+        **_spread("critic/advantages", means[graded].tolist()),
     }
 
 
@@ -60,6 +67,10 @@ def _lengths(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, Metric
         f"{prefix}response_length/clip_ratio": cut,
         **_spread(f"{prefix}prompt_length", (len(group.prompt.token_ids) for group in groups)),
     }
+
+
+def _scores(group: RolloutGroup) -> list[float]:
+    return [rollout.score.overall for rollout in group.rollouts if rollout.score.outcome == "ok"]
 
 
 def _outcomes(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:

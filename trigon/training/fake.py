@@ -32,6 +32,10 @@ class FakeTrainEngine:
             for group in groups
         ]
 
+    def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See TrainEngine. The reference says the same."""
+        return [[torch.zeros(len(rollout.completion.token_ids)) for rollout in group.rollouts] for group in groups]
+
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. Reports the mean advantage, so that a test can see what arrived."""
         self.updates += 1

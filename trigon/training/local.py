@@ -6,8 +6,8 @@ Knows the policy and its optimizer, and through Ranks that there may be others. 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,21 @@ from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.data.packing import Positions, pack_train
 from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
+from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapter_config, adapters_off
 from trigon.models.policy import Policy, whole
 from trigon.training.optim import Schedule, Strategy, make_optimizer, on_this_rank, state_bytes, state_dtype
 from trigon.training.parallel import Alone, Ranks, passes_in_step
-from trigon.training.protocol import LogprobEngine
 from trigon.training.state import ShardedFiles, load_tensors, save_tensors, stage
-from trigon.training.step import LossTerms, idle_backward, micro_batch_backward, score_rollouts, to_device
-from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+from trigon.training.step import (
+    LossTerms,
+    Reference,
+    idle_backward,
+    micro_batch_backward,
+    score_rollouts,
+    to_device,
+)
+from trigon.types import NamedTensors, PackedGroups, RolloutGroup, TrainGroup
 
 WEIGHTS_FOLDER = "weights"
 ADAPTER_FOLDER = "adapter"
@@ -50,7 +57,10 @@ class Sizes:
 
 
 class LocalScorer:
-    """Scores completions under a policy that somebody else trains, or nobody: the reference."""
+    """Scores completions under a policy that somebody else trains, or nobody: the reference.
+
+    Satisfies LogprobEngine and step.Reference.
+    """
 
     def __init__(
         self,
@@ -82,22 +92,41 @@ class LocalScorer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=wanted)
 
-    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """See step.Reference. Only what was offloaded moves."""
         if self._offload_params:
             self.policy.to(self.device)
-        result = score_rollouts(
-            self.policy,
-            groups,
-            max_tokens=self._max_tokens,
-            positions=self._positions,
-            precision=self.precision,
-            device=self.device,
-            ranks=self._ranks,
-        )
+        yield
         if self._offload_params:
             self.policy.to("cpu")
-        return result
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
+        return self._scored(groups, against=None)
+
+    def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
+        """Return what logprobs does, but of each token the KL of the policy's whole distribution from a reference's."""
+        with reference.awake():
+            return self._scored(groups, against=reference)
+
+    def predictions(self, packed: PackedGroups, *, touch_vision: bool) -> Predictions:
+        """See Policy.predictions."""
+        with self.precision():
+            return self.policy.predictions(packed, touch_vision=touch_vision)
+
+    def _scored(self, groups: Sequence[RolloutGroup], *, against: Reference | None) -> list[list[Tensor]]:
+        with self.awake():
+            return score_rollouts(
+                self.policy,
+                groups,
+                max_tokens=self._max_tokens,
+                positions=self._positions,
+                precision=self.precision,
+                device=self.device,
+                ranks=self._ranks,
+                against=against,
+            )
 
 
 class LocalTrainEngine:
@@ -121,9 +150,11 @@ class LocalTrainEngine:
         offload_params: bool,
         offload_optimizer: bool,
         ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
+        reference: LocalScorer | None = None,
     ) -> None:
         """policy: where it computes, on device, or sharded over ranks.
 
+        reference: with what the full KL compares; None: nothing does, or LoRA's adapters are left out for it.
         update_max_tokens, score_max_tokens: token budgets of a packed row with and without gradient.
         compute_dtype: as in LocalScorer.
         offload_params, offload_optimizer: keep them on the CPU while the rollout engine has the device.
@@ -156,21 +187,33 @@ class LocalTrainEngine:
             offload_params=False,  # weights() decides when the policy leaves the device
             ranks=ranks,
         )
+        self._reference: Reference | None = reference or (self.below_adapters() if policy.has_adapters else None)
 
-    def reference(self) -> LogprobEngine:
-        """Return what scores under the weights below LoRA's adapters, which training leaves as they were."""
-        return _BelowAdapters(self, self._policy)
+    def below_adapters(self) -> BelowAdapters:
+        """Return the policy without LoRA's adapters, which training leaves as it was: the reference."""
+        return BelowAdapters(self, self._scorer)
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
         self._wake(optimizer=False)
         return self._scorer.logprobs(groups)
 
+    def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See TrainEngine."""
+        assert self._reference is not None, "the full KL needs a reference"
+        self._wake(optimizer=False)
+        return self._scorer.full_kl(groups, self._reference)
+
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. Gradients are the sum over micro-batches; each was divided by the whole step's counts.
 
         The metrics of all ranks, merged, are those of the update.
         """
+        reference = self._reference if self._terms.kl_estimator == "full" else None
+        with nullcontext() if reference is None else reference.awake():
+            return self._step(groups, reference)
+
+    def _step(self, groups: Sequence[TrainGroup], reference: Reference | None) -> Metrics:
         self._wake(optimizer=True)
         batches = pack_train(groups, max_tokens=self._update_max_tokens, positions=self._positions)
         passes = passes_in_step([batch.packed.pixel_values is not None for batch in batches], self._ranks)
@@ -180,7 +223,7 @@ class LocalTrainEngine:
         for index, touch_vision in enumerate(passes):
             self._ranks.before_forward(self._policy, settle=index == len(passes) - 1 or not same_parameters)
             if index >= len(batches):
-                idle_backward(self._policy, self._scorer.precision, touch_vision=touch_vision)
+                idle_backward(self._policy, self._scorer.precision, reference=reference, touch_vision=touch_vision)
                 continue
             shares = micro_batch_backward(
                 self._policy,
@@ -188,6 +231,7 @@ class LocalTrainEngine:
                 self._terms,
                 denominators,
                 self._scorer.precision,
+                reference=reference,
                 touch_vision=touch_vision,
                 gradient_scale=float(self._ranks.size),  # a sharded policy takes the mean over the ranks
             )
@@ -344,16 +388,25 @@ class LocalTrainEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _BelowAdapters:
-    """Scores with an engine's policy as if it had no adapters. Satisfies LogprobEngine."""
+class BelowAdapters:
+    """An engine's policy as if it had no adapters. Satisfies LogprobEngine and step.Reference."""
 
     engine: LocalTrainEngine
-    policy: Policy
+    scorer: LocalScorer
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        with adapters_off(self.policy.model):
+        with adapters_off(self.scorer.policy.model):
             return self.engine.logprobs(groups)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See step.Reference. It is where the policy is."""
+        return nullcontext()
+
+    def predictions(self, packed: PackedGroups, *, touch_vision: bool) -> Predictions:
+        """See Policy.predictions."""
+        with adapters_off(self.scorer.policy.model):
+            return self.scorer.predictions(packed, touch_vision=touch_vision)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

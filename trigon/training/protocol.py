@@ -23,6 +23,13 @@ class LogprobEngine(Protocol):
 class TrainEngine(LogprobEngine, Protocol):
     """Owns the policy and its optimizer."""
 
+    def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """Return of each token the KL of the policy's whole distribution from the reference's; else as logprobs.
+
+        For engines that were given a reference.
+        """
+        ...
+
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 

@@ -9,20 +9,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from trigon.algorithms.importance import mismatch_metrics
+from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
 from trigon.algorithms.kl import KlEstimator, kl_per_token
-from trigon.algorithms.losses import clipped_policy_loss
+from trigon.algorithms.losses import LossSettings, policy_loss
 from trigon.algorithms.reduce import Averaging, Denominators, reduce_loss
 from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge
+from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
 from trigon.training.parallel import Ranks, passes_in_step
-from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup
+from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
 
 Precision = Callable[[], AbstractContextManager[object]]
 """Makes the context (autocast, or none) in which the policy computes."""
@@ -32,14 +33,32 @@ Batch = TypeVar("Batch", MicroBatch, PackedGroups)
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Which loss an update minimises. kl_estimator None: no KL term."""
+    """Which loss an update minimises: the policy's, plus kl_coefficient times the KL, less entropy_coefficient times
+    the entropy, all averaged alike.
 
-    clip_low: float
-    clip_high: float
-    clip_dual: float
+    fixed_length: read where averaging is seq_fixed. kl_estimator None: no KL term. correction None: engine and trainer
+    are taken to agree.
+    """
+
+    policy: LossSettings
     averaging: Averaging
+    fixed_length: int
     kl_estimator: KlEstimator | None
     kl_coefficient: float
+    entropy_coefficient: float
+    correction: Correction | None
+
+
+class Reference(Protocol):
+    """A reference policy that is asked pass by pass, where whole distributions are compared."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Return a context in which it is where it computes."""
+        ...
+
+    def predictions(self, packed: PackedGroups, *, touch_vision: bool) -> Predictions:
+        """See Policy.predictions."""
+        ...
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -61,25 +80,34 @@ def micro_batch_backward(
     denominators: Denominators,
     precision: Precision,
     *,
+    reference: Reference | None,
     touch_vision: bool,
     gradient_scale: float,
 ) -> Metrics:
     """Add this micro-batch's share of the step's gradient, and return its metrics, weighted by its trainable tokens.
 
-    touch_vision: as in Policy.forward. gradient_scale: by which the gradient, and nothing else, is multiplied.
+    reference: needed where the KL is the full one. touch_vision: as in Policy.forward.
+    gradient_scale: by which the gradient, and nothing else, is multiplied.
     """
+    against = None if reference is None else reference.predictions(batch.packed, touch_vision=touch_vision)
     with precision():
-        said = policy(batch.packed, touch_vision=touch_vision)
+        said: TokenLogprobs = policy(
+            batch.packed,
+            touch_vision=touch_vision,
+            entropy_gradient=terms.entropy_coefficient > 0,
+            against=against,
+        )
     logprobs, mask = said.logprobs, batch.loss_mask
-    # Where the policy cannot have changed since sampling, old is what it says now: the ratio is exactly 1.
+    # Where there was no update since sampling, old is what the policy says now: the ratio is exactly 1.
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    policy_loss = clipped_policy_loss(
+    surrogate = policy_loss(
         logprobs,
         old,
         torch.where(mask > 0, batch.advantages, torch.zeros_like(mask)),  # else an infinite one makes 0 * inf below
-        clip_low=terms.clip_low,
-        clip_high=terms.clip_high,
-        clip_dual=terms.clip_dual,
+        terms.policy,
+        loss_mask=mask,
+        sequence_index=batch.sequence_index,
+        num_sequences=batch.num_sequences,
     )
 
     def reduced(per_token: Tensor) -> Tensor:
@@ -89,6 +117,7 @@ def micro_batch_backward(
             batch.sequence_index,
             batch.num_sequences,
             averaging=terms.averaging,
+            fixed_length=terms.fixed_length,
             denominators=denominators,
         )
 
@@ -96,30 +125,54 @@ def micro_batch_backward(
         chosen = torch.where(mask > 0, per_token.detach(), torch.zeros_like(mask))
         return Mean(float(chosen.sum()), float(mask.sum()))
 
-    loss = reduced(policy_loss.loss)
+    per_token_loss = surrogate.loss
     metrics: dict[str, Metric] = {
-        "actor/pg_loss": Sum(float(loss.detach())),
-        "actor/pg_clipfrac_higher": per_token_mean(policy_loss.clipped),
-        "actor/pg_clipfrac_lower": per_token_mean(policy_loss.dual_clipped),
         "actor/ppo_kl": per_token_mean(old - logprobs),
-        "actor/ratio_max": Max(float(torch.where(mask > 0, policy_loss.ratio, torch.zeros_like(mask)).max())),
+        "actor/ratio_max": Max(float(torch.where(mask > 0, surrogate.ratio, torch.zeros_like(mask)).max())),
         "actor/entropy": per_token_mean(said.entropy),
     }
+    if surrogate.clipped is not None:
+        metrics["actor/pg_clipfrac_higher"] = per_token_mean(surrogate.clipped)
+    if surrogate.dual_clipped is not None:
+        metrics["actor/pg_clipfrac_lower"] = per_token_mean(surrogate.dual_clipped)
+    if terms.correction is not None:
+        weights, corrected = correction_weights(
+            old,
+            batch.sampling_logprobs,
+            terms.correction,
+            loss_mask=mask,
+            sequence_index=batch.sequence_index,
+            num_sequences=batch.num_sequences,
+        )
+        per_token_loss = per_token_loss * weights
+        metrics["mismatch/corrected_fraction"] = per_token_mean(corrected)
+    loss = reduced(per_token_loss)
+    metrics["actor/pg_loss"] = Sum(float(loss.detach()))
+    if terms.entropy_coefficient > 0:
+        loss = loss - terms.entropy_coefficient * reduced(said.entropy)
     if terms.kl_estimator is not None:
-        assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probabilities"
-        kl = kl_per_token(logprobs, batch.ref_logprobs, terms.kl_estimator)
+        kl = _kl_of(said, batch, terms.kl_estimator)
         loss = loss + terms.kl_coefficient * reduced(kl)
         metrics["actor/kl_loss"] = per_token_mean(kl)
     torch.autograd.backward(loss * gradient_scale)
-    if batch.old_logprobs is None:
-        return merge(metrics, mismatch_metrics(batch.sampling_logprobs, logprobs, mask))
-    return metrics
+    return merge(metrics, mismatch_metrics(batch.sampling_logprobs, old, mask))
 
 
-def idle_backward(policy: Policy, precision: Precision, *, touch_vision: bool) -> None:
+def _kl_of(said: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) -> Tensor:
+    if estimator == "full":
+        assert said.kl is not None, "the full KL needs the reference's predictions"
+        return said.kl
+    assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probabilities"
+    return kl_per_token(said.logprobs, batch.ref_logprobs, estimator)
+
+
+def idle_backward(policy: Policy, precision: Precision, *, reference: Reference | None, touch_vision: bool) -> None:
     """Make a pass whose gradient is zero: what a rank without a micro-batch does while others have one."""
+    row = _idle_row(policy)
+    if reference is not None:
+        reference.predictions(row, touch_vision=touch_vision)
     with precision():
-        said = policy(_idle_row(policy), touch_vision=touch_vision)
+        said = policy(row, touch_vision=touch_vision)
     torch.autograd.backward(said.logprobs.sum() * 0.0)
 
 
@@ -132,18 +185,21 @@ def score_rollouts(
     precision: Precision,
     device: torch.device,
     ranks: Ranks,
+    against: Reference | None = None,
 ) -> list[list[Tensor]]:
     """Return the policy's log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU.
 
-    groups: this rank's own; it may have none.
+    groups: this rank's own; it may have none. against: return the full KL from this reference instead.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
     passes = passes_in_step([row.packed.pixel_values is not None for row in rows], ranks)
     said: list[Tensor] = []
     with torch.no_grad(), precision():
         for index, touch_vision in enumerate(passes):
-            packed = rows[index].packed if index < len(rows) else _idle_row(policy)
-            said.append(policy(to_device(packed, device), touch_vision=touch_vision).logprobs.cpu())
+            packed = to_device(rows[index].packed if index < len(rows) else _idle_row(policy), device)
+            theirs = None if against is None else against.predictions(packed, touch_vision=touch_vision)
+            row: TokenLogprobs = policy(packed, touch_vision=touch_vision, against=theirs)
+            said.append((row.logprobs if row.kl is None else row.kl).cpu())
     ranks.after_pass(policy)
     return by_group(rows, said[: len(rows)])
 

@@ -1,0 +1,109 @@
+"""Comparing engine and trainer, and correcting for their differences, worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
+from trigon.metrics import merge
+
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+
+
+def test_mismatch_by_hand():
+    metrics = mismatch_metrics(
+        torch.tensor([HALF, HALF, HALF]), torch.tensor([HALF, QUARTER, 0.0]), torch.tensor([1.0, 1.0, 0.0])
+    )
+    assert metrics["mismatch/probs_diff_mean"].value == pytest.approx(0.125)
+    assert metrics["mismatch/probs_diff_max"].value == pytest.approx(0.25)
+    assert metrics["mismatch/logprobs_diff_mean"].value == pytest.approx(math.log(2) / 2)
+    assert metrics["mismatch/k3"].value == pytest.approx((0.5 + math.log(2) - 1.0) / 2)
+    assert metrics["mismatch/weight_mean"].value == pytest.approx(0.75)
+    assert metrics["mismatch/weight_max"].value == pytest.approx(1.0)
+    # (1 + 1/2)^2 / (2 (1 + 1/4))
+    assert metrics["mismatch/effective_share"].value == pytest.approx(0.9)
+
+
+def test_the_effective_share_of_two_halves_is_that_of_the_whole():
+    sampler, trainer = torch.tensor([-1.0, -2.0, -0.5, -3.0]), torch.tensor([-1.5, -1.0, -0.4, -3.3])
+    whole = mismatch_metrics(sampler, trainer, torch.ones(4))
+    halves = merge(*(mismatch_metrics(sampler[s], trainer[s], torch.ones(2)) for s in (slice(2), slice(2, 4))))
+    for key, metric in whole.items():
+        assert halves[key].value == pytest.approx(metric.value), key
+
+
+def test_mismatch_of_nothing_is_nothing():
+    assert mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.zeros(2)) == {}
+
+
+def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):
+    lengths = [len(ratios)] if lengths is None else lengths
+    found, acted = correction_weights(
+        torch.tensor([math.log(ratio) - 1.0 for ratio in ratios]),
+        torch.full((len(ratios),), -1.0),
+        Correction(kind, level, low, high),
+        loss_mask=torch.ones(len(ratios)) if mask is None else torch.tensor(mask),
+        sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        num_sequences=len(lengths),
+    )
+    return pytest.approx(found.tolist(), abs=1e-6), acted.tolist()
+
+
+def test_truncate_caps_the_weight_of_a_token():
+    assert weights([0.1, 1.0, 1.5, 3.0], "truncate", "token") == ([0.1, 1.0, 1.5, 2.0], [0.0, 0.0, 0.0, 1.0])
+
+
+def test_mask_leaves_a_token_out_on_both_sides():
+    assert weights([0.4, 0.6, 1.5, 3.0], "mask", "token") == ([0.0, 0.6, 1.5, 0.0], [1.0, 0.0, 0.0, 1.0])
+
+
+def test_reject_leaves_out_a_sequence_with_one_such_token():
+    ratios, lengths = [1.0, 3.0, 1.5, 0.7], [2, 2]
+    assert weights(ratios, "reject", "token", lengths=lengths) == ([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0])
+
+
+def test_a_sequence_is_weighed_by_its_geometric_mean():
+    # sqrt(1 x 4) = 2; sqrt(9 x 1) = 3
+    ratios, lengths = [1.0, 4.0, 9.0, 1.0], [2, 2]
+    assert weights(ratios, "truncate", "sequence", high=2.5, lengths=lengths) == (
+        [2.0, 2.0, 2.5, 2.5],
+        [0.0, 0.0, 1.0, 1.0],
+    )
+    assert weights(ratios, "mask", "sequence", high=2.5, lengths=lengths) == (
+        [2.0, 2.0, 0.0, 0.0],
+        [0.0, 0.0, 1.0, 1.0],
+    )
+    assert weights(ratios, "reject", "sequence", high=2.5, lengths=lengths) == (
+        [1.0, 1.0, 0.0, 0.0],
+        [0.0, 0.0, 1.0, 1.0],
+    )
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
+def test_the_weight_of_a_sequence_does_not_depend_on_its_length(kind):
+    short, long = weights([1.05], kind, "sequence"), weights([1.05] * 500, kind, "sequence")
+    assert long[0] == [short[0].expected[0]] * 500
+    assert long[1] == [0.0] * 500
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_where_engine_and_trainer_agree_nothing_is_done(kind, level):
+    assert weights([1.0, 1.0, 1.0], kind, level) == ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_masked_tokens_do_not_speak_for_their_sequence(level):
+    assert weights([1.0, 50.0], "reject", level, mask=[1.0, 0.0])[0] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
+def test_a_sequence_does_not_depend_on_what_lies_beside_it(kind):
+    for level in ("token", "sequence"):
+        together = weights([0.3, 1.2, 2.5, 1.0], kind, level, lengths=[2, 2])
+        apart = [weights(part, kind, level) for part in ([0.3, 1.2], [2.5, 1.0])]
+        assert together[0] == [*apart[0][0].expected, *apart[1][0].expected]
+        assert together[1] == [*apart[0][1], *apart[1][1]]

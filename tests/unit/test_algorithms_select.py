@@ -1,0 +1,30 @@
+"""Which groups are worth learning from."""
+
+import torch
+
+from trigon.algorithms.select import verdicts
+
+ALL = torch.ones(1, 4, dtype=torch.bool)
+
+
+def judged(values, valid=None, low=0.01, high=0.99):
+    values = torch.tensor(values)
+    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    return verdicts(values, valid, low=low, high=high)
+
+
+def test_groups_between_the_bounds_are_kept():
+    assert judged([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0]]) == ["low", "kept", "high"]
+
+
+def test_the_bounds_themselves_are_outside():
+    assert judged([[0.25, 0.25], [0.5, 0.5], [0.75, 0.75]], low=0.25, high=0.75) == ["low", "kept", "high"]
+
+
+def test_ten_equal_numbers_have_that_number_for_a_mean():
+    # in float32 the mean of ten 0.1 is above 0.1
+    assert judged([[0.1] * 10], low=float(torch.tensor(0.1)), high=0.99) == ["low"]
+
+
+def test_ungraded_answers_do_not_count():
+    assert judged([[0.0, 9.0], [1.0, 0.0]], [[True, False], [False, False]]) == ["low", "ungraded"]

@@ -1,0 +1,26 @@
+"""Which groups are worth learning from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Verdict = Literal["kept", "low", "high", "ungraded"]
+"""low, high: the mean lies at or beyond that bound. ungraded: there is no mean."""
+
+
+def verdicts(values: Tensor, valid: Tensor, *, low: float, high: float) -> list[Verdict]:
+    """Keep the groups whose mean value lies strictly between two bounds.
+
+    Dynamic sampling: DAPO, section 3.2 (arXiv:2503.14476).
+    Args: values [G, N] float; valid [G, N] bool: which of them count. Returns: G verdicts.
+    """
+    counts = valid.sum(dim=1)
+    # float64, since the mean of ten equal float32 numbers need not be that number.
+    means = torch.where(valid, values.double(), 0.0).sum(dim=1) / counts.clamp(min=1)
+    return [
+        "ungraded" if not count else "low" if mean <= low else "high" if mean >= high else "kept"
+        for mean, count in zip(means.tolist(), counts.tolist(), strict=True)
+    ]
