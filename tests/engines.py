@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.training.fsdp import ProcessRanks, Sharding, open_sharded
-from trigon.training.local import LocalTrainEngine
+from trigon.training.local import LocalScorer, LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.parallel import Alone
 from trigon.training.state import ShardedFiles
@@ -38,6 +38,7 @@ TERMS = LossTerms(
     entropy_coefficient=0.0,
     correction=None,
 )
+FULL_KL_TERMS = replace(TERMS, kl_estimator="full", kl_coefficient=0.3)
 KL_TERMS = replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.1)
 
 
@@ -54,20 +55,25 @@ def make_engine(
     warmup_updates: int = 0,
     lora_rank: int = 0,
     sharding: Sharding | None = None,
+    compared_with: Path | None = None,
 ) -> LocalTrainEngine:
-    """sharding: None in a process that is alone; else this process is one of the ranks of its process group.
+    """compared_with: the model that is the reference of the full KL.
 
+    sharding: None in a process that is alone; else this process is one of the ranks of its process group.
     dtype: of the weights. compute_dtype: the same if None; a sharded policy knows its own.
     """
     processors = processors_of(folder)
 
-    def make_policy(device: torch.device) -> Policy:
-        policy = Policy(
+    def open_policy(folder: Path, device: torch.device) -> Policy:
+        return Policy(
             load_model(str(folder), dtype=dtype, device=device),
             processors.family,
             temperature=0.7,
             banned_token_ids=processors.banned_token_ids,
         )
+
+    def make_policy(device: torch.device) -> Policy:
+        policy = open_policy(folder, device)
         if freeze:
             policy.freeze_vision_tower()
         if lora_rank:
@@ -77,23 +83,40 @@ def make_engine(
         return policy
 
     ranks = Alone() if sharding is None else ProcessRanks(CPU)
-    policy = make_policy(CPU) if sharding is None else open_sharded(make_policy, ranks, sharding, CPU)
+
+    def placed(make: Callable[[torch.device], Policy]) -> Policy:
+        return make(CPU) if sharding is None else open_sharded(make, ranks, sharding, CPU)
+
+    positions = positions_of(processors.family, processors.hf_config)
+    computed = (compute_dtype or dtype) if sharding is None else None
+    reference = None
+    if compared_with is not None:
+        reference = LocalScorer(
+            placed(partial(open_policy, compared_with)),
+            positions=positions,
+            max_tokens=max_tokens,
+            device=CPU,
+            compute_dtype=computed,
+            offload_params=False,
+            ranks=ranks,
+        )
     return LocalTrainEngine(
-        policy,
+        placed(make_policy),
         terms=terms,
         strategy=strategy,
         schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
         betas=(0.9, 0.999),
         weight_decay=0.01,
         max_grad_norm=1.0,
-        positions=positions_of(processors.family, processors.hf_config),
+        positions=positions,
         update_max_tokens=max_tokens,
         score_max_tokens=max_tokens,
         device=CPU,
-        compute_dtype=(compute_dtype or dtype) if sharding is None else None,
+        compute_dtype=computed,
         offload_params=False,
         offload_optimizer=False,
         ranks=ranks,
+        reference=reference,
     )
 
 

@@ -12,11 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import KL_TERMS, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
+from engines import (
+    CLIPPED,
+    FULL_KL_TERMS,
+    KL_TERMS,
+    TERMS,
+    make_engine,
+    make_rollouts,
+    tensors_in,
+    to_train,
+    weights_of,
+)
 from ranks import RankProcesses
 from safetensors.torch import load, save
 from torch import Tensor
 
+from trigon.algorithms.importance import Correction
 from trigon.metrics import Metrics, merge, values
 from trigon.training.fsdp import Sharding
 
@@ -27,6 +38,13 @@ HYBRID = replace(FULL, ranks_per_copy=2)  # of four ranks: two copies
 GATHERED = replace(FULL, full_shard=False)
 BFLOAT16 = replace(FULL, param_dtype=torch.bfloat16)
 SEQ_KL_TERMS = replace(KL_TERMS, averaging="seq")
+ALL_OF_THEM = replace(
+    KL_TERMS,
+    policy=replace(CLIPPED, kind="gspo"),
+    averaging="seq_fixed",
+    entropy_coefficient=0.1,
+    correction=Correction("reject", "sequence", 0.3, 3.0),
+)
 ONE_GROUP = 40  # tokens in a row, where any two groups have more
 
 
@@ -97,8 +115,10 @@ def learn(task: Task) -> Learned:
     """Score each lesson and make an update; with a KL term two, the second off-policy."""
     torch.use_deterministic_algorithms(True)
     rank = 0 if task.sharding is None else dist.get_rank()
-    engine = make_engine(task.model, sharding=task.sharding, **task.options)
-    reference = engine.reference() if "lora_rank" in task.options else engine
+    is_full = task.options.get("terms", TERMS).kl_estimator == "full"
+    compared_with = task.model if is_full and "lora_rank" not in task.options else None
+    engine = make_engine(task.model, sharding=task.sharding, compared_with=compared_with, **task.options)
+    reference = engine.below_adapters() if "lora_rank" in task.options else engine
     has_kl = task.options.get("terms", TERMS).kl_estimator is not None
     if task.loaded is not None:
         engine.load_state(task.loaded)
@@ -261,6 +281,9 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "tied on 2": (TIED, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "terms": SEQ_KL_TERMS}),
             "tied on 4, hybrid": (TIED, ON_FOUR, HYBRID, {"max_tokens": ONE_GROUP}),
             "text on 2": (TEXT, ON_TWO, FULL, {"terms": SEQ_KL_TERMS}),
+            "gspo, entropy, rejection": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "terms": ALL_OF_THEM}),
+            "full kl on 4": (VL, ON_FOUR, FULL, {"max_tokens": ONE_GROUP, "terms": FULL_KL_TERMS}),
+            "full kl, lora": (VL, ON_TWO, FULL, LORA | {"terms": FULL_KL_TERMS}),
             "text on 4": (TEXT, ON_FOUR, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
             "checkpointing": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),

@@ -200,3 +200,114 @@ def test_doubtful_wishes_are_warned_of():
     assert warnings(in_the_loss, "algorithm.disable_kl=true") == ()
     assert "cut to the likeliest tokens" in warnings("worker.rollout.top_p=0.9")[0]
     assert "cut to the likeliest tokens" in warnings("worker.rollout.top_k=20")[0]
+
+
+# -- algorithms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "dr_grpo", "grpo_batch", "opo"])
+def test_an_estimator_that_compares_needs_answers_to_compare(estimator):
+    said = problem("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}")
+    assert f"worker.rollout.n is 1, but {estimator} compares" in said
+    assert "reinforce_plus_plus or remax" in said
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "remax"])
+def test_one_answer_will_do_for_an_estimator_that_does_not_compare(estimator):
+    assert warnings("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}") == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("algorithm.adv_estimator=grpo_pask", "grpo_passk"),
+        ("algorithm.adv_estimator=reinforce++", "reinforce_plus_plus"),
+        ("algorithm.adv_estimator=drgrpo", "dr_grpo"),
+        ("worker.actor.loss_type=gspo-token", "gspo_token"),
+        ("worker.actor.loss_type=csipo", "cispo"),
+        ("worker.actor.loss_avg_mode=sequence", "seq"),
+        ("algorithm.kl_penalty=low_var", "low_var_kl"),
+        ("algorithm.mismatch_correction=truncated", "truncate"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(override, nearest):
+    assert f"did you mean {nearest}?" in problem(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "worker.actor.cispo_cap=0.2",
+        "worker.actor.clip_ratio_low=1.5",
+        "worker.actor.clip_ratio_dual=1",
+        "worker.actor.tau_positive=0",
+        "worker.actor.entropy_coeff=-0.1",
+        "algorithm.kl_coef=-1",
+        "algorithm.gamma=0",
+        "algorithm.mismatch_low=1.1",
+        "algorithm.mismatch_high=0.9",
+        "data.mini_rollout_batch_size=0",
+        "data.train_weights=[0]",
+    ],
+)
+def test_a_number_out_of_range_is_refused(override):
+    key, _, _ = override.partition("=")
+    assert key in problem(override)
+
+
+def test_a_kl_in_the_reward_is_none_of_the_parts_that_gdpo_normalizes():
+    gdpo = "algorithm.adv_estimator=gdpo"
+    assert "a KL penalty is none of them" in problem(gdpo, "algorithm.kl_coef=0.01")
+    assert warnings(gdpo, "algorithm.use_kl_loss=true", "algorithm.kl_penalty=low_var_kl") == ()
+
+
+def test_filtering_bounds_leave_something_between_them():
+    filtering = "algorithm.online_filtering=true"
+    assert "no group lies between them" in problem(filtering, "algorithm.filter_low=0.9", "algorithm.filter_high=0.9")
+
+
+def test_a_mismatch_of_different_distributions_is_not_corrected():
+    correction = "algorithm.mismatch_correction=truncate"
+    assert "different distributions" in problem(correction, "worker.rollout.top_p=0.9")
+    assert "different distributions" in problem(correction, "worker.rollout.top_k=50")
+    assert warnings(correction) == ()
+
+
+def test_weights_of_zero_teach_nothing():
+    gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.disable_kl=true")
+    assert "nothing to learn" in problem(*gdpo, "algorithm.reward_weights={accuracy: 0}")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.mini_rollout_batch_size=8", "no effect without algorithm.online_filtering=true"),
+        ("worker.actor.cispo_cap=5", "no effect without worker.actor.loss_type=cispo"),
+        ("worker.actor.loss_fixed_length=5", "no effect without worker.actor.loss_avg_mode=seq_fixed"),
+        ("algorithm.reward_weights={a: 1}", "no effect without algorithm.adv_estimator=gdpo"),
+        ("worker.actor.loss_type=cispo", "raises every cispo weight below 0.8"),
+        ("worker.actor.loss_type=gspo", "the paper has 0.0003 and 0.0004"),
+        ("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_avg_mode=seq_fixed"),
+    ],
+)
+def test_doubtful_wishes_are_told(override, said):
+    [warning] = warnings(override)
+    assert said in warning
+
+
+def test_wishes_that_fit_together_are_not_doubted():
+    assert warnings("worker.actor.loss_type=cispo", "worker.actor.clip_ratio_low=1", "worker.actor.cispo_cap=5") == ()
+    gspo = (
+        "worker.actor.loss_type=gspo_token",
+        "worker.actor.clip_ratio_low=3e-4",
+        "worker.actor.clip_ratio_high=4e-4",
+    )
+    assert warnings(*gspo) == ()
+    assert warnings("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_avg_mode=seq_fixed") == ()
+
+
+def test_a_surplus_that_is_kept_is_a_step_old():
+    keep = ("algorithm.online_filtering=true", "algorithm.filter_surplus=keep")
+    [warning] = warnings(*keep)
+    assert "a step old" in warning
+    assert warnings(*keep, "algorithm.mismatch_correction=truncate") == ()

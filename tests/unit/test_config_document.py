@@ -72,7 +72,7 @@ def test_an_example_script_runs_the_command_it_shows(script, tmp_path, monkeypat
     loaded = load_config(*split_arguments(argv))
     assert loaded.warnings == ()
     assert (loaded.config.trainer.max_steps, loaded.config.data.system_prompt) == (10, "two words")
-    assert loaded.config.data.train_files == "hiyouga/geometry3k@train"
+    assert loaded.config.data.train_files == ("hiyouga/geometry3k@train",)
 
 
 def test_there_is_a_script_for_both_sizes_and_for_swanlab():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from engines import KL_TERMS, make_engine, make_rollouts, to_train
-from test_loop import EVERYTHING, SAMPLING, crash_at_times, open_kit, open_run, settings
+from test_loop import EVERYTHING, SAMPLING, SELECTION, crash_at_times, open_kit, open_run, settings
 
+from trigon.algorithms.importance import Correction
 from trigon.distributed.crew import Traffic
 from trigon.loop import train
 from trigon.metrics import values
@@ -44,7 +45,12 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
     with (
         open_kit(tiny_model("qwen2"), folder / "kit") as kit,
         open_run(
-            kit, folder / "run", answer=crash_at_times, **settings(2), sampling=replace(SAMPLING, top_k=50)
+            kit,
+            folder / "run",
+            answer=crash_at_times,
+            **settings(2),
+            sampling=replace(SAMPLING, top_k=50),
+            selection=replace(SELECTION, low=-1.0, high=2.0),
         ) as run,
     ):
         train(replace(run, rhythm=replace(EVERYTHING, save_every=1)), None)
@@ -53,11 +59,11 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
 
     model = tiny_model("qwen2")
     rollouts = make_rollouts(model)
-    engine = make_engine(model, terms=KL_TERMS)
+    engine = make_engine(model, terms=replace(KL_TERMS, correction=Correction("truncate", "token", 0.5, 2.0)))
     for old in (None, engine.logprobs(rollouts)):
         keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
     traffic = Traffic()
-    for phase in ("rollout", "logprobs", "reference_logprobs", "update"):
+    for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
         traffic.count(phase, sent=1)
     return keys | traffic.told().keys()
 

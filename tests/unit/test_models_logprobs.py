@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trigon.models.logprobs import shifted, token_logprobs
+from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.types import GroupSpan, TokenLogprobs
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 13
@@ -137,3 +137,88 @@ def test_huge_logits_stay_finite() -> None:
     assert torch.isfinite(scores.entropy).all()
     gradients = torch.autograd.grad(scores.logprobs.sum() + scores.entropy.sum(), (states, weight))
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+# -- the KL over the whole vocabulary -----------------------------------------------------------------------------
+
+
+def other_predictions(dtype: torch.dtype) -> Predictions:
+    """Those of another model, wider than ours."""
+    generator = torch.Generator().manual_seed(5)
+    states = torch.randn(TOKENS, WIDTH + 3, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, WIDTH + 3, generator=generator, dtype=torch.float64)
+    return Predictions(states.to(dtype), weight.to(dtype))
+
+
+def compared(
+    states: Tensor,
+    weight: Tensor,
+    theirs: Predictions,
+    *,
+    temperature: float = 1.0,
+    banned: tuple[int, ...] = BANNED,
+    chunk: int = 4,
+) -> Tensor:
+    scores = token_logprobs(
+        states,
+        weight,
+        TARGETS,
+        temperature=temperature,
+        banned_token_ids=banned,
+        chunk_tokens=chunk,
+        entropy_gradient=False,
+        against=theirs,
+    )
+    assert scores.kl is not None
+    return scores.kl
+
+
+def test_the_full_kl_by_hand() -> None:
+    # ours (1/4, 3/4) against theirs (1/2, 1/2); the third token is banned
+    states = torch.tensor([[1.0]], dtype=torch.float64)
+    ours = torch.tensor([[math.log(1 / 4)], [math.log(3 / 4)], [9.0]], dtype=torch.float64)
+    theirs = Predictions(states, torch.tensor([[0.0], [0.0], [-9.0]], dtype=torch.float64))
+    [kl] = token_logprobs(
+        states,
+        ours,
+        torch.tensor([0]),
+        temperature=1.0,
+        banned_token_ids=(2,),
+        chunk_tokens=1,
+        entropy_gradient=False,
+        against=theirs,
+    ).kl
+    assert float(kl) == pytest.approx(math.log(2) / -4 + 3 / 4 * math.log(3 / 2), rel=1e-12)
+
+
+@pytest.mark.parametrize("banned", [(), BANNED], ids=["all tokens", "banned tokens"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-14)])
+def test_the_full_kl_is_that_of_the_whole_tables(
+    dtype: torch.dtype, atol: float, chunk: int, temperature: float, banned: tuple[int, ...]
+) -> None:
+    states, weight = inputs(dtype)
+    theirs = other_predictions(dtype)
+    kl = compared(states, weight, theirs, temperature=temperature, banned=banned, chunk=chunk)
+    allowed = [token for token in range(VOCABULARY) if token not in banned]
+    ours = (states @ weight[allowed].T / temperature).log_softmax(-1)
+    reference = (theirs.states @ theirs.head_weight[allowed].T / temperature).log_softmax(-1)
+    expected = (ours.exp() * (ours - reference)).sum(-1)
+    torch.testing.assert_close(kl, expected, atol=atol, rtol=0)
+
+    weights = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    for our, their in zip(
+        torch.autograd.grad(weights @ kl, (states, weight)),
+        torch.autograd.grad(weights @ expected, (states, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(our, their, atol=10 * atol, rtol=0)
+
+
+def test_the_full_kl_from_oneself_is_zero_and_flat() -> None:
+    states, weight = inputs(torch.float64)
+    kl = compared(states, weight, Predictions(states.detach(), weight.detach()))
+    assert kl.abs().max() < 1e-15
+    [gradient] = torch.autograd.grad(kl.sum(), (states,))
+    assert gradient.abs().max() < 1e-15

@@ -134,6 +134,9 @@ class _Reading:
         key, _, text = override.partition("=")
         path = tuple(key.strip().split("."))
         option = options().get(_renamed(path))
+        if option is not None and option.kind == "list" and not text.strip():
+            self._take(path, SequenceNode("tag:yaml.org,2002:seq", []), COMMAND_LINE)
+            return
         if option is not None and option.kind == "text":  # as it is: a prompt may hold colons, braces and quotes
             null = option.optional and text.strip() in ("", "null", "~")
             self._take(path, ScalarNode(_NULL if null else "tag:yaml.org,2002:str", text), COMMAND_LINE)
@@ -235,10 +238,15 @@ class _Reading:
     def _mistyped(self, option: Option, given: _Given) -> None:
         value = _plain(given.node)
         reason = ABSENT.get((option.name, str(value)))
-        self.problems.append(
-            f"{option.name} is {_shown(value)} ({given.where}), but must be {option.expected}"
-            + (f": {reason}" if reason else "")
-        )
+        nearest = _nearest_choice(str(value), option.choices)
+        hint = f": {reason}" if reason else f"; did you mean {nearest}?" if nearest else ""
+        self.problems.append(f"{option.name} is {_shown(value)} ({given.where}), but must be {option.expected}{hint}")
+
+
+def _nearest_choice(value: str, choices: Sequence[str]) -> str | None:
+    """Return the choice that somebody who wrote value may have meant."""
+    near = difflib.get_close_matches(value, choices, n=1)
+    return near[0] if near else next((choice for choice in choices if value.startswith(choice)), None)
 
 
 def _read_text(path: Path) -> str:

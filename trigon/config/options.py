@@ -29,6 +29,7 @@ class Option:
     """One key of the configuration.
 
     item: kind of a list's items; for every other kind it is the kind again. optional: null is a value too.
+    choices: what a choice may be; empty for every other kind.
     expected: what may be written, as a reader is told: "a whole number of at least 1, or null".
     """
 
@@ -36,6 +37,7 @@ class Option:
     kind: Kind
     item: Kind
     optional: bool
+    choices: tuple[str, ...]
     expected: str
     default: Any
 
@@ -68,7 +70,16 @@ def _option(path: KeyPath, field: FieldInfo) -> Option:
     annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     kind, item, expected = _describe(annotation)
     optional = expected.endswith(", or null")
-    return Option(path, kind, item, optional, expected, field.get_default(call_default_factory=True))
+    choices = _choices(annotation) if kind == "choice" else ()
+    return Option(path, kind, item, optional, choices, expected, field.get_default(call_default_factory=True))
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the values of the Literal inside an annotation."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return tuple(map(str, arguments))
+    return _choices(next(argument for argument in arguments if argument is not type(None)))
 
 
 def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind, str]:
