@@ -23,21 +23,14 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    run("tiny", str(folder))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(made: Path) -> Path:
-    folder = made / "run"
+def trained(taught: Path) -> Path:
+    folder = taught / "run"
     run(
         "train",
         str(ROOT / "trigon" / "cli" / "quickstart.yaml"),
-        f"data.train_files={made / 'data' / 'train.parquet'}",
-        f"data.val_files={made / 'data' / 'validation.parquet'}",
-        f"worker.actor.model.model_path={made / 'model'}",
+        f"data.train_files={taught / 'data' / 'train.parquet'}",
+        f"data.val_files={taught / 'data' / 'validation.parquet'}",
+        f"worker.actor.model.model_path={taught / 'model'}",
         f"trainer.save_checkpoint_path={folder}",
         f"trainer.max_steps={STEPS}",
         "trainer.val_freq=-1",
@@ -62,15 +55,15 @@ def test_engine_and_trainer_agree_all_the_way(trained):
     assert max(metric(trained, "mismatch/logprobs_diff_max")) < 1e-4
 
 
-def test_without_the_drawings_the_trained_model_is_at_chance(made, trained):
-    exported = made / "exported"
+def test_without_the_drawings_the_trained_model_is_at_chance(taught, trained):
+    exported = taught / "exported"
     run("export", str(trained), "--output", str(exported))
-    folder = made / "blank"
+    folder = taught / "blank"
     run(
         "train",
         str(ROOT / "trigon" / "cli" / "quickstart.yaml"),
-        f"data.train_files={made / 'data' / 'train.parquet'}",
-        f"data.val_files={made / 'data' / 'validation_blank.parquet'}",
+        f"data.train_files={taught / 'data' / 'train.parquet'}",
+        f"data.val_files={taught / 'data' / 'validation_blank.parquet'}",
         f"worker.actor.model.model_path={exported}",
         f"trainer.save_checkpoint_path={folder}",
         "trainer.val_only=true",
