@@ -3,8 +3,8 @@
     python3 examples/data_preprocess/geo3k.py --local_dir ~/data/geo3k
 
 writes train.parquet and test.parquet, with columns `problem`, `answer` and `images`, the images themselves inside.
-`--source DIR_OR_ID` reads a local folder, or another dataset of the hub, with these columns and splits instead. Every image
-is decoded once; a row that training could not use is named and left out.
+`--source DIR_OR_ID` reads a local folder, or another dataset of the hub, with these columns and splits instead. Every
+image is decoded once; a row that training could not use is named and left out.
 """
 
 from __future__ import annotations
