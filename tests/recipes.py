@@ -20,7 +20,7 @@ def name_of(recipe: Path) -> str:
 def arguments_of(
     recipe: Path, folder: Path, *overrides: str, environment: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Run a recipe with these further arguments, its trainer replaced, and return the arguments that the trainer gets."""
+    """Run a recipe with these further arguments, its trainer replaced, and return what the trainer is given."""
     folder.mkdir(exist_ok=True)
     stand_in = folder / "python3"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n', encoding="utf-8")

@@ -6,6 +6,7 @@ teach something and online filtering finds what it looks for.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -22,9 +23,9 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from recipes import RECIPES, ROOT, arguments_of, name_of
 from safetensors.torch import save_file
 
-from recipes import RECIPES, ROOT, arguments_of, name_of
 from trigon.build import open_builder, open_processors
 from trigon.cli.main import main
 from trigon.config.load import load_config, split_arguments
@@ -106,6 +107,15 @@ ANSWERS = {
     ),
 }
 """By reward: a right answer in the right format, and a wrong one. Models are warmed up to give each half the time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections() -> Iterator[None]:
+    """vLLM collects garbage several times for each engine; what was imported before need not be looked at again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
