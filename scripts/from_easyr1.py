@@ -180,8 +180,8 @@ OTHER_DEFAULTS = {
     "trainer.logger": "Weights & Biases wants an account, and a first run should not fail for one",
     "trainer.n_gpus_per_node": "a file that says nothing runs on one GPU, or on none",
     "worker.actor.model.trust_remote_code": "running code from a model's repository is something to be asked for",
-    "worker.ref.fsdp.enable_cpu_offload": "it is read once a step, and its memory is better spent on sampling; EasyR1's "
-    "own example file says true as well",
+    "worker.ref.fsdp.enable_cpu_offload": "it is read once a step, and its memory is better spent on sampling; EasyR1's"
+    " own example file says true as well",
     "worker.rollout.tensor_parallel_size": "where a model fits one GPU, two copies sample more than one on two",
 }
 """Key whose default differs: why."""
