@@ -44,6 +44,16 @@ RECIPE_NAMES = [
 ]
 """EasyR1's names, verl's one, and our own recommended recipe."""
 
+
+def test_the_list_of_recipes_is_complete_and_right_about_gpus(tmp_path):
+    rows = re.findall(
+        r"^\| `([\w/.-]+)\.sh` \|.*\| (\d+) \|$", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    needed = {name_of(path): configured(path, tmp_path).trainer.n_gpus_per_node for path in RECIPES}
+    assert {name: int(gpus) for name, gpus in rows} == needed
+    assert len(rows) == len(needed)
+
+
 NUMBERS = {"one GPU": 1, "two GPUs": 2, "eight GPUs": 8}
 
 
