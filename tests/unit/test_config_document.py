@@ -1,6 +1,5 @@
 """The committed page and the committed examples say what the schema says."""
 
-import subprocess
 from pathlib import Path
 
 import jinja2
@@ -8,12 +7,11 @@ import pytest
 import yaml
 
 from trigon.config.document import document
-from trigon.config.load import load_config, split_arguments
+from trigon.config.load import load_config
 from trigon.config.options import meanings, options, read_text_option, sections
 from trigon.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
 
 
 def test_the_committed_page_is_the_written_one():
@@ -51,41 +49,17 @@ def test_the_example_configuration_is_easyr1s_on_one_device():
     }
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_an_example_script_runs_the_command_it_shows(script, tmp_path, monkeypatch):
-    # A stand-in for python3 writes down its arguments: the script runs, the trainer does not.
-    stand_in = tmp_path / "python3"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n', encoding="utf-8")
-    stand_in.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    output = subprocess.run(
-        ["bash", str(script), "trainer.max_steps=10", "data.system_prompt=two words"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-    ).stdout
-    module, name, *argv = output.split("\0")[:-1]
-    assert (module, name) == ("-m", "trigon.trainer.main")
-    monkeypatch.chdir(ROOT)
-    loaded = load_config(*split_arguments(argv))
-    assert loaded.warnings == ()
-    assert (loaded.config.trainer.max_steps, loaded.config.data.system_prompt) == (10, "two words")
-    assert loaded.config.data.train_files == ("hiyouga/geometry3k@train",)
-
-
-def test_there_is_a_script_for_both_sizes_and_for_swanlab():
-    assert [path.name for path in SCRIPTS] == [
-        "qwen2_5_vl_3b_geo3k_grpo.sh",
-        "qwen2_5_vl_7b_geo3k_grpo.sh",
-        "qwen2_5_vl_7b_geo3k_swanlab.sh",
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "asked_for"),
-    [("math", ("<think>", "</think>", "\\boxed{}")), ("r1v", ("<think>", "<answer>")), ("dapo", ('"Answer: ',))],
+    [
+        ("math", ("<think>", "</think>", "\\boxed{}")),
+        ("r1v", ("<think>", "<answer>")),
+        ("dapo", ('"Answer: ',)),
+        ("counting", ("<think>", "</think>", "<answer>", "</answer>")),
+        ("geoqa", ("<think>", "</think>", "<answer>", "</answer>")),
+        ("vqa", ("<think>", "</think>", "<answer>", "</answer>")),
+        ("android_gui", ("<think>", "</think>", "<answer>", "</answer>", '{"action": "click", "point": [x, y]}')),
+    ],
 )
 def test_a_shipped_prompt_asks_for_what_its_reward_looks_for(name, asked_for):
     template = (ROOT / f"examples/format_prompt/{name}.jinja").read_text(encoding="utf-8")

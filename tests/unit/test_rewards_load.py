@@ -35,7 +35,10 @@ def test_shipped_names_stand_for_the_verifiers():
     [
         ("{folder}/gradd.py:main", "did you mean {folder}/grade.py?"),
         ("mth", "did you mean the shipped 'math'?"),
-        ("nothing/at/all.py:main", "give file.py:function, or one of the shipped math, r1v, dapo"),
+        (
+            "nothing/at/all.py:main",
+            "give file.py:function, or one of the shipped math, r1v, dapo, counting, geoqa, vqa, android_gui",
+        ),
         ("{folder}/grade.py:", "'' names no function"),
         ("{folder}/grade.py:a b", "'a b' names no function"),
     ],

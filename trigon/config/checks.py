@@ -19,7 +19,7 @@ from trigon.config.plan import (
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
-SHIPPED_REWARDS = ("math", "r1v", "dapo")
+SHIPPED_REWARDS = ("math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui")
 """Reward functions that need no file."""
 
 ALONE_WILL_DO = ("reinforce_plus_plus", "remax")

@@ -490,7 +490,7 @@ class RewardConfig(Section):
     """How answers are scored."""
 
     reward_function: str | None = None
-    """`file.py:function` (function `main` if left out), or one of the shipped `math`, `r1v` and `dapo`."""
+    """`file.py:function` (function `main` if left out), or the name of one that is shipped (docs/rewards.md)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""

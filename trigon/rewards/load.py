@@ -18,7 +18,7 @@ from types import ModuleType
 
 from trigon.errors import RewardError
 
-SHIPPED = ("math", "r1v", "dapo")
+SHIPPED = ("math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui")
 """The verifiers that a name alone stands for."""
 
 _MODULE_NAME = "trigon_reward_function"

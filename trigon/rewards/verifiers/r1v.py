@@ -34,8 +34,17 @@ def format_reward(response: str) -> float:
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    """Return 1.0 if the first <answer> of the response, or without one the whole response, is the ground truth."""
+    """Return 1.0 if the answer that the response gives is the ground truth, else 0.0."""
+    return 1.0 if is_same_answer(given_answer(response), untagged(ground_truth)) else 0.0
+
+
+def given_answer(response: str) -> str:
+    """Return what stands in the first <answer> of the response, or, without one, the whole response."""
     _, opened, rest = response.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")
-    given = answer if opened and closed else response
-    return 1.0 if is_same_answer(given.strip(), str(ground_truth).strip()) else 0.0
+    return (answer if opened and closed else response).strip()
+
+
+def untagged(ground_truth: object) -> str:
+    """Return the ground truth as text, without the tags that some datasets keep: "<answer> 3 </answer>" gives "3"."""
+    return given_answer(str(ground_truth))

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Qwen2.5-VL-32B on Geometry3K by GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes for each weight, about 50 GB on each,
+# besides activations; optimizer and weights wait in host memory while answers are sampled, by all eight GPUs together.
+# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+#     bash examples/qwen2_5_vl_32b_geo3k_grpo.sh trainer.max_steps=10
+set -euo pipefail
+
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-32B-Instruct}  # a hub id or a local folder
+
+python3 -m trigon.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=hiyouga/geometry3k@train \
+    data.val_files=hiyouga/geometry3k@test \
+    worker.actor.model.model_path="${MODEL_PATH}" \
+    worker.actor.fsdp.torch_dtype=bf16 \
+    worker.actor.optim.strategy=adamw_bf16 \
+    worker.rollout.tensor_parallel_size=8 \
+    trainer.experiment_name=qwen2_5_vl_32b_geo_grpo \
+    trainer.n_gpus_per_node=8 \
+    "$@"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Qwen3-VL-30B-A3B on Geometry3K by GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes for each weight, about 47 GB on each,
+# besides activations. A mixture of experts: each token uses 3 of 31 billion weights, all of which are trained.
+# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+#     bash examples/qwen3_vl_30b_geo3k_grpo.sh trainer.max_steps=10
+set -euo pipefail
+
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-VL-30B-A3B-Instruct}  # a hub id or a local folder
+
+python3 -m trigon.trainer.main \
+    config=examples/config.yaml \
+    data.train_files=hiyouga/geometry3k@train \
+    data.val_files=hiyouga/geometry3k@test \
+    worker.actor.model.model_path="${MODEL_PATH}" \
+    worker.actor.fsdp.torch_dtype=bf16 \
+    worker.actor.optim.strategy=adamw_bf16 \
+    worker.rollout.tensor_parallel_size=8 \
+    trainer.experiment_name=qwen3_vl_30b_geo_grpo \
+    trainer.n_gpus_per_node=8 \
+    "$@"

@@ -1,0 +1,20 @@
+"""Short answers and choices, in `<think> ... </think> <answer> ... </answer>`. Copy this file and make it yours.
+
+    worker.reward.reward_function=examples/reward_function/vqa.py:compute_score
+
+docs/rewards.md says what a reward function gets and what it may return.
+"""
+
+from typing import Any
+
+from trigon.rewards.verifiers.r1v import format_reward
+from trigon.rewards.verifiers.vqa import accuracy_reward
+
+REWARD_TYPE = "sequential"
+
+
+def compute_score(reward_input: dict[str, Any], format_weight: float = 0.1) -> dict[str, float]:
+    accuracy = accuracy_reward(reward_input["response"], reward_input["ground_truth"])
+    form = format_reward(reward_input["response"])
+    overall = (1 - format_weight) * accuracy + format_weight * form
+    return {"overall": overall, "format": form, "accuracy": accuracy}

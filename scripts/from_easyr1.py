@@ -1,0 +1,294 @@
+"""Writes the tables of docs/from-easyr1.md: `python scripts/from_easyr1.py`. With --check it only compares.
+
+Knows EasyR1's keys and their defaults (its commit b44b311), and asks the schema and config/legacy.py what became of
+each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trigon.config.legacy import ABSENT, FOREIGN_SECTIONS, RENAMED, RETIRED, retired_key
+from trigon.config.options import Option, options
+
+PAGE = Path(__file__).parents[1] / "docs" / "from-easyr1.md"
+BEGIN, END = "<!-- written by scripts/from_easyr1.py: begin -->", "<!-- end -->"
+
+DEFAULTS = """
+data:
+  train_files: ""
+  val_files: ""
+  prompt_key: prompt
+  answer_key: answer
+  image_key: images
+  video_key: videos
+  image_dir: null
+  video_fps: 2.0
+  max_prompt_length: 512
+  max_response_length: 512
+  rollout_batch_size: 512
+  mini_rollout_batch_size: null
+  val_batch_size: -1
+  format_prompt: null
+  override_chat_template: null
+  shuffle: true
+  seed: 1
+  min_pixels: 262144
+  max_pixels: 4194304
+  filter_overlong_prompts: true
+  filter_overlong_prompts_workers: 16
+algorithm:
+  gamma: 1.0
+  lam: 1.0
+  adv_estimator: grpo
+  disable_kl: false
+  use_kl_loss: false
+  kl_penalty: kl
+  kl_coef: 1.0e-3
+  kl_type: fixed
+  kl_horizon: 10000.0
+  kl_target: 0.1
+  online_filtering: false
+  filter_key: overall
+  filter_low: 0.01
+  filter_high: 0.99
+worker:
+  hybrid_engine: true
+  critic: {}
+  actor:
+    strategy: fsdp
+    global_batch_size: 256
+    micro_batch_size_per_device_for_update: 4
+    micro_batch_size_per_device_for_experience: 16
+    max_grad_norm: 1.0
+    clip_ratio_low: 0.2
+    clip_ratio_high: 0.3
+    clip_ratio_dual: 3.0
+    loss_avg_mode: token
+    loss_type: default
+    ppo_epochs: 1
+    padding_free: true
+    dynamic_batching: true
+    ulysses_size: 1
+    use_torch_compile: true
+    tau_positive: 1.0
+    tau_negative: 1.05
+    model:
+      model_path: null
+      tokenizer_path: null
+      override_config: {}
+      enable_gradient_checkpointing: true
+      trust_remote_code: true
+      freeze_vision_tower: false
+      lora:
+        rank: 0
+        alpha: 64
+        target_modules: all-linear
+        exclude_modules: null
+    optim:
+      lr: 1.0e-6
+      betas: [0.9, 0.999]
+      weight_decay: 1.0e-2
+      strategy: adamw
+      lr_warmup_ratio: 0.0
+      lr_warmup_steps: null
+      min_lr_ratio: null
+      lr_scheduler_type: constant
+    fsdp:
+      enable_full_shard: true
+      enable_cpu_offload: false
+      enable_rank0_init: true
+      use_orig_params: false
+      torch_dtype: null
+      fsdp_size: -1
+      mp_param_dtype: bf16
+      mp_reduce_dtype: fp32
+      mp_buffer_dtype: fp32
+    offload:
+      offload_params: false
+      offload_optimizer: false
+  ref:
+    strategy: fsdp
+    fsdp:
+      enable_full_shard: true
+      enable_cpu_offload: false
+      enable_rank0_init: true
+      use_orig_params: false
+      torch_dtype: null
+      fsdp_size: -1
+      mp_param_dtype: bf16
+      mp_reduce_dtype: fp32
+      mp_buffer_dtype: fp32
+    offload:
+      offload_params: false
+      offload_optimizer: false
+  reward:
+    reward_function: null
+    reward_function_kwargs: {}
+    skip_special_tokens: true
+    num_cpus: 1
+  rollout:
+    name: vllm
+    n: 1
+    temperature: 1.0
+    top_p: 1.0
+    top_k: -1
+    seed: 1
+    limit_images: 0
+    dtype: bf16
+    gpu_memory_utilization: 0.6
+    ignore_eos: false
+    enforce_eager: false
+    enable_chunked_prefill: false
+    tensor_parallel_size: 2
+    max_model_len: null
+    max_num_batched_tokens: 8192
+    disable_log_stats: true
+    disable_tqdm: false
+    val_override_config: {}
+trainer:
+  total_epochs: 15
+  max_steps: null
+  project_name: easy_r1
+  experiment_name: demo
+  logger: [console, wandb]
+  nnodes: 1
+  n_gpus_per_node: 8
+  max_try_make_batch: 20
+  critic_warmup: 0
+  val_freq: -1
+  val_before_train: true
+  val_only: false
+  val_generations_to_log: 0
+  save_freq: -1
+  save_limit: -1
+  save_model_only: false
+  save_checkpoint_path: null
+  load_checkpoint_path: null
+  ray_timeline: null
+  find_last_checkpoint: true
+"""
+
+OTHER_DEFAULTS = {
+    "trainer.logger": "Weights & Biases wants an account, and a first run should not fail for one",
+    "trainer.n_gpus_per_node": "a file that says nothing runs on one GPU, or on none",
+    "worker.actor.model.trust_remote_code": "running code from a model's repository is something to be asked for",
+    "worker.ref.fsdp.enable_cpu_offload": "it is read once a step, and its memory is better spent on sampling; EasyR1's"
+    " own example file says true as well",
+    "worker.rollout.tensor_parallel_size": "where a model fits one GPU, two copies sample more than one on two",
+}
+"""Key whose default differs: why."""
+
+
+def defaults() -> dict[str, Any]:
+    """Return EasyR1's keys and their defaults, in its order; a section that is empty here is a key."""
+
+    def leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, dict) and value:
+                yield from leaves(value, name)
+            else:
+                yield name, value
+
+    return dict(leaves(yaml.safe_load(DEFAULTS), ""))
+
+
+def fate(key: str, default: Any) -> tuple[str, str]:
+    """Return what became of a key, and what to know about it."""
+    if (retired := retired_key(key)) is not None:
+        entry = RETIRED[retired]
+        if entry.only is None:
+            return "no effect", entry.because
+        return (
+            f"no effect as {', '.join(f'`{written(value)}`' for value in entry.only)}",
+            f"{entry.because}; any other value is refused: {entry.instead}",
+        )
+    if key in RENAMED:
+        return "renamed", f"`{RENAMED[key]}`"
+    option = today().get(key)
+    if option is None:
+        inner = [name for name in today() if name.startswith(f"{key}.")]
+        assert inner, f"{key} is neither an option nor in config/legacy.py"
+        return "same", "of " + ", ".join(f"`{name.removeprefix(key + '.')}`" for name in inner)
+    absent = [f"not `{value}`: {why}" for (name, value), why in ABSENT.items() if name == key]
+    if not is_same_default(option, default):
+        ours = list(option.default) if isinstance(option.default, tuple) else option.default
+        return f"default `{written(ours)}`, not `{written(default)}`", "; ".join([OTHER_DEFAULTS[key], *absent])
+    return "same", "; ".join(absent)
+
+
+def today() -> dict[str, Option]:
+    """Return the options of this version by their names."""
+    return {option.name: option for option in options().values()}
+
+
+def is_same_default(option: Option, default: Any) -> bool:
+    """Say whether a default is EasyR1's, which writes a list as a list and no file as an empty text."""
+    ours = list(option.default) if isinstance(option.default, tuple) else option.default
+    return bool(ours == default or (not ours and not default and option.kind in ("list", "mapping")))
+
+
+def tables() -> str:
+    """Return the part of the page between the two marks: for each section what is the same, and a table of the rest."""
+    parts: list[str] = []
+    sections: dict[str, list[str]] = {}
+    for key in defaults():
+        sections.setdefault(section_of(key), []).append(key)
+    for section, keys in sections.items():
+        fates = {key: fate(key, defaults()[key]) for key in keys}
+        same = [f"`{key.removeprefix(section + '.')}`" for key in keys if fates[key] == ("same", "")]
+        parts += [f"### {section}", ""]
+        if same:
+            parts += [*textwrap.wrap(f"Same: {', '.join(same)}.", 150, break_long_words=False), ""]
+        rows = [_row(f"`{key.removeprefix(section + '.')}`", *fates[key]) for key in keys if fates[key] != ("same", "")]
+        if rows:
+            parts += ["| key | here | why, or what else |", "|---|---|---|", *rows, ""]
+    parts += ["### Of older releases, and of verl", "", "| key | here | why, or what else |", "|---|---|---|"]
+    parts += [_row(f"`{old}`", "renamed", f"`{new}`") for old, new in RENAMED.items()]
+    known = defaults()
+    parts += [_row(f"`{key}`", *fate(key, None)) for key in RETIRED if key not in known]
+    parts += [_row(f"`{section}.*`", "refused", why) for section, why in FOREIGN_SECTIONS.items()]
+    return "\n".join([*parts, ""])
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def section_of(key: str) -> str:
+    """Return the heading that a key comes under."""
+    parts = key.split(".")
+    return ".".join(parts[:2]) if parts[0] == "worker" and len(parts) > 2 else parts[0]
+
+
+def written(value: Any) -> str:
+    """Return a value as it is written in YAML."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def page(text: str) -> str:
+    """Return the page with its tables written anew."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.split(END, 1)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    text = PAGE.read_text(encoding="utf-8")
+    if "--check" in arguments:
+        return 0 if page(text) == text else 1
+    PAGE.write_text(page(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,312 @@
+"""Every recipe of examples/ trains two steps: its own command line, with another model, other files, smaller sizes.
+
+Stand-ins have the form of the datasets that the recipes name; models give the right answer now and then, so that groups
+teach something and online filtering finds what it looks for.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import datasets
+import pytest
+import torch
+import yaml
+from PIL import Image
+from recipes import RECIPES, ROOT, arguments_of, name_of
+from safetensors.torch import save_file
+
+from trigon.build import open_builder, open_processors
+from trigon.cli.main import main
+from trigon.config.load import load_config, split_arguments
+from trigon.config.options import options
+from trigon.config.schema import Config
+from trigon.data.dataset import open_prompts
+from trigon.models.load import load_model
+from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
+from trigon.models.tiny import TinyModelType
+from trigon.training.optim import Schedule
+from trigon.training.supervised import warm_start
+
+STEPS = 2
+NUM_TRAIN, NUM_TEST = 8, 4
+PROMPT_TOKENS, ANSWER_TOKENS = 640, 64
+
+
+# -- data: the columns that each hub dataset has -------------------------------------------------------------------
+
+
+def drawing(rng: random.Random) -> bytes:
+    image = Image.new("RGB", (84, 56), tuple(rng.randrange(256) for _ in range(3)))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def questions(text: str, answer: str, *, images: int = 0) -> Callable[[random.Random, int], datasets.Dataset]:
+    """Return what makes rows of problem and answer, and of images where there are any."""
+
+    def make(rng: random.Random, count: int) -> datasets.Dataset:
+        columns = {"problem": [f"{text} ({number})" for number in range(count)], "answer": [answer] * count}
+        features = {"problem": datasets.Value("string"), "answer": datasets.Value("string")}
+        if images:
+            files = [[{"bytes": drawing(rng), "path": None} for _ in range(images)] for _ in range(count)]
+            columns["images"] = files
+            features["images"] = datasets.List(datasets.Image())
+        return datasets.Dataset.from_dict(columns, datasets.Features(features))
+
+    return make
+
+
+def screens(rng: random.Random, count: int) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(
+        {
+            "image": [{"bytes": drawing(rng)} for _ in range(count)],
+            "instruction": [f"open the settings ({number})" for number in range(count)],
+            "id": [f"row{number}" for number in range(count)],
+            "gt_action": ["click"] * count,
+            "gt_bbox": [[0.1, 0.2, 0.3, 0.4]] * count,
+            "gt_input_text": ["no input text"] * count,
+            "history": ["None"] * count,
+            "task_type": ["low"] * count,
+        }
+    )
+
+
+STAND_INS = {
+    "hiyouga/geometry3k": questions("<image>Find x.", "48", images=1),
+    "hiyouga/math12k": questions("What is half of 96?", "48"),
+    "Saigyouji-Yuyuko1000/dapo17k": questions("What is half of 96?", "48"),
+    "BUAADreamer/clevr_count_70k": questions("<image>How many items are there?", "3", images=1),
+    "leonardPKU/GEOQA_8K_R1V": questions("<image>∠A = 35°; what is ∠B?", "145°", images=1),
+    "hiyouga/journeybench-multi-image-vqa": questions("<image>\n<image>\nHow many cups in both?", "5", images=2),
+    "datasets/GUI-R1": screens,
+}
+"""A hub dataset, or a folder that a recipe wants to be filled: what makes rows in its form."""
+
+ANSWERS = {
+    "math": ("<think>I see.</think>\\boxed{48}", "<think>I see.</think>\\boxed{47}"),
+    "dapo": ("Answer: 48", "Answer: 47"),
+    "counting": ("<think>I see.</think><answer>3</answer>", "<think>I see.</think><answer>4</answer>"),
+    "geoqa": ("<think>I see.</think><answer>145°</answer>", "<think>I see.</think><answer>35°</answer>"),
+    "vqa": ("<think>I see.</think><answer>5</answer>", "<think>I see.</think><answer>4</answer>"),
+    "android_gui": (
+        '<think>.</think><answer>{"action": "click", "point": [200, 300]}</answer>',
+        '<think>.</think><answer>{"action": "click", "point": [900, 300]}</answer>',
+    ),
+}
+"""By reward: a right answer in the right format, and a wrong one. Models are warmed up to give each half the time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections() -> Iterator[None]:
+    """vLLM collects garbage several times for each engine; what was imported before need not be looked at again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a stand-in for each dataset, and with what geo3k.py makes of Geometry3K's."""
+    folder = tmp_path_factory.mktemp("home")
+    for name, make in STAND_INS.items():
+        (folder / name).mkdir(parents=True)
+        for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+            make(random.Random(f"{name} {split}"), count).to_parquet(folder / name / f"{split}.parquet")
+    prepare = ROOT / "examples" / "data_preprocess" / "geo3k.py"
+    source = folder / "hiyouga" / "geometry3k"
+    command = [sys.executable, str(prepare), "--local_dir", str(folder / "data" / "geo3k"), "--source", str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+MODEL_TYPES = (
+    ("Qwen/Qwen2.5-VL-", "qwen2_5_vl"),
+    ("Qwen/Qwen3-VL-30B-A3B", "qwen3_vl_moe"),
+    ("Qwen/Qwen3-VL-", "qwen3_vl"),
+    ("Qwen/Qwen2.5-", "qwen2"),
+    ("Qwen/Qwen3-", "qwen3"),
+)
+"""Beginning of a model's name: its family, first match wins."""
+
+Warm = Callable[[Config], Path]
+
+
+@pytest.fixture(scope="module")
+def warm(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Warm:
+    """Return a function that warms a tiny model up to a recipe's prompts and answers, once for each kind of them."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(config: Config) -> Path:
+        model_type = model_type_of(config)
+        key = model_type, reward_of(config)
+        if key not in made:
+            made[key] = warmed_up(config, tiny_model(model_type), tmp_path_factory.mktemp("-".join(key)))
+        return made[key]
+
+    return make
+
+
+def model_type_of(config: Config) -> str:
+    path = str(config.worker.actor.model.model_path)
+    model_type = next(family for beginning, family in MODEL_TYPES if path.startswith(beginning))
+    if model_type == "qwen3_vl_moe" and model_type not in get_args(TinyModelType):
+        return "qwen3_vl"  # the nearest family that is here
+    return model_type
+
+
+def reward_of(config: Config) -> str:
+    return Path(str(config.worker.reward.reward_function).partition(":")[0]).stem
+
+
+def warmed_up(config: Config, source: Path, folder: Path) -> Path:
+    """Write a model that gives a right and a wrong answer about equally often, both in the right format."""
+    model = config.worker.actor.model.model_copy(update={"model_path": str(source)})
+    actor = config.worker.actor.model_copy(update={"model": model})
+    config = config.model_copy(update={"worker": config.worker.model_copy(update={"actor": actor})})
+    processors = open_processors(config)
+    prompts = open_prompts(
+        config.data.train_files[0],
+        open_builder(config, processors),
+        filter_overlong_prompts=False,
+        max_bad_row_fraction=0.0,
+        num_workers=1,
+    )
+    examples = [
+        (prompts[index], (*processors.tokenizer.encode(answer), processors.stop_token_ids[0]))
+        for index in range(len(prompts))
+        for answer in ANSWERS[reward_of(config)]
+    ]
+    assert max(len(answer) for _, answer in examples) <= ANSWER_TOKENS
+    policy = Policy(
+        load_model(str(source), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    skill = warm_start(
+        policy,
+        examples,
+        max_updates=100,
+        enough_skill=0.35,
+        batch_size=4,
+        schedule=Schedule(3e-3, "constant", 5, 100, 0.0),
+        positions=positions_of(processors.family, processors.hf_config),
+        seed=0,
+    )
+    assert skill >= 0.35, skill
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    weights = {name: weight.contiguous() for name, weight in policy.named_weights()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def files(config: Config, home: Path) -> list[str]:
+    """Return the overrides that put stand-ins in the place of hub datasets; local files are there already."""
+    found = []
+    for key, specs in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        [spec] = specs
+        place, _, split = spec.partition("@")
+        if not Path(place).exists():
+            assert place in STAND_INS, f"{place}: which columns has it? Add a stand-in."
+            found.append(f"{key}={home / place / f'{split}.parquet'}")
+    return found
+
+
+def sizes(config: Config) -> list[str]:
+    """Return the overrides that make a recipe small. Nothing here changes what is computed."""
+    updates = min(config.data.rollout_batch_size // config.worker.actor.global_batch_size, 2)
+    small: dict[str, object] = {
+        "data.max_prompt_length": PROMPT_TOKENS,
+        "data.max_response_length": ANSWER_TOKENS,
+        "data.rollout_batch_size": 2 * updates,
+        "data.val_batch_size": NUM_TEST,
+        "data.min_pixels": "null",
+        "data.max_pixels": "null",
+        "worker.actor.global_batch_size": 2,
+        "worker.actor.micro_batch_size_per_device_for_update": 2,
+        "worker.actor.micro_batch_size_per_device_for_experience": 4,
+        "worker.actor.fsdp.torch_dtype": "fp32",
+        "worker.actor.fsdp.mp_param_dtype": "fp32",
+        "worker.ref.fsdp.torch_dtype": "fp32",
+        "worker.rollout.dtype": "fp32",
+        "worker.rollout.tensor_parallel_size": 1,
+        "worker.rollout.max_num_batched_tokens": 2048,
+        "trainer.max_steps": STEPS,
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+    }
+    if config.data.mini_rollout_batch_size is not None:
+        small["data.mini_rollout_batch_size"] = 4
+    if config.worker.actor.optim.lr_warmup_steps:
+        small["worker.actor.optim.lr_warmup_steps"] = 1
+    if "max_response_length" in config.worker.reward.reward_function_kwargs:
+        kwargs = config.worker.reward.reward_function_kwargs
+        small["worker.reward.reward_function_kwargs"] = json.dumps(
+            {**kwargs, "max_response_length": ANSWER_TOKENS, "overlong_buffer_length": ANSWER_TOKENS // 4}
+        )
+    return [f"{key}={value}" for key, value in small.items()]
+
+
+def leaves(config: Config) -> Iterator[tuple[str, object]]:
+    for option in options().values():
+        value: object = config
+        for key in option.path:
+            value = getattr(value, key)
+        yield option.name, value
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_a_recipe_trains(recipe: Path, home: Path, warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    environment = {"HOME": str(home)}
+    if "datasets/GUI-R1" in recipe.read_text(encoding="utf-8"):
+        environment["DATA"] = str(home / "datasets" / "GUI-R1")
+
+    def configured(*overrides: str) -> tuple[Config, list[str]]:
+        arguments = arguments_of(recipe, tmp_path / "bin", *overrides, environment=environment)
+        return load_config(*split_arguments(arguments)).config, arguments
+
+    told, _ = configured()
+    run = tmp_path / "run"
+    overrides = [*files(told, home), *sizes(told), f"trainer.save_checkpoint_path={run}"]
+    if not {"console", "file"}.issuperset(told.trainer.logger):
+        overrides.append("trainer.logger=[console,file]")  # the others want an account
+    model = warm(configured(*overrides)[0])
+    overrides.append(f"worker.actor.model.model_path={model}")
+    config, arguments = configured(*overrides)
+
+    assert main(["train", *arguments]) == 0
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert all(math.isfinite(value) for value in line["metrics"].values()), line
+        assert "actor/pg_loss" in line["metrics"]
+    assert max(line["metrics"]["actor/grad_norm"] for line in lines) > 1e-4, "no group taught anything"
+    assert (run / f"global_step_{STEPS}").is_dir()
+
+    # What was saved is what the recipe says, but for what was made small or replaced.
+    ran = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    assert ran == config
+    before, after = dict(leaves(told)), dict(leaves(ran))
+    assert {key for key in before if before[key] != after[key]} <= {text.partition("=")[0] for text in overrides}

@@ -1,0 +1,260 @@
+"""The recipes' command lines, without training (integration/test_examples.py does), and what lies beside them."""
+
+import importlib.util
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import jinja2
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from recipes import EXAMPLES, RECIPES, ROOT, arguments_of, name_of
+
+from trigon.config.checks import SHIPPED_REWARDS
+from trigon.config.load import load_config, split_arguments
+from trigon.data.sources import open_source
+from trigon.data.synthetic import make_dataset
+from trigon.rewards.load import SHIPPED
+
+RECIPE_NAMES = [
+    "baselines/qwen2_5_vl_3b_clevr",
+    "baselines/qwen2_5_vl_3b_geoqa8k",
+    "grpo_trainer/run_qwen2_5_vl-7b",
+    "qwen2_5_7b_math_grpo",
+    "qwen2_5_vl_32b_geo3k_grpo",
+    "qwen2_5_vl_3b_android_gui_grpo",
+    "qwen2_5_vl_3b_geo3k_grpo",
+    "qwen2_5_vl_7b_geo3k_cispo",
+    "qwen2_5_vl_7b_geo3k_dapo",
+    "qwen2_5_vl_7b_geo3k_grpo",
+    "qwen2_5_vl_7b_geo3k_gspo",
+    "qwen2_5_vl_7b_geo3k_recommended",
+    "qwen2_5_vl_7b_geo3k_reinforce",
+    "qwen2_5_vl_7b_geo3k_sapo",
+    "qwen2_5_vl_7b_geo3k_swanlab",
+    "qwen2_5_vl_7b_multi_image",
+    "qwen3_14b_dapo17k_dapo",
+    "qwen3_4b_math_grpo",
+    "qwen3_4b_math_grpo_lora",
+    "qwen3_vl_30b_geo3k_grpo",
+    "qwen3_vl_4b_geo3k_grpo",
+    "qwen3_vl_4b_geo3k_grpo_lora",
+]
+"""EasyR1's names, verl's one, and our own recommended recipe."""
+
+
+def test_the_list_of_recipes_is_complete_and_right_about_gpus(tmp_path):
+    rows = re.findall(
+        r"^\| `([\w/.-]+)\.sh` \|.*\| (\d+) \|$", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    needed = {name_of(path): configured(path, tmp_path).trainer.n_gpus_per_node for path in RECIPES}
+    assert {name: int(gpus) for name, gpus in rows} == needed
+    assert len(rows) == len(needed)
+
+
+NUMBERS = {"one GPU": 1, "two GPUs": 2, "eight GPUs": 8}
+
+
+@pytest.fixture(autouse=True)
+def _at_the_top(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def recipe(name):
+    return EXAMPLES / f"{name}.sh"
+
+
+def configured(path, folder, *overrides):
+    """Return the configuration of a recipe; where its data are local files, these are made to be there."""
+    data = folder / "data"
+    data.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        (data / f"{split}.parquet").touch()
+    loaded = load_config(*split_arguments(arguments_of(path, folder, *overrides, environment={"DATA": str(data)})))
+    assert loaded.warnings == ()
+    return loaded.config
+
+
+def test_the_recipes_have_the_names_that_people_know():
+    assert [name_of(path) for path in RECIPES] == RECIPE_NAMES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_passes_on_what_it_is_given_and_the_last_value_counts(path, tmp_path):
+    config = configured(path, tmp_path, "trainer.max_steps=10", "data.system_prompt=two words", "worker.rollout.n=3")
+    assert (config.trainer.max_steps, config.data.system_prompt, config.worker.rollout.n) == (10, "two words", 3)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_says_first_what_it_trains_and_on_how_many_gpus(path, tmp_path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n# Qwen")
+    assert "\nset -euo pipefail\n" in text
+    assert path.stat().st_mode & 0o111
+    comment = " ".join(line.lstrip("# ") for line in text.split("set -euo")[0].splitlines()[1:])
+    config = configured(path, tmp_path)
+    said = [number for words, number in NUMBERS.items() if re.search(rf"\bon {words}\b", comment)]
+    assert said == [config.trainer.n_gpus_per_node]
+    model = re.search(r"MODEL_PATH:-Qwen/([\w.-]+?)(-Instruct)?\}", text)[1]
+    assert comment.startswith(model), (comment[:40], model)
+    assert f"bash examples/{name_of(path)}.sh trainer.max_steps=10" in comment
+
+
+def test_no_two_recipes_write_into_one_folder_but_for_the_tracker(tmp_path):
+    names = {name_of(path): configured(path, tmp_path).trainer for path in RECIPES}
+    folders = {name: (trainer.project_name, trainer.experiment_name) for name, trainer in names.items()}
+    del folders["qwen2_5_vl_7b_geo3k_swanlab"]  # the same run as ..._grpo, followed elsewhere
+    assert len(set(folders.values())) == len(folders)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_prompt_and_reward_of_a_recipe_belong_together(path, tmp_path):
+    config = configured(path, tmp_path)
+    prompt, reward = Path(config.data.format_prompt), Path(config.worker.reward.reward_function.partition(":")[0])
+    assert prompt.stem == reward.stem
+    assert reward.is_file()
+
+
+ALGORITHMS = {
+    # (adv_estimator, loss_type, loss_avg_mode, disable_kl, online_filtering)
+    "qwen2_5_vl_7b_geo3k_grpo": ("grpo", "default", "token", False, False),
+    "qwen2_5_vl_7b_geo3k_gspo": ("grpo", "gspo_token", "seq", True, False),
+    "qwen2_5_vl_7b_geo3k_cispo": ("grpo", "cispo", "token", False, False),
+    "qwen2_5_vl_7b_geo3k_sapo": ("grpo", "sapo", "token", True, False),
+    "qwen2_5_vl_7b_geo3k_dapo": ("grpo", "default", "token", True, True),
+    "qwen2_5_vl_7b_geo3k_reinforce": ("reinforce_plus_plus", "default", "token", False, False),
+    "qwen2_5_vl_7b_geo3k_recommended": ("grpo", "default", "token", True, False),
+    "qwen3_14b_dapo17k_dapo": ("grpo", "default", "token", True, True),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), ALGORITHMS.items())
+def test_a_recipe_asks_for_the_algorithm_in_its_name(name, expected, tmp_path):
+    config = configured(recipe(name), tmp_path)
+    algorithm, actor = config.algorithm, config.worker.actor
+    asked = (algorithm.adv_estimator, actor.loss_type, actor.loss_avg_mode)
+    assert (*asked, algorithm.disable_kl, algorithm.online_filtering) == expected
+
+
+def test_cispo_has_no_lower_bound_and_the_cap_of_the_paper(tmp_path):
+    actor = configured(recipe("qwen2_5_vl_7b_geo3k_cispo"), tmp_path).worker.actor
+    assert (actor.clip_ratio_low, actor.cispo_cap) == (1.0, 5.0)
+
+
+def test_the_recommended_recipe_learns_once_from_each_answer(tmp_path):
+    config = configured(recipe("qwen2_5_vl_7b_geo3k_recommended"), tmp_path)
+    actor, algorithm = config.worker.actor, config.algorithm
+    assert config.data.rollout_batch_size == actor.global_batch_size
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.ppo_epochs, config.worker.rollout.n) == (0.2, 0.28, 1, 8)
+    assert (algorithm.mismatch_correction, algorithm.mismatch_level, algorithm.mismatch_high) == (
+        "truncate",
+        "token",
+        2,
+    )
+    assert actor.model.freeze_vision_tower
+
+
+def test_both_lists_of_shipped_rewards_are_one_and_each_has_its_files_and_its_line():
+    assert SHIPPED == SHIPPED_REWARDS
+    page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    for name in SHIPPED:
+        assert (EXAMPLES / "reward_function" / f"{name}.py").is_file()
+        assert (EXAMPLES / "format_prompt" / f"{name}.jinja").is_file()
+        assert f"| `{name}` | `{name}.py` |" in page
+
+
+@pytest.mark.parametrize("question", ["Open the settings.", "<image>Open the settings."])
+def test_the_prompt_for_screens_shows_the_image_once(question):
+    template = (EXAMPLES / "format_prompt/android_gui.jinja").read_text(encoding="utf-8")
+    text = jinja2.Template(template).render(content=question)
+    assert text.count("<image>") == 1
+    assert "Open the settings." in text
+
+
+# -- data_preprocess/geo3k.py --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepare():
+    """Return the command as a function of its arguments."""
+    spec = importlib.util.spec_from_file_location("geo3k", EXAMPLES / "data_preprocess" / "geo3k.py")
+    geo3k = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(geo3k)
+    return lambda folder, source: geo3k.main(["--local_dir", str(folder), "--source", str(source)])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder with both splits, and one row in a hundred that cannot be used."""
+    folder = tmp_path_factory.mktemp("source")
+    train, validation = make_dataset(folder, num_train=100, num_validation=6, seed=0)
+    validation.rename(folder / "test.parquet")
+    rows = pq.read_table(train).to_pylist()
+    rows[7]["problem"] = "no image here"
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(train)), train)
+    return folder
+
+
+def test_geo3k_is_written_as_two_files_with_the_images_inside(prepare, source, tmp_path, capsys):
+    folder = tmp_path / "geo3k"
+    assert prepare(folder, source) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [f"{folder / 'train.parquet'}: 99 rows", f"{folder / 'test.parquet'}: 6 rows"]
+    assert "left out: train:7: 0 <image> markers, 1 images\n" in said.err
+    assert sorted(path.name for path in folder.iterdir()) == ["test.parquet", "train.parquet"]
+    written, given = open_source(f"{folder}@test"), open_source(f"{source}@test")
+    assert written.image_columns == ("images",)
+    assert written.rows[:]["answer"] == given.rows[:]["answer"]
+    assert [row["images"][0]["bytes"] for row in written.rows] == [row["images"][0]["bytes"] for row in given.rows]
+
+
+def test_images_that_lie_beside_the_source_are_taken_in(prepare, tmp_path):
+    source = tmp_path / "source"
+    made, _ = make_dataset(tmp_path / "made", num_train=1, num_validation=1, seed=0)
+    png = pq.read_table(made).to_pylist()[0]["images"][0]["bytes"]
+    source.mkdir()
+    (source / "figure.png").write_bytes(png)
+    for split in ("train", "test"):
+        row = '{"problem": "<image>Find x.", "answer": "48", "images": ["figure.png"]}\n'
+        (source / f"{split}.jsonl").write_text(row, encoding="utf-8")
+    assert prepare(tmp_path / "geo3k", source) == 0
+    [row] = pq.read_table(tmp_path / "geo3k" / "train.parquet").to_pylist()
+    assert row == {"problem": "<image>Find x.", "answer": "48", "images": [{"bytes": png, "path": None}]}
+
+
+MISSING = '{"problem": "<image>Find x.", "answer": "1", "images": ["none.png"]}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        (MISSING * 3, "train: 3 of 3 rows cannot be used; see above"),
+        ('{"question": "?", "answer": "1"}\n', "has no column 'problem', only question, answer"),
+        (None, "there is no file or folder"),
+    ],
+)
+def test_a_source_that_is_no_such_dataset_is_refused(prepare, rows, complaint, tmp_path, capsys):
+    source = tmp_path / "source"
+    if rows is not None:
+        source.mkdir()
+        (source / "train.jsonl").write_text(rows, encoding="utf-8")
+    assert prepare(tmp_path / "out", source) == 1
+    assert complaint in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# -- scripts/model_merger.py ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"), [(["--local_dir"], 1, "CheckpointError: "), ([], 2, "--local_dir")]
+)
+def test_easyr1s_merger_is_trigons(arguments, status, said, tmp_path, monkeypatch, capsys):
+    actor = tmp_path / "global_step_1" / "actor"
+    monkeypatch.setattr(sys, "argv", ["model_merger.py", *arguments, *([str(actor)] if arguments else [])])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "scripts" / "model_merger.py"), run_name="__main__")
+    assert stopped.value.code == status
+    assert said in capsys.readouterr().err
