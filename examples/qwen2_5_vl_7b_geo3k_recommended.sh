@@ -11,6 +11,8 @@
 #                       clipped, and the old log-probabilities need no pass of their own. 10 epochs of 16 steps are 164,000
 #                       answers, about what the other script samples.
 # n = 8                 with more answers to a prompt fewer groups are all right or all wrong, and those teach nothing.
+# batch deviation       advantages are divided by the standard deviation of the whole step's rewards: that of one group of eight is
+#                       mostly noise (Lite PPO, arXiv:2508.08221; ScaleRL does so too).
 # clip 0.2 and 0.28     for whoever sets a smaller global_batch_size: DAPO's bounds leave unlikely tokens room to rise.
 # token mean            each token weighs the same, so long answers are neither favoured nor spared (DAPO, section 3.3).
 # truncated ratios      vLLM and the trainer round differently. Each token is weighed by the ratio of the probabilities they
@@ -28,6 +30,7 @@ python3 -m trigon.trainer.main \
     data.val_files=hiyouga/geometry3k@test \
     data.rollout_batch_size=128 \
     algorithm.disable_kl=true \
+    algorithm.adv_estimator=grpo_batch \
     algorithm.mismatch_correction=truncate \
     algorithm.mismatch_level=token \
     algorithm.mismatch_high=2.0 \
