@@ -6,6 +6,8 @@
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 PYTEST = bin/python -m pytest
+# A file's tests stay together, since they share models and engines; four processes of some GB are enough for a laptop.
+PARALLEL = -n auto --maxprocesses 4 --dist loadfile -m "not alone"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-unit test-oldest lint format clean
@@ -19,13 +21,15 @@ quickstart: $(VENV)/.ready ## set up, then train a tiny vision-language model, f
 	$(VENV)/bin/trigon quickstart
 
 test: lint ## lint, types and the whole suite: what CI runs
-	$(VENV)/$(PYTEST)
+	$(VENV)/$(PYTEST) $(PARALLEL)
+	$(VENV)/$(PYTEST) -m alone
 
-test-unit: $(VENV)/.ready ## the unit tests only, in seconds
-	$(VENV)/$(PYTEST) tests/unit
+test-unit: $(VENV)/.ready ## the unit tests only
+	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit
 
 test-oldest: $(VENV_OLDEST)/.ready ## the whole suite with the oldest transformers that the pins admit
-	$(VENV_OLDEST)/$(PYTEST)
+	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL)
+	$(VENV_OLDEST)/$(PYTEST) -m alone
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(VENV)/bin/ruff check

@@ -18,6 +18,8 @@ from trigon.distributed.crew import Crew
 from trigon.distributed.worker import Worker, actor_of
 from trigon.errors import CheckpointError, TrigonError, WorkerError
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def placed() -> Iterator[list[Placed]]:

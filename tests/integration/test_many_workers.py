@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from runs import assert_learned, finish, lines, log_of, num_lines, rollouts, start
 
+pytestmark = pytest.mark.alone
+
 STEPS = 4
 OF_PACKING = ("actor/micro_batches", "actor/packed_tokens", "moved/")  # what must differ where rows are packed apart
 MARK = "TRIGON_TEST_RUN"

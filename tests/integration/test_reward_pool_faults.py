@@ -177,6 +177,8 @@ def compute_score(reward_input):
 import time
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
+
+pytestmark = pytest.mark.alone
 pool = RewardPool({str(tmp_path / "grade.py")!r} + ":compute_score", kwargs={{}}, num_workers=1, timeout_seconds=500,
                   max_failed_fraction=1.0)
 pool.score([RewardRequest({response!r}, 1, "4", "?", "stop", {{}})])

@@ -125,7 +125,7 @@ ALGORITHMS = {
     "qwen2_5_vl_7b_geo3k_sapo": ("grpo", "sapo", "token", True, False),
     "qwen2_5_vl_7b_geo3k_dapo": ("grpo", "default", "token", True, True),
     "qwen2_5_vl_7b_geo3k_reinforce": ("reinforce_plus_plus", "default", "token", False, False),
-    "qwen2_5_vl_7b_geo3k_recommended": ("grpo", "default", "token", True, False),
+    "qwen2_5_vl_7b_geo3k_recommended": ("grpo_batch", "default", "token", True, False),
     "qwen3_14b_dapo17k_dapo": ("grpo", "default", "token", True, True),
 }
 
