@@ -27,7 +27,8 @@ from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
-from trigon.data.vision import image_processor_of
+from trigon.data.videos import Sampling
+from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
@@ -231,7 +232,14 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
         process_images=num_workers(config) == 1,  # several do so themselves
+        video_key=data.video_key,
+        video_sampling=video_sampling(config),
     )
+
+
+def video_sampling(config: Config) -> Sampling:
+    """Return which frames of a video are shown."""
+    return Sampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames)
 
 
 def data_workers(config: Config) -> int:
@@ -638,6 +646,8 @@ def open_images(config: Config, processors: Processors) -> ProcessedImages | Non
         max_image_pixels=config.data.max_image_pixels,
         num_workers=max(1, data_workers(config) // config.trainer.n_gpus_per_node),
         max_bytes=REMEMBERED_PIXEL_BYTES,
+        video_processor=video_processor_of(processors),
+        video_sampling=video_sampling(config),
     )
 
 

@@ -6,11 +6,11 @@ import json
 import datasets
 import numpy as np
 import pytest
+from builders import make_builder
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
-from trigon.data.prompts import PromptBuilder
 from trigon.errors import DataError
 from trigon.models.load import load_processors
 
@@ -57,20 +57,9 @@ def good(number):
 
 
 def look(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction=0.0, on_progress=None, **changes):
-    wishes = {
-        "prompt_key": "problem",
-        "answer_key": "answer",
-        "image_key": "images",
-        "image_dir": None,
-        "format_prompt": None,
-        "system_prompt": None,
-        "max_prompt_length": 512,
-        "max_image_pixels": 1_000_000,
-        "limit_images": 0,
-    }
     return open_prompts(
         str(spec),
-        PromptBuilder(processors, **(wishes | changes)),
+        make_builder(processors, **changes),
         filter_overlong_prompts=filter_overlong_prompts,
         max_bad_row_fraction=max_bad_row_fraction,
         num_workers=2,

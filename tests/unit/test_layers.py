@@ -38,6 +38,7 @@ ONLY_IN = {
     "ray": ("distributed/",),
     "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
     "datasets": ("data/sources.py",),
+    "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
     "rich": ("report/console.py",),
     "wandb": ("report/sinks.py",),

@@ -29,13 +29,15 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".o
 class Processors:
     """What turns text and images into a model's inputs, and what its config says about them.
 
-    tokenizer: a Hugging Face tokenizer. image_processor: a Hugging Face image processor, None for a text family.
+    tokenizer: a Hugging Face tokenizer. image_processor, video_processor: Hugging Face processors, None for a family
+    that takes no images, or no videos.
     hf_config: the model's config. stop_token_ids: the tokens that end an answer, none twice.
     banned_token_ids: the tokens that may never be sampled, since only a processor may write them.
     """
 
     tokenizer: Any
     image_processor: Any | None
+    video_processor: Any | None
     family: Family
     hf_config: Any
     stop_token_ids: tuple[int, ...]
@@ -109,6 +111,7 @@ def load_processors(
     return Processors(
         tokenizer=tokenizer,
         image_processor=_load_image_processor(folder, min_pixels, max_pixels) if family.has_vision else None,
+        video_processor=_load_video_processor(folder) if family.video != "none" else None,
         family=family,
         hf_config=hf_config,
         stop_token_ids=_stop_token_ids(folder, tokenizer),
@@ -222,6 +225,15 @@ def _load_image_processor(folder: Path, min_pixels: int | None, max_pixels: int 
             f"Images would be enlarged to at least {smallest} pixels and shrunk to at most {largest}: min_pixels must "
             "not exceed max_pixels. Set both, or lower min_pixels."
         )
+    return processor
+
+
+def _load_video_processor(folder: Path) -> Any:
+    from transformers import AutoVideoProcessor
+
+    processor = AutoVideoProcessor.from_pretrained(folder)
+    if hasattr(processor, "cap_pixels_per_frame"):
+        processor.cap_pixels_per_frame = False  # each frame's limits are ours; unset, it warns that this will change
     return processor
 
 
