@@ -23,7 +23,8 @@ from trigon.config.load import dump_config
 from trigon.config.options import read_text_option
 from trigon.config.plan import Plan, context_length, make_plan, num_workers, workers_per_copy
 from trigon.config.schema import Config
-from trigon.data.dataset import PromptSet, open_prompts
+from trigon.data.dataset import Prompts, PromptSet, open_prompts
+from trigon.data.mixture import mixed
 from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
@@ -118,9 +119,9 @@ def run_training(
         report = stack.enter_context(Reporter(folder, console, sinks, num_devices=num_workers(config)))
 
         builder = open_builder(config, processors)
-        val_prompts = look_at(config, config.data.val_files[0], builder, report) if config.data.val_files else None
-        train_prompts = look_at(config, config.data.train_files[0], builder, report)
-        plan = make_plan(config, num_train_prompts=len(train_prompts))
+        val_prompts = look_at(config, config.data.val_files, (), builder, report) if config.data.val_files else None
+        train_prompts = look_at(config, config.data.train_files, config.data.train_weights, builder, report)
+        plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
         engines = (
@@ -247,7 +248,14 @@ def data_workers(config: Config) -> int:
     return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
 
 
-def look_at(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
+def look_at(
+    config: Config, specs: Sequence[str], weights: Sequence[float], builder: PromptBuilder, report: Reporter
+) -> Prompts:
+    """Open datasets as one, look at every row of each, and say what was set aside."""
+    return mixed([look_at_one(config, spec, builder, report) for spec in specs], weights)
+
+
+def look_at_one(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
     """Open a dataset, look at every row of it, and say what was set aside."""
     data = config.data
     with report.phase(f"look at {spec}") as advance:
@@ -271,7 +279,7 @@ def look_at(config: Config, spec: str, builder: PromptBuilder, report: Reporter)
     return prompts
 
 
-def open_stream(config: Config, prompts: PromptSet) -> PromptStream:
+def open_stream(config: Config, prompts: Prompts) -> PromptStream:
     """Return the order in which training draws prompts."""
     data = config.data
     return PromptStream(
@@ -284,7 +292,7 @@ def open_stream(config: Config, prompts: PromptSet) -> PromptStream:
     )
 
 
-def open_evaluator(config: Config, prompts: PromptSet | None, report: Reporter) -> Evaluator | None:
+def open_evaluator(config: Config, prompts: Prompts | None, report: Reporter) -> Evaluator | None:
     """Return what validates, or None where there are no validation prompts."""
     if prompts is None:
         return None
@@ -769,7 +777,7 @@ def open_console(config: Config) -> Console:
     return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
 
 
-def ledger(config: Config, plan: Plan, val_prompts: PromptSet | None, engines: Engines) -> list[tuple[str, str]]:
+def ledger(config: Config, plan: Plan, val_prompts: Prompts | None, engines: Engines) -> list[tuple[str, str]]:
     """Return what the run will do, as (what, how much):
 
     the arithmetic that people otherwise do by hand, and get wrong.

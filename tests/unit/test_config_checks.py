@@ -200,3 +200,8 @@ def test_doubtful_wishes_are_warned_of():
     assert warnings(in_the_loss, "algorithm.disable_kl=true") == ()
     assert "cut to the likeliest tokens" in warnings("worker.rollout.top_p=0.9")[0]
     assert "cut to the likeliest tokens" in warnings("worker.rollout.top_k=20")[0]
+
+
+def test_each_training_file_has_its_weight():
+    message = problem("data.train_files=[a.jsonl,b.jsonl]", "data.train_weights=[1,2,0.5]")
+    assert "data.train_weights has 3 weights, but data.train_files 2 datasets" in message

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.prompts import PromptBuilder
@@ -22,9 +22,56 @@ _ROWS_PER_TASK = 16
 _NUM_EXAMPLES = 3
 
 
+class Draw(NamedTuple):
+    """One prompt of an epoch. number: of the prompt. time: how often the epoch has drawn it by then, from 1."""
+
+    number: int
+    time: int
+
+
+class Prompts(Protocol):
+    """Usable prompts, numbered from 0, of one dataset (PromptSet) or several (mixture.MixedPrompts)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Build a prompt. Raises: UnusableRow if its row has become so since the start."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, usable or not."""
+        ...
+
+    @property
+    def report(self) -> Mapping[Reason, int]:
+        """How many rows were set aside at the start, by reason."""
+        ...
+
+    @property
+    def max_bad_row_fraction(self) -> float:
+        """The share of rows, overlong ones not counted, that may be bad."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same prompts drawn as often, wherever they lie."""
+        ...
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """How many prompts an epoch draws, before it is cut into whole batches."""
+        ...
+
+    def of_epoch(self, epoch: int, *, seed: int, shuffle: bool) -> list[Draw]:
+        """Return what an epoch draws, not shuffled yet. shuffle: whether it is chance which, where it is not all."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSet:
-    """The usable prompts of a dataset, numbered from 0 in its order: `prompts[i]` builds one, images and all.
+    """The usable prompts of a dataset, numbered from 0 in its order: `prompts[i]` builds one, images and all. Satisfies
+    Prompts.
 
     num_rows: rows in the dataset, usable or not. row_indices: the row of each prompt.
     prompt_lengths: the tokens of each prompt, image tokens included.
@@ -51,6 +98,15 @@ class PromptSet:
         """Build a prompt. Raises: UnusableRow if its row has become so since the start; IndexError beyond the end."""
         row_index = self.row_indices[index]
         return self.builder.build(self._rows[row_index], f"{self.name}:{row_index}")
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """How many prompts an epoch draws: all of them, once."""
+        return len(self)
+
+    def of_epoch(self, epoch: int, *, seed: int, shuffle: bool) -> list[Draw]:
+        """Return what every epoch draws: all of them, once."""
+        return [Draw(index, 1) for index in range(len(self))]
 
 
 def open_prompts(
