@@ -33,6 +33,7 @@ from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
+from trigon.models.hub import uses_modelscope
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -585,6 +586,8 @@ def as_workers_need(config: Config) -> Config:
     model, data = config.worker.actor.model, config.data
 
     def absolute(path: str | None) -> str | None:
+        if path and uses_modelscope():  # of which processes on other nodes do not know
+            return str(model_folder(path).absolute())
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
 
     elsewhere = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}

@@ -157,3 +157,14 @@ def test_placeholders_that_are_not_the_videos_are_refused(scene: Scene) -> None:
     with pytest.raises(EngineError, match="0 video placeholders do not match videos of"):
         scene.generate([cut])
     assert scene.disagreement([prompt], scene.generate([prompt])) < 1e-4
+
+
+def test_a_video_that_vllm_has_no_room_for_is_refused(scene: Scene) -> None:
+    if not isinstance(scene.engine, VllmEngine):
+        pytest.skip("only vLLM has a cache for it")
+    room, scene.engine._encoder_tokens = scene.engine._encoder_tokens, 20
+    try:
+        with pytest.raises(EngineError, match=r"worker\.rollout\.max_num_batched_tokens, which is 20"):
+            scene.generate([scene.prompts[3]])
+    finally:
+        scene.engine._encoder_tokens = room

@@ -181,5 +181,5 @@ def test_what_was_set_aside_is_counted_together(open_set):
 
 
 def test_a_weight_that_gives_nothing_is_refused(six, ten):
-    with pytest.raises(DataError, match="0.05 of the 6 prompts of 'six' is not even one an epoch"):
+    with pytest.raises(DataError, match=r"0\.05 of the 6 prompts of 'six' is not even one an epoch"):
         mixed([six, ten], (0.05, 1.0))

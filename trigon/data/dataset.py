@@ -131,7 +131,7 @@ def open_prompts(
     source = open_source(spec)
     builder = builder.rooted(source.folder)
     builder.check_columns(source.rows.column_names)
-    _check_image_column(source, builder)
+    _check_media_columns(source, builder)
     findings = _look_at_all(source, builder, num_workers=num_workers, on_progress=on_progress)
     usable = [(index, finding) for index, finding in enumerate(findings) if finding.problem is None]
     report: dict[Reason, int] = {}
@@ -220,18 +220,18 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
 
 
-def _check_image_column(source: Source, builder: PromptBuilder) -> None:
-    """Refuse a dataset whose images would be overlooked."""
-    if (
-        builder.image_processor is not None
-        and builder.image_key not in source.rows.column_names
-        and source.image_columns
+def _check_media_columns(source: Source, builder: PromptBuilder) -> None:
+    """Refuse a dataset whose images or videos would be overlooked."""
+    for kind, key, columns, is_seen in (
+        ("image", builder.image_key, source.image_columns, builder.image_processor is not None),
+        ("video", builder.video_key, source.video_columns, builder.video_processor is not None),
     ):
-        images = " and ".join(repr(column) for column in source.image_columns)
-        raise DataError(
-            f"the dataset has no column {builder.image_key!r}, but images in {images}; "
-            f"set data.image_key={source.image_columns[0]}, or drop them to train on text"
-        )
+        if is_seen and columns and key not in source.rows.column_names:
+            found = " and ".join(repr(column) for column in columns)
+            raise DataError(
+                f"the dataset has no column {key!r}, but {kind}s in {found}; "
+                f"set data.{kind}_key={columns[0]}, or drop them to train on text"
+            )
 
 
 def _check_report(

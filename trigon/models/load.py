@@ -20,6 +20,7 @@ import torch
 from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention
 from trigon.models.families import Family, family_named
+from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -45,13 +46,13 @@ class Processors:
 
 
 def model_folder(model_path: str) -> Path:
-    """Return the local folder of a model: the folder itself, or the Hugging Face Hub's copy, downloaded when needed.
+    """Return the local folder of a model: the folder itself, or a copy of the hub's (hub.py), downloaded when needed.
 
     Raises: ModelError if it is neither a model folder nor a reachable repository.
     """
     folder = Path(model_path).expanduser()
     if not folder.is_dir():
-        folder = _download(model_path)
+        folder = modelscope_folder(model_path, "model") if uses_modelscope() else _download(model_path)
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} holds no config.json, so it is no Hugging Face model. Point to a folder that `save_pretrained` "
@@ -61,17 +62,18 @@ def model_folder(model_path: str) -> Path:
 
 
 def _download(model_path: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(model_path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]))
+        return Path(snapshot_download(model_path, ignore_patterns=list(UNREAD)))
     except (
         OSError,
         ValueError,
     ) as error:  # all of the Hub's errors about names, networks and permissions are one of these
         raise ModelError(
-            f"{model_path!r} is neither a folder on this machine nor a model that the Hugging Face Hub would give: "
-            f"{error}. Check the spelling, the network, and for a gated model the access token."
+            f"{model_path!r} is neither a folder on this machine nor a model that the Hugging Face Hub "
+            f"({constants.ENDPOINT}) would give: {error}. Check the spelling, the network, and for a gated model the "
+            "access token."
         ) from error
 
 

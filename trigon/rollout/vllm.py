@@ -105,6 +105,7 @@ class VllmEngine:
         # On the CPU vLLM 0.32 dies of a seeded request whose prompt it has split ("CPU Generator does not use offset").
         split = enable_chunked_prefill and device == "cuda"
         batched_tokens = max_num_batched_tokens if split else max(max_num_batched_tokens, max_model_len)
+        self._encoder_tokens = batched_tokens  # vLLM's encoder cache has room for as many, and for a largest image
         with _process_left_as_it_was(), warnings.catch_warnings():
             for deprecated in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", deprecated)  # what vLLM uses of torch is not the user's to mend
@@ -338,6 +339,14 @@ class VllmEngine:
             )
         vision = prompt.pixels()
         num_images = len(vision.grid_thw) if vision is not None and vision.kind == "image" else 0
+        if vision is not None and vision.kind == "video":
+            longest = max(place.length for place in self._places(prompt, vision))
+            if longest > self._encoder_tokens:
+                raise EngineError(
+                    f"{prompt.prompt_id}: a video of {longest} tokens is more than vLLM's encoder cache holds; set "
+                    f"worker.rollout.max_num_batched_tokens, which is {self._encoder_tokens}, to as many, or lower "
+                    "data.video_fps, data.max_video_frames or data.max_pixels."
+                )
         if 0 < self._limit_images < num_images:
             raise EngineError(
                 f"{prompt.prompt_id}: it has {num_images} images, but worker.rollout.limit_images is "
