@@ -207,12 +207,17 @@ def test_a_missing_file_is_named(tmp_path):
     assert f"no such file: {tmp_path / 'clip.mp4'}" in message
 
 
-def test_a_playlist_opens_nothing(tmp_path):
-    """FFmpeg would read whatever it names, past the rules for paths."""
+def test_a_list_of_files_opens_nothing(tmp_path):
+    """FFmpeg would read whatever it names, past the rules for paths, and does so where it is let."""
     (tmp_path / "secret.mp4").write_bytes(make_video(frames=2))
-    (tmp_path / "list.m3u8").write_text(
-        f"#EXTM3U\n#EXT-X-VERSION:3\n#EXTINF:1,\n{tmp_path}/secret.mp4\n#EXT-X-ENDLIST\n"
-    )
-    (tmp_path / "list.ffconcat").write_text(f"ffconcat version 1.0\nfile '{tmp_path}/secret.mp4'\n")
-    for name in ("list.m3u8", "list.ffconcat"):
-        assert refusal(name, image_dir=tmp_path)[0] == "video_unreadable"
+    (tmp_path / "list.ffconcat").write_text("ffconcat version 1.0\nfile 'secret.mp4'\n")
+    with av.open(str(tmp_path / "list.ffconcat")) as opened:
+        assert opened.streams.video
+    assert refusal("list.ffconcat", image_dir=tmp_path)[0] == "video_unreadable"
+
+
+def test_a_playlist_opens_nothing(tmp_path):
+    (tmp_path / "secret.mp4").write_bytes(make_video(frames=2))
+    lines = ["#EXTM3U", "#EXT-X-TARGETDURATION:1", "#EXTINF:1,", str(tmp_path / "secret.mp4"), "#EXT-X-ENDLIST", ""]
+    (tmp_path / "list.m3u8").write_text("\n".join(lines))
+    assert refusal("list.m3u8", image_dir=tmp_path)[0] == "video_unreadable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,13 @@ def test_fractions_of_a_position_add_up_before_they_are_cut() -> None:
     token_ids, grid_thw = torch.tensor([98] * 4 + [1]), torch.tensor([[4, 2, 2]])
     positions = prompt_positions(token_ids, grid_thw, VLM, CONFIG, temporal_patch_seconds=(0.75,))
     assert positions[0].tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_family_that_tells_no_seconds_counts_temporal_patches() -> None:
+    token_ids, grid_thw = torch.tensor([98] * 3 + [1]), torch.tensor([[3, 2, 2]])
+    family = replace(VLM, video="patches")
+    positions = prompt_positions(token_ids, grid_thw, family, CONFIG, temporal_patch_seconds=(9.0,))
+    assert positions.tolist() == [[0, 1, 2, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
 
 
 def test_each_video_has_its_own_pace() -> None:
