@@ -463,8 +463,9 @@ def _vision_arguments(processors: Processors, limit_images: int) -> dict[str, An
     assert processors.image_processor is not None
     size = processors.image_processor.size
     return {
-        # vLLM only plans by the number of videos, and tells no one that a prompt has more.
-        "limit_mm_per_prompt": {"video": 1} | ({"image": limit_images} if limit_images else {}),
+        # vLLM plans by the number of videos, and does not mind a prompt with more.
+        "limit_mm_per_prompt": {"video": int(processors.family.video != "none")}
+        | ({"image": limit_images} if limit_images else {}),
         # How large an image can be: vLLM sizes its encoder cache by it, and never processes one itself.
         "mm_processor_kwargs": {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
         "mm_device_do_normalize": False,  # the pixels that we hand over are normalised already
