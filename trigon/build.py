@@ -27,14 +27,17 @@ from trigon.config.options import read_text_option
 from trigon.config.plan import Plan, context_length, make_plan, num_workers, workers_per_copy
 from trigon.config.schema import Config
 from trigon.credit import Credit
-from trigon.data.dataset import PromptSet, open_prompts
+from trigon.data.dataset import Prompts, PromptSet, open_prompts
+from trigon.data.mixture import mixed
 from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
-from trigon.data.vision import image_processor_of
+from trigon.data.videos import Sampling
+from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
+from trigon.models.hub import uses_modelscope
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -121,9 +124,9 @@ def run_training(
         report = stack.enter_context(Reporter(folder, console, sinks, num_devices=num_workers(config)))
 
         builder = open_builder(config, processors)
-        val_prompts = look_at(config, config.data.val_files[0], builder, report) if config.data.val_files else None
-        train_prompts = look_at(config, config.data.train_files[0], builder, report)
-        plan = make_plan(config, num_train_prompts=len(train_prompts))
+        val_prompts = look_at(config, config.data.val_files, (), builder, report) if config.data.val_files else None
+        train_prompts = look_at(config, config.data.train_files, config.data.train_weights, builder, report)
+        plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
         engines = (
@@ -236,7 +239,14 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
         process_images=num_workers(config) == 1,  # several do so themselves
+        video_key=data.video_key,
+        video_sampling=video_sampling(config),
     )
+
+
+def video_sampling(config: Config) -> Sampling:
+    """Return which frames of a video are shown."""
+    return Sampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames)
 
 
 def data_workers(config: Config) -> int:
@@ -244,7 +254,14 @@ def data_workers(config: Config) -> int:
     return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
 
 
-def look_at(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
+def look_at(
+    config: Config, specs: Sequence[str], weights: Sequence[float], builder: PromptBuilder, report: Reporter
+) -> Prompts:
+    """Open datasets as one, look at every row of each, and say what was set aside."""
+    return mixed([look_at_one(config, spec, builder, report) for spec in specs], weights)
+
+
+def look_at_one(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
     """Open a dataset, look at every row of it, and say what was set aside."""
     data = config.data
     with report.phase(f"look at {spec}") as advance:
@@ -268,7 +285,7 @@ def look_at(config: Config, spec: str, builder: PromptBuilder, report: Reporter)
     return prompts
 
 
-def open_stream(config: Config, prompts: PromptSet) -> PromptStream:
+def open_stream(config: Config, prompts: Prompts) -> PromptStream:
     """Return the order in which training draws prompts."""
     data = config.data
     return PromptStream(
@@ -281,7 +298,7 @@ def open_stream(config: Config, prompts: PromptSet) -> PromptStream:
     )
 
 
-def open_evaluator(config: Config, prompts: PromptSet | None, report: Reporter) -> Evaluator | None:
+def open_evaluator(config: Config, prompts: Prompts | None, report: Reporter) -> Evaluator | None:
     """Return what validates, or None where there are no validation prompts."""
     if prompts is None:
         return None
@@ -586,6 +603,8 @@ def as_workers_need(config: Config) -> Config:
     model, data = config.worker.actor.model, config.data
 
     def absolute(path: str | None) -> str | None:
+        if path and uses_modelscope():  # of which processes on other nodes do not know
+            return str(model_folder(path).absolute())
         return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
 
     elsewhere = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
@@ -655,6 +674,8 @@ def open_images(config: Config, processors: Processors) -> ProcessedImages | Non
         max_image_pixels=config.data.max_image_pixels,
         num_workers=max(1, data_workers(config) // config.trainer.n_gpus_per_node),
         max_bytes=REMEMBERED_PIXEL_BYTES,
+        video_processor=video_processor_of(processors),
+        video_sampling=video_sampling(config),
     )
 
 
@@ -828,7 +849,7 @@ def open_console(config: Config) -> Console:
     return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
 
 
-def ledger(config: Config, plan: Plan, val_prompts: PromptSet | None, engines: Engines) -> list[tuple[str, str]]:
+def ledger(config: Config, plan: Plan, val_prompts: Prompts | None, engines: Engines) -> list[tuple[str, str]]:
     """Return what the run will do, as (what, how much):
 
     the arithmetic that people otherwise do by hand, and get wrong.

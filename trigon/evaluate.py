@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from trigon.data.dataset import PromptSet
+from trigon.data.dataset import Prompts
 from trigon.errors import BadRow
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
@@ -22,12 +22,12 @@ differences between two validations come from the weights, not from the draw.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluator:
-    """Samples and scores a whole PromptSet, prompts_per_call at a time, built by num_workers threads.
+    """Samples and scores all prompts, prompts_per_call at a time, built by num_workers threads.
 
     warn: hears of prompts that have become unusable since the start; they are left out.
     """
 
-    prompts: PromptSet
+    prompts: Prompts
     sampling: SamplingParams
     prompts_per_call: int
     num_workers: int

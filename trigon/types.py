@@ -24,31 +24,41 @@ ScoreOutcome = Literal["ok", "failed", "timeout"]
 """ok: the grader answered; failed: it raised, crashed or returned nonsense; timeout: it was killed at its limit."""
 
 
+MediaKind = Literal["image", "video"]
+"""What a prompt shows: images or videos, never both."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
-    """The images of one prompt, after the one pass through the image processor that a step pays for.
+    """The images of one prompt, or its videos, after the one pass through a processor that a step pays for.
 
-    pixel_values: [patches, channels * temporal * patch * patch] float32, CPU; the patches of all images, in order.
-    grid_thw: [images, 3] int64, CPU; (time, height, width) of each image in patches, before merging.
-    hashes: one content hash for each image (of its pixel values), by which engines key their caches.
+    pixel_values: [patches, channels * temporal * patch * patch] float32, CPU; the patches of all of them, in order.
+    grid_thw: [images or videos, 3] int64, CPU; (time, height, width) of each in patches, before merging. Time is 1 for
+    an image; for a video it counts temporal patches, each of which merges two frames.
+    hashes: one content hash for each (of its pixel values), by which engines key their caches.
+    temporal_patch_seconds: how many seconds of each video a temporal patch covers; none for images.
 
     Example: two 56 x 56 images, patch 14: pixel_values [32, 1176], grid_thw [[1, 4, 4], [1, 4, 4]], two hashes.
+    Example: a 56 x 56 video of 4 seconds, 8 frames: pixel_values [64, 1176], grid_thw [[4, 4, 4]], one hash, (1.0,).
     """
 
     pixel_values: Tensor
     grid_thw: Tensor
     hashes: tuple[str, ...]
+    kind: MediaKind = "image"
+    temporal_patch_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodedImages:
-    """The images of one prompt as files, before the image processor: what travels between processes.
+class EncodedMedia:
+    """The images of one prompt, or its videos, as files, before any processor: what travels between processes.
 
     encoded: each file's bytes, in order; at least one. hashes: the SHA-256 of each, in hexadecimal.
     """
 
     encoded: tuple[bytes, ...]
     hashes: tuple[str, ...]
+    kind: MediaKind = "image"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,25 +67,25 @@ class Prompt:
 
     prompt_id: names the dataset row, stable across runs: "train:17".
     token_ids: the chat-templated prompt with every media placeholder expanded, as both engines receive it.
-    vision: its images, None for a text-only prompt: processed, as engines need them, or, where prompts travel and each
-    process makes pixels itself, still as files.
-    text: the prompt as a person reads it (one marker for each image).
+    vision: its images or videos, None for a text-only prompt: processed, as engines need them, or, where prompts travel
+    and each process makes pixels itself, still as files.
+    text: the prompt as a person reads it (one marker for each image or video).
     answer: the row's ground truth, whatever the dataset holds.
-    row: the other columns of the row, less its images; handed to the reward function.
-    image_refs: where each image came from ("train:17/images/0 (figure.png)"), for reports.
+    row: the other columns of the row, less its images and videos; handed to the reward function.
+    image_refs: where each image or video came from ("train:17/images/0 (figure.png)"), for reports.
     """
 
     prompt_id: str
     token_ids: tuple[int, ...]
-    vision: Vision | EncodedImages | None
+    vision: Vision | EncodedMedia | None
     text: str
     answer: Any
     row: Mapping[str, Any]
     image_refs: tuple[str, ...]
 
     def pixels(self) -> Vision | None:
-        """Return the images for those who need pixels; they must have been processed. None for a text-only prompt."""
-        assert not isinstance(self.vision, EncodedImages), f"{self.prompt_id}: its images are files, not processed yet"
+        """Return what it shows to those who need pixels, which must be there by now. None for a text-only prompt."""
+        assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are files, not processed yet"
         return self.vision
 
 
@@ -198,8 +208,8 @@ class PackedGroups:
     token_ids: [T] int64. position_ids: [3, T] int64 for m-RoPE models, [1, T] otherwise; completions continue their
     prompt's positions. spans: one for each group, in row order. Responses are counted along the row: S is the total
     number of completion tokens, and every [S] tensor of a micro-batch lists them in row order.
-    pixel_values, grid_thw: the groups' Vision concatenated ([patches, D] and [images, 3]), or None when no group has
-    one.
+    pixel_values, grid_thw: the groups' Vision concatenated ([patches, D] and [images and videos, 3]), or None when no
+    group has one.
     """
 
     token_ids: Tensor

@@ -6,11 +6,11 @@ import io
 import datasets
 import numpy as np
 import torch
+from builders import make_builder
 from PIL import Image
 
 from trigon.data.dataset import open_prompts
 from trigon.data.packing import pack_rollouts
-from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_processors
 from trigon.models.positions import prompt_positions
@@ -56,18 +56,7 @@ def test_rollout_and_trainer_see_identical_pixels(tiny_vlm, tmp_path):
         "answer": ["1"] * len(images),
     }
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=512,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-    )
+    builder = make_builder(processors)
     prompt_set = open_prompts(
         str(tmp_path / "train.parquet"),
         builder,

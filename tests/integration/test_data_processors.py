@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 import torch
+from builders import make_builder
 from PIL import Image
 
-from trigon.data.prompts import PromptBuilder
 from trigon.models.load import load_processors
 
 SYSTEM = "Be brief."
@@ -58,18 +58,7 @@ def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_typ
     if pixels is not None:
         theirs.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     images = [noise(size, seed) for seed, size in enumerate(sizes)]
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=SYSTEM,
-        max_prompt_length=4096,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-    )
+    builder = make_builder(processors, system_prompt=SYSTEM, max_prompt_length=4096)
     row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
     prompt = builder.build(row, "train:0")
     assert builder.count(row) == len(prompt.token_ids)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders import make_builder
 from engines import TERMS
 
 from trigon.credit import attach
 from trigon.data.dataset import open_prompts
-from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.data.synthetic import make_dataset
 from trigon.models.load import load_model, load_processors
@@ -45,18 +45,7 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_class, n, tin
     plain = load_processors(str(tiny_vlm))
     counting = Counting(plain.image_processor)
     processors = dataclasses.replace(plain, image_processor=counting)
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=128,
-        max_image_pixels=10**6,
-        limit_images=1,
-    )
+    builder = make_builder(processors, max_prompt_length=128, limit_images=1)
     train_file, _ = make_dataset(tmp_path, num_train=6, num_validation=1, seed=0)
     prompts = open_prompts(
         str(train_file), builder, filter_overlong_prompts=True, max_bad_row_fraction=0.0, num_workers=1

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import make_builder
 from oracle import load_hugging_face, padded_logprobs
 from PIL import Image
 
-from trigon.data.prompts import PromptBuilder
 from trigon.errors import EngineError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
@@ -112,18 +112,7 @@ def png(seed, width, height):
 
 def make_prompts(processors):
     """Return short and long prompts with no, one and several images; two of them differ in nothing but the pixels."""
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=MAX_MODEL_LEN,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-    )
+    builder = make_builder(processors, max_prompt_length=MAX_MODEL_LEN)
     rows = [("Find x.", []), (LONG, []), (LONG + "Count the shapes.", [])]
     if processors.family.has_vision:
         rows += [

@@ -311,3 +311,8 @@ def test_a_surplus_that_is_kept_is_a_step_old():
     [warning] = warnings(*keep)
     assert "a step old" in warning
     assert warnings(*keep, "algorithm.mismatch_correction=truncate") == ()
+
+
+def test_each_training_file_has_its_weight():
+    message = problem("data.train_files=[a.jsonl,b.jsonl]", "data.train_weights=[1,2,0.5]")
+    assert "data.train_weights has 3 weights, but data.train_files 2 datasets" in message

@@ -6,11 +6,12 @@ import json
 import datasets
 import numpy as np
 import pytest
+from builders import make_builder
 from PIL import Image
+from videos import make_video
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
-from trigon.data.prompts import PromptBuilder
 from trigon.errors import DataError
 from trigon.models.load import load_processors
 
@@ -57,20 +58,9 @@ def good(number):
 
 
 def look(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction=0.0, on_progress=None, **changes):
-    wishes = {
-        "prompt_key": "problem",
-        "answer_key": "answer",
-        "image_key": "images",
-        "image_dir": None,
-        "format_prompt": None,
-        "system_prompt": None,
-        "max_prompt_length": 512,
-        "max_image_pixels": 1_000_000,
-        "limit_images": 0,
-    }
     return open_prompts(
         str(spec),
-        PromptBuilder(processors, **(wishes | changes)),
+        make_builder(processors, **changes),
         filter_overlong_prompts=filter_overlong_prompts,
         max_bad_row_fraction=max_bad_row_fraction,
         num_workers=2,
@@ -227,3 +217,32 @@ def test_a_row_that_breaks_later_is_named(processors, tmp_path):
         prompts[0]
     assert caught.value.reason == "image_missing"
     assert str(caught.value).startswith("rows:0/images/0 (a.png): no such file")
+
+
+def test_videos_in_another_column_are_not_overlooked(processors, tmp_path):
+    features = datasets.Features(
+        {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "clips": [datasets.Video()]}
+    )
+    rows = [{"problem": "<video>?", "answer": "1", "clips": [{"bytes": make_video(), "path": None}]}]
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
+    with pytest.raises(DataError, match=r"no column 'videos', but videos in 'clips'; set data\.video_key=clips"):
+        look(path, processors)
+    prompts = look(path, processors, video_key="clips")
+    assert prompts[0].vision.kind == "video"
+    assert prompts[0].image_refs == ("train:0/clips/0",)
+
+
+def test_bad_videos_are_set_aside_with_a_count(processors, tmp_path):
+    (tmp_path / "good.mp4").write_bytes(make_video())
+    (tmp_path / "bad.mp4").write_bytes(make_video()[:700])
+    rows = [
+        {"problem": "<video>?", "answer": "1", "videos": name}
+        for name in ("good.mp4", "bad.mp4", "none.mp4", "../good.mp4", "good.mp4")
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = look(path, processors, max_bad_row_fraction=0.6)
+    assert prompts.row_indices == (0, 4)
+    assert prompts.report == {"video_unreadable": 1, "video_missing": 1, "video_outside": 1}
+    assert prompts.builder.video_processor.calls == 0

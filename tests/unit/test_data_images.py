@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.images import encoded_image, image_name, image_size, open_image
+from trigon.data.images import encoded_image, image_size, open_image
+from trigon.data.media_files import file_name
 from trigon.errors import BadRow
 
 MAX_PIXELS = 1_000_000
@@ -86,11 +87,11 @@ def test_opening_does_not_change_a_pil_image():
 
 
 def test_an_image_is_called_by_its_file_name():
-    assert image_name("figures/a.png") == "a.png"
-    assert image_name({"bytes": b"...", "path": "b.png"}) == "b.png"
-    assert image_name({"bytes": b"...", "path": None}) == ""
-    assert image_name(b"...") == ""
-    assert image_name(picture()) == ""
+    assert file_name("figures/a.png") == "a.png"
+    assert file_name({"bytes": b"...", "path": "b.png"}) == "b.png"
+    assert file_name({"bytes": b"...", "path": None}) == ""
+    assert file_name(b"...") == ""
+    assert file_name(picture()) == ""
 
 
 # Files

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from builders import make_builder
 from PIL import Image
 
 from trigon.data.packing import pack_rollouts
 from trigon.data.processed import ProcessedImages
-from trigon.data.prompts import PromptBuilder
 from trigon.data.vision import ImageProcessor
 from trigon.errors import DataError
 from trigon.models.load import load_processors
@@ -33,19 +33,7 @@ def processors(tiny_vlm):
 
 
 def builder(processors, *, process_images):
-    return PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=1000,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-        process_images=process_images,
-    )
+    return make_builder(processors, max_prompt_length=1000, process_images=process_images)
 
 
 @pytest.fixture
@@ -210,7 +198,7 @@ def test_an_image_above_the_limit_is_refused(ask, open_processed):
 def test_who_needs_pixels_refuses_files(ask, open_processed):
     processed, _ = open_processed()
     files = ask(png(), name="train:3")
-    with pytest.raises(AssertionError, match="train:3: its images are files, not processed yet"):
+    with pytest.raises(AssertionError, match="train:3: its media are files, not processed yet"):
         pack_rollouts([RolloutGroup(files, ())], max_tokens=100, positions=lambda prompt: prompt.pixels().grid_thw)
     [prompt] = processed.of([files])
     assert prompt.pixels() is prompt.vision

@@ -2,16 +2,19 @@
 
 import hashlib
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import make_builder
 from PIL import Image
+from videos import make_video
 
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.prompts import PromptBuilder
+from trigon.data.videos import Sampling
 from trigon.errors import ConfigError, DataError
 from trigon.models.load import load_processors
-from trigon.types import EncodedImages
+from trigon.types import EncodedMedia
 
 IMAGE_PAD = "<|image_pad|>"
 
@@ -38,21 +41,6 @@ def text_processors(tiny_model):
     return load_processors(str(tiny_model("llama")))
 
 
-def builder(processors, **changes):
-    wishes = {
-        "prompt_key": "problem",
-        "answer_key": "answer",
-        "image_key": "images",
-        "image_dir": None,
-        "format_prompt": None,
-        "system_prompt": None,
-        "max_prompt_length": 512,
-        "max_image_pixels": 1_000_000,
-        "limit_images": 0,
-    }
-    return PromptBuilder(processors, **(wishes | changes))
-
-
 def decoded(processors, prompt):
     return processors.tokenizer.decode(prompt.token_ids)
 
@@ -77,7 +65,7 @@ def refusal(maker, bad_row):
 
 def test_a_prompt_holds_all_there_is_to_know(processors):
     images = [{"bytes": png(56, 56), "path": "figure.png"}, png(84, 56)]
-    prompt = builder(processors).build(row("<image>and<image>?", images, level=3, source="book"), "train:17")
+    prompt = make_builder(processors).build(row("<image>and<image>?", images, level=3, source="book"), "train:17")
     assert prompt.prompt_id == "train:17"
     assert prompt.text == "<image>and<image>?"
     assert prompt.answer == "48"
@@ -101,7 +89,7 @@ def test_a_prompt_holds_all_there_is_to_know(processors):
     ],
 )
 def test_counted_is_built(processors, problem, sizes):
-    maker = builder(processors)
+    maker = make_builder(processors)
     one = row(problem, [png(*size) for size in sizes])
     prompt = maker.build(one, "train:0")
     assert maker.count(one) == maker.check(one, "train:0") == len(prompt.token_ids)
@@ -111,7 +99,7 @@ def test_counted_is_built(processors, problem, sizes):
 
 
 def test_an_image_is_processed_once_and_only_by_build(processors):
-    maker = builder(processors)
+    maker = make_builder(processors)
     one = row("<image><image>?", [png(), png(seed=1)])
     maker.count(one)
     maker.check(one, "train:0")
@@ -121,25 +109,25 @@ def test_an_image_is_processed_once_and_only_by_build(processors):
 
 
 def test_the_same_row_gives_the_same_prompt(processors):
-    first, second = (builder(processors).build(row(), "train:0") for _ in range(2))
+    first, second = (make_builder(processors).build(row(), "train:0") for _ in range(2))
     assert first.token_ids == second.token_ids
     assert first.vision.hashes == second.vision.hashes
 
 
 @pytest.mark.parametrize("images", [None, []])
 def test_a_row_without_images_is_text(processors, images):
-    prompt = builder(processors).build({"problem": "What is 1 + 1?", "answer": 2, "images": images}, "train:0")
+    prompt = make_builder(processors).build({"problem": "What is 1 + 1?", "answer": 2, "images": images}, "train:0")
     assert prompt.vision is None
     assert prompt.image_refs == ()
     assert prompt.answer == 2
 
 
 def test_a_row_needs_no_image_column(processors):
-    assert builder(processors).build({"problem": "1 + 1?", "answer": "2"}, "train:0").vision is None
+    assert make_builder(processors).build({"problem": "1 + 1?", "answer": "2"}, "train:0").vision is None
 
 
 def test_one_image_needs_no_list(processors):
-    maker = builder(processors, image_key="image")
+    maker = make_builder(processors, image_key="image")
     for source in (png(), {"bytes": png(), "path": None}, Image.open(io.BytesIO(png()))):
         prompt = maker.build({"problem": "<image>?", "answer": "1", "image": source}, "train:0")
         assert prompt.image_refs == ("train:0/image/0",)
@@ -151,15 +139,15 @@ def test_relative_images_lie_where_the_builder_is_rooted(processors, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "figure.png").write_bytes(png(seed=seed))
     one = row(images=["figure.png"])
-    here = builder(processors).rooted(tmp_path / "here").build(one, "train:0")
-    there = builder(processors, image_dir=tmp_path / "there").rooted(tmp_path / "here").build(one, "train:0")
+    here = make_builder(processors).rooted(tmp_path / "here").build(one, "train:0")
+    there = make_builder(processors, image_dir=tmp_path / "there").rooted(tmp_path / "here").build(one, "train:0")
     assert here.image_refs == ("train:0/images/0 (figure.png)",)
-    assert here.vision.hashes == builder(processors).build(row(images=[png(seed=1)]), "train:0").vision.hashes
-    assert there.vision.hashes == builder(processors).build(row(images=[png(seed=2)]), "train:0").vision.hashes
+    assert here.vision.hashes == make_builder(processors).build(row(images=[png(seed=1)]), "train:0").vision.hashes
+    assert there.vision.hashes == make_builder(processors).build(row(images=[png(seed=2)]), "train:0").vision.hashes
 
 
 def test_a_rooted_builder_counts_calls_with_the_one_it_came_from(processors, tmp_path):
-    maker = builder(processors)
+    maker = make_builder(processors)
     maker.rooted(tmp_path).build(row(), "train:0")
     assert maker.image_processor.calls == 1
 
@@ -191,8 +179,8 @@ def turned():
     ],
 )
 def test_token_ids_are_the_same_whether_images_are_processed_or_not(processors, problem, images):
-    whole = builder(processors).build(row(problem, images), "train:0")
-    without = builder(processors, process_images=False)
+    whole = make_builder(processors).build(row(problem, images), "train:0")
+    without = make_builder(processors, process_images=False)
     prompt = without.build(row(problem, images), "train:0")
     assert without.image_processor.calls == 0
     for field in ("prompt_id", "token_ids", "text", "answer", "row", "image_refs"):
@@ -203,15 +191,15 @@ def test_token_ids_are_the_same_whether_images_are_processed_or_not(processors, 
 
 def test_unprocessed_images_are_their_files_and_their_hashes(processors):
     images = [turned(), {"bytes": png(), "path": "figure.png"}]
-    prompt = builder(processors, process_images=False).build(row("<image><image>?", images), "train:0")
-    assert isinstance(prompt.vision, EncodedImages)
+    prompt = make_builder(processors, process_images=False).build(row("<image><image>?", images), "train:0")
+    assert isinstance(prompt.vision, EncodedMedia)
     assert prompt.vision.encoded == (turned(), png())
     assert prompt.vision.hashes == tuple(hashlib.sha256(file).hexdigest() for file in (turned(), png()))
     assert prompt.image_refs == ("train:0/images/0", "train:0/images/1 (figure.png)")
 
 
 def test_unprocessed_images_are_not_decoded_but_their_headers_are_read(processors):
-    maker = builder(processors, process_images=False)
+    maker = make_builder(processors, process_images=False)
     cut = png()[:-2000]
     assert maker.build(row(images=[cut]), "train:7").vision.encoded == (cut,)
     for source, reason in ((b"", "image_unreadable"), (png(1200, 900), "image_pixels"), ("a.png", "image_outside")):
@@ -224,7 +212,7 @@ def test_unprocessed_images_are_not_decoded_but_their_headers_are_read(processor
 
 
 def test_the_system_prompt_comes_first(processors):
-    prompt = builder(processors, system_prompt="Be brief.").build(row("1 + 1?", []), "train:0")
+    prompt = make_builder(processors, system_prompt="Be brief.").build(row("1 + 1?", []), "train:0")
     assert decoded(processors, prompt).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?")
     assert prompt.text == "system: Be brief.\n\nuser: 1 + 1?"
 
@@ -236,7 +224,7 @@ def test_chat_messages_are_taken_as_they_are(processors):
         {"role": "assistant", "content": "A circle."},
         {"role": "user", "content": "How large?"},
     ]
-    maker = builder(processors, system_prompt="Be brief.", format_prompt="{{ content }} Think.")
+    maker = make_builder(processors, system_prompt="Be brief.", format_prompt="{{ content }} Think.")
     prompt = maker.build(row(messages), "train:0")
     assert decoded(processors, prompt) == (
         "<|im_start|>system\nBe exact.<|im_end|>\n"
@@ -249,7 +237,7 @@ def test_chat_messages_are_taken_as_they_are(processors):
 def test_content_parts_are_the_same_as_markers(processors):
     # As Arrow gives them back: every part with every key.
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
-    maker = builder(processors)
+    maker = make_builder(processors)
     by_parts = maker.build(row([{"role": "user", "content": parts}]), "train:0")
     assert by_parts.token_ids == maker.build(row("<image>What is it?"), "train:0").token_ids
 
@@ -265,36 +253,36 @@ def test_content_parts_are_the_same_as_markers(processors):
         ["text"],
         [{"role": "user"}],
         [{"role": "user", "content": None}],
-        [{"role": "user", "content": [{"type": "video"}]}],
+        [{"role": "user", "content": [{"type": "audio"}]}],
         [{"role": "robot", "content": "Hello"}],
         [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}],
     ],
 )
 def test_an_empty_or_odd_prompt_is_refused(processors, problem):
-    reason, message = refusal(builder(processors), row(problem, []))
+    reason, message = refusal(make_builder(processors), row(problem, []))
     assert reason == "prompt"
     assert "'problem'" in message
 
 
 def test_a_row_without_an_answer_is_refused(processors):
-    assert refusal(builder(processors), row() | {"answer": None})[0] == "answer"
+    assert refusal(make_builder(processors), row() | {"answer": None})[0] == "answer"
 
 
 def test_what_the_chat_template_refuses_is_refused(processors, tiny_vlm):
     strict = load_processors(str(tiny_vlm), chat_template="{{ raise_exception('no such chat') }}")
-    reason, message = refusal(builder(strict), row("Hello", []))
+    reason, message = refusal(make_builder(strict), row("Hello", []))
     assert reason == "prompt"
     assert "no such chat" in message
 
 
 def test_a_given_chat_template_is_used(tiny_vlm):
     own = load_processors(str(tiny_vlm), chat_template="{% for m in messages %}Q: {{ m.content }}\nA:{% endfor %}")
-    assert decoded(own, builder(own).build(row("1 + 1?", []), "train:0")) == "Q: 1 + 1?\nA:"
+    assert decoded(own, make_builder(own).build(row("1 + 1?", []), "train:0")) == "Q: 1 + 1?\nA:"
 
 
 def test_a_chat_template_that_drops_images_is_named(tiny_vlm):
     blind = load_processors(str(tiny_vlm), chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
-    reason, message = refusal(builder(blind), row())
+    reason, message = refusal(make_builder(blind), row())
     assert reason == "markers"
     assert "placeholders that the chat template writes: 0, images: 1" in message
 
@@ -312,25 +300,25 @@ def test_a_chat_template_that_drops_images_is_named(tiny_vlm):
     ],
 )
 def test_markers_must_match_images(processors, problem, num_images, expected):
-    reason, message = refusal(builder(processors), row(problem, [png()] * num_images))
+    reason, message = refusal(make_builder(processors), row(problem, [png()] * num_images))
     assert reason == "markers"
     assert expected in message
 
 
-def test_videos_are_refused_not_overlooked(processors):
-    reason, message = refusal(builder(processors), row("<video>What?", []))
+def test_a_video_that_is_not_there_is_not_overlooked(processors):
+    reason, message = refusal(make_builder(processors), row("<video>What?", []))
     assert reason == "markers"
-    assert "only images can be shown" in message
+    assert "<video> markers in the text: 1, videos: 0; there is no column 'videos'" in message
 
 
 def test_a_mistyped_image_column_is_named(processors):
-    _, message = refusal(builder(processors, image_key="imgs"), row())
+    _, message = refusal(make_builder(processors, image_key="imgs"), row())
     assert "there is no column 'imgs', only answer, images, problem: set data.image_key" in message
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
 def test_text_cannot_pretend_to_be_an_image(processors, token):
-    reason, message = refusal(builder(processors), row(f"<image>{token}What?"))
+    reason, message = refusal(make_builder(processors), row(f"<image>{token}What?"))
     assert reason == "media_tokens"
     assert token in message
 
@@ -339,29 +327,31 @@ def test_text_cannot_pretend_to_be_an_image(processors, token):
 
 
 def test_a_prompt_is_never_cut(processors):
-    length = builder(processors).count(row())
-    assert len(builder(processors, max_prompt_length=length).build(row(), "train:0").token_ids) == length
-    reason, message = refusal(builder(processors, max_prompt_length=length - 1), row())
+    length = make_builder(processors).count(row())
+    assert len(make_builder(processors, max_prompt_length=length).build(row(), "train:0").token_ids) == length
+    reason, message = refusal(make_builder(processors, max_prompt_length=length - 1), row())
     assert reason == "overlong"
     assert f"{length} tokens (4 of them for images), more than max_prompt_length={length - 1}" in message
 
 
 def test_too_many_images_are_refused(processors):
     two = row("<image><image>?", [png(), png()])
-    assert builder(processors, limit_images=2).count(two) == builder(processors, limit_images=0).count(two)
-    reason, message = refusal(builder(processors, limit_images=1), two)
+    assert make_builder(processors, limit_images=2).count(two) == make_builder(processors, limit_images=0).count(two)
+    reason, message = refusal(make_builder(processors, limit_images=1), two)
     assert reason == "image_count"
     assert "2 images, more than limit_images=1" in message
 
 
 def test_a_bad_image_is_named(processors):
-    reason, message = refusal(builder(processors), row("<image><image>?", [png(), {"bytes": b"", "path": "b.png"}]))
+    reason, message = refusal(
+        make_builder(processors), row("<image><image>?", [png(), {"bytes": b"", "path": "b.png"}])
+    )
     assert reason == "image_unreadable"
     assert message.startswith("train:7/images/1 (b.png): ")
 
 
 def test_only_decoding_shows_a_truncated_image(processors):
-    maker = builder(processors)
+    maker = make_builder(processors)
     cut = row(images=[png()[:-2000]])
     assert maker.count(cut) == maker.count(row())
     for look in (maker.check, maker.build):
@@ -377,20 +367,20 @@ def test_a_missing_column_is_named_with_its_nearest(processors):
     with pytest.raises(
         DataError, match=r"no column 'problems', only answer, images, problem; did you mean data.prompt_key=problem\?"
     ):
-        builder(processors, prompt_key="problems").build(row(), "train:0")
+        make_builder(processors, prompt_key="problems").build(row(), "train:0")
     with pytest.raises(DataError, match=r"no column 'ground_truth', only answer, images, problem; set data.answer_key"):
-        builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"])
+        make_builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"])
 
 
 def test_images_for_a_text_model_are_refused_as_a_whole(text_processors):
     for look in (lambda m: m.build(row(), "train:0"), lambda m: m.check(row(), "train:0"), lambda m: m.count(row())):
         with pytest.raises(DataError, match="a llama model sees none") as caught:
-            look(builder(text_processors))
+            look(make_builder(text_processors))
         assert not isinstance(caught.value, UnusableRow)
 
 
 def test_a_text_model_takes_text(text_processors):
-    maker = builder(text_processors, system_prompt="Be brief.")
+    maker = make_builder(text_processors, system_prompt="Be brief.")
     prompt = maker.build(row("1 + 1?", []), "train:0")
     assert prompt.vision is None
     assert "user\n1 + 1?" in decoded(text_processors, prompt)
@@ -403,7 +393,7 @@ def test_format_prompt_is_a_template_or_a_file(processors, tmp_path):
     template = "{{ content | trim }} Think first.\n"
     (tmp_path / "math.jinja").write_text(template)
     for given in (template, str(tmp_path / "math.jinja")):
-        prompt = builder(processors, format_prompt=given).build(row(" <image>What? "), "train:0")
+        prompt = make_builder(processors, format_prompt=given).build(row(" <image>What? "), "train:0")
         assert prompt.text == "<image>What? Think first."
         assert prompt.row["problem"] == " <image>What? "
 
@@ -421,12 +411,90 @@ def test_format_prompt_is_a_template_or_a_file(processors, tmp_path):
 )
 def test_a_broken_template_is_a_config_error(processors, template, expected):
     with pytest.raises(ConfigError, match=expected):
-        builder(processors, format_prompt=template)
+        make_builder(processors, format_prompt=template)
 
 
 def test_a_missing_template_file_is_named_with_its_nearest(processors, tmp_path):
     (tmp_path / "math.jinja").write_text("{{ content }}")
     with pytest.raises(ConfigError, match=r"there is no file .*meth.jinja'; did you mean .*math.jinja\?"):
-        builder(processors, format_prompt=str(tmp_path / "meth.jinja"))
+        make_builder(processors, format_prompt=str(tmp_path / "meth.jinja"))
     with pytest.raises(ConfigError, match="there is no file"):
-        builder(processors, format_prompt="no/such/folder/x.jinja")
+        make_builder(processors, format_prompt="no/such/folder/x.jinja")
+
+
+# Videos
+
+
+def film(problem="<video>What is it?", videos=None, **others):
+    return {"problem": problem, "answer": "48", "videos": [make_video()] if videos is None else videos, **others}
+
+
+def test_a_video_stands_where_its_marker_stood(processors):
+    maker = make_builder(processors)
+    prompt = maker.build(film("Look: <video> Well?", {"bytes": make_video(), "path": "clips/film.mp4"}), "train:3")
+    tokens = maker.video_processor.tokens_of(prompt.vision)
+    assert f"Look: <|vision_start|>{'<|video_pad|>' * tokens[0]}<|vision_end|> Well?" in decoded(processors, prompt)
+    assert prompt.text == "Look: <video> Well?"
+    assert prompt.image_refs == ("train:3/videos/0 (film.mp4)",)
+    assert "videos" not in prompt.row
+    assert maker.video_processor.calls == 1
+    assert maker.image_processor.calls == 0
+
+
+def test_times_are_told_where_the_family_tells_them(tiny_model):
+    own = load_processors(str(tiny_model("qwen3_vl")))
+    maker = make_builder(own, video_sampling=Sampling(fps=5.0, max_frames=6))
+    prompt = maker.build(film("<video>?"), "train:0")  # frames 0, 2, 4, 7, 9 and 11 of 10 a second
+    patch = "<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>"
+    told = f"<0.1 seconds>{patch}<0.6 seconds>{patch}<1.0 seconds>{patch}"
+    assert f"<|vision_start|>{told}<|vision_end|>?" in decoded(own, prompt)
+
+
+def test_a_video_is_counted_without_its_processor(processors):
+    maker = make_builder(processors)
+    assert maker.count(film()) == maker.check(film(), "train:0") == len(maker.build(film(), "train:1").token_ids)
+    assert maker.video_processor.calls == 1
+
+
+def test_a_row_shows_images_or_videos(processors):
+    reason, message = refusal(make_builder(processors), film("<image><video>?", images=[png()]))
+    assert reason == "mixed_media"
+    assert "1 images in 'images' and 1 videos in 'videos'; a row may have either" in message
+
+
+@pytest.mark.parametrize(("problem", "count"), [("What?", 1), ("<video>?", 2), ("<video><video>?", 1)])
+def test_as_many_video_markers_as_videos(processors, problem, count):
+    reason, message = refusal(make_builder(processors), film(problem, [make_video(frames=2)] * count))
+    assert reason == "markers"
+    assert f"videos: {count}" in message
+
+
+def test_a_bad_video_is_named(processors):
+    reason, message = refusal(make_builder(processors), film(videos=[{"bytes": b"nothing", "path": "a/b.mp4"}]))
+    assert reason == "video_unreadable"
+    assert message.startswith("train:7/videos/0 (b.mp4): ")
+
+
+def test_an_overlong_video_is_told_before_it_is_decoded(processors):
+    maker = make_builder(processors, max_prompt_length=40)
+    reason, message = refusal(maker, film(videos=[make_video(frames=60)]))
+    assert reason == "overlong"
+    assert "of them for videos" in message
+    assert maker.video_processor.calls == 0
+
+
+def test_videos_for_a_text_model_are_refused_as_a_whole(text_processors):
+    with pytest.raises(DataError, match="a llama model takes none") as caught:
+        make_builder(text_processors).check(film(), "train:0")
+    assert not isinstance(caught.value, UnusableRow)
+
+
+def test_videos_for_a_family_without_them_are_refused_as_a_whole(processors):
+    without = replace(processors, video_processor=None)
+    with pytest.raises(DataError, match="a qwen2_5_vl model takes none"):
+        make_builder(without).check(film(), "train:0")
+    assert make_builder(without).build(row(), "train:0").vision is not None
+
+
+def test_a_video_marker_is_text_for_a_text_model(text_processors):
+    assert "<video>?" in decoded(text_processors, make_builder(text_processors).build(row("<video>?", []), "train:0"))

@@ -6,10 +6,10 @@ import threading
 
 import datasets
 import pytest
+from builders import make_builder
 from PIL import Image
 
 from trigon.data.dataset import open_prompts
-from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import values
@@ -48,18 +48,7 @@ def write(folder, num_rows, *, images=False):
 
 
 def look(path, processors, *, max_bad_row_fraction=0.0):
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=512,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-    )
+    builder = make_builder(processors)
     return open_prompts(
         str(path),
         builder,

@@ -22,7 +22,7 @@ from trigon.distributed.wire import (
 )
 from trigon.types import (
     Completion,
-    EncodedImages,
+    EncodedMedia,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -41,7 +41,7 @@ TEXTS = ["", "plain", "Zoë: ∑ ≤ 3 😀", "nul \0 inside", "lone \udcff surr
 
 
 def images(*files):
-    return EncodedImages(files, tuple(hashlib.sha256(file).hexdigest() for file in files))
+    return EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files))
 
 
 def prompt(name="train:0", token_ids=(1, 2, 3), vision=None):

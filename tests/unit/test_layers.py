@@ -45,7 +45,9 @@ ONLY_IN = {
     "ray": ("distributed/",),
     "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
     "datasets": ("data/sources.py",),
+    "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
+    "modelscope": ("models/hub.py",),
     "rich": ("report/console.py",),
     "wandb": ("report/sinks.py",),
     "swanlab": ("report/sinks.py",),
@@ -54,8 +56,9 @@ ONLY_IN = {
     "torch.utils.tensorboard": ("report/sinks.py",),
 }
 
-# rewards/process.py chooses the environment of the processes that run user code.
-ENVIRONMENT = ("distributed/cluster.py", "rollout/vllm.py", "rewards/process.py", "cli/")
+# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is told which hub, of
+# which every place that opens a model or a dataset would have to be told otherwise.
+ENVIRONMENT = ("distributed/cluster.py", "rollout/vllm.py", "rewards/process.py", "models/hub.py", "cli/")
 SWALLOW = ("rewards/", "report/sinks.py")
 # config/document.py is a command of its own: it writes docs/configuration.md.
 PRINT = ("cli/", "report/", "config/document.py")

@@ -91,7 +91,7 @@ def test_images_that_do_not_match_the_placeholders_are_refused(tiny_vlm: Path) -
         packed.pixel_values.repeat(2, 1),
         torch.tensor([[1, 4, 4], [1, 4, 4]]),
     )
-    with pytest.raises(ModelError, match="has 4 image placeholder tokens, but its 2 images give 8 features"):
+    with pytest.raises(ModelError, match="has 4 placeholder tokens, but its 2 images and videos give 8 features"):
         policy(doubled)
 
 

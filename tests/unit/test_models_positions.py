@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from trigon.models.load import load_processors
 from trigon.models.positions import completion_positions, prompt_positions
 
 VLM = family_named("qwen2_5_vl")
-CONFIG = SimpleNamespace(image_token_id=99, vision_config=SimpleNamespace(spatial_merge_size=2))
+CONFIG = SimpleNamespace(
+    image_token_id=99, video_token_id=98, vision_config=SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+)
 
 
 def positions_of(token_ids: list[int], grids: list[list[int]] | None) -> list[list[int]]:
@@ -44,6 +47,43 @@ def test_without_images_all_three_positions_count_tokens() -> None:
     assert positions_of([1, 2, 3], None) == [[0, 1, 2]] * 3
 
 
+def test_the_drawing_of_a_video_of_three_temporal_patches() -> None:
+    token_ids = torch.tensor([1] + [98] * 6 + [2])
+    positions = prompt_positions(token_ids, torch.tensor([[3, 2, 4]]), VLM, CONFIG, temporal_patch_seconds=(1.0,))
+    assert positions.tolist() == [
+        [0, 1, 1, 3, 3, 5, 5, 6],
+        [0, 1, 1, 1, 1, 1, 1, 6],
+        [0, 1, 2, 1, 2, 1, 2, 6],
+    ]
+
+
+def test_fractions_of_a_position_add_up_before_they_are_cut() -> None:
+    token_ids, grid_thw = torch.tensor([98] * 4 + [1]), torch.tensor([[4, 2, 2]])
+    positions = prompt_positions(token_ids, grid_thw, VLM, CONFIG, temporal_patch_seconds=(0.75,))
+    assert positions[0].tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_family_that_tells_no_seconds_counts_temporal_patches() -> None:
+    token_ids, grid_thw = torch.tensor([98] * 3 + [1]), torch.tensor([[3, 2, 2]])
+    family = replace(VLM, video="patches")
+    positions = prompt_positions(token_ids, grid_thw, family, CONFIG, temporal_patch_seconds=(9.0,))
+    assert positions.tolist() == [[0, 1, 2, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
+
+
+def test_each_video_has_its_own_pace() -> None:
+    token_ids, grid_thw = torch.tensor([98, 98, 1, 98, 98]), torch.tensor([[2, 2, 2], [2, 2, 2]])
+    positions = prompt_positions(token_ids, grid_thw, VLM, CONFIG, temporal_patch_seconds=(2.0, 0.5))
+    assert positions[0].tolist() == [0, 4, 5, 6, 7]
+
+
+def test_where_time_is_told_as_text_each_temporal_patch_is_placed_like_an_image() -> None:
+    token_ids = torch.tensor([1, 98, 98, 1, 98, 98, 1])
+    positions = prompt_positions(
+        token_ids, torch.tensor([[2, 2, 4]]), family_named("qwen3_vl"), CONFIG, temporal_patch_seconds=(9.0,)
+    )
+    assert positions.tolist() == [[0, 1, 1, 3, 4, 4, 6], [0, 1, 1, 3, 4, 4, 6], [0, 1, 2, 3, 4, 5, 6]]
+
+
 def test_a_text_model_has_one_position() -> None:
     assert prompt_positions(torch.tensor([1, 2]), None, family_named("llama"), SimpleNamespace()).tolist() == [[0, 1]]
 
@@ -56,9 +96,9 @@ def test_a_completion_goes_on_after_the_largest_position() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "grids", "complaint"),
     [
-        ([1, 99, 2], [[1, 4, 4]], "has 1 image placeholder tokens, but its 1 images need 4"),
-        ([1, 99, 2], None, "has 1 image placeholder tokens, but its 0 images need 0"),
-        ([99, 99, 1, 99, 99], [[1, 4, 4]], "4 placeholder tokens of an image are interrupted"),
+        ([1, 99, 2], [[1, 4, 4]], "has 1 placeholder tokens, but its 1 images need 4"),
+        ([1, 99, 2], None, "has 1 placeholder tokens, but its 0 images need 0"),
+        ([99, 99, 1, 99, 99], [[1, 4, 4]], "4 placeholder tokens of an image or video are interrupted"),
     ],
 )
 def test_placeholders_that_do_not_match_the_images_are_refused(

@@ -102,6 +102,11 @@ def _arithmetic(config: Config) -> list[str]:
     ):
         if top_k == 0:
             problems.append(f"{key} is 0, which samples from no token; -1 samples from all")
+    if data.train_weights and len(data.train_weights) != len(data.train_files):
+        problems.append(
+            f"data.train_weights has {len(data.train_weights)} weights, but data.train_files {len(data.train_files)} "
+            "datasets; give each its weight, or leave the weights out"
+        )
     if data.val_batch_size == 0:
         problems.append("data.val_batch_size is 0; set -1 for the whole validation set at once, or at least 1")
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.prompts import PromptBuilder
@@ -22,9 +22,60 @@ _ROWS_PER_TASK = 16
 _NUM_EXAMPLES = 3
 
 
+class Draw(NamedTuple):
+    """One prompt of an epoch. number: of the prompt. time: how often the epoch has drawn it by then, from 1."""
+
+    number: int
+    time: int
+
+
+class Prompts(Protocol):
+    """Usable prompts, numbered from 0, of one dataset (PromptSet) or several (mixture.MixedPrompts)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Build a prompt. Raises: UnusableRow if its row has become so since the start."""
+        ...
+
+    def index_of(self, prompt_id: str) -> int | None:
+        """Return the number of the prompt with this id, None if there is no such usable prompt."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, usable or not."""
+        ...
+
+    @property
+    def report(self) -> Mapping[Reason, int]:
+        """How many rows were set aside at the start, by reason."""
+        ...
+
+    @property
+    def max_bad_row_fraction(self) -> float:
+        """The share of rows, overlong ones not counted, that may be bad."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same prompts drawn as often, wherever they lie."""
+        ...
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """How many prompts an epoch draws, before it is cut into whole batches."""
+        ...
+
+    def of_epoch(self, epoch: int, *, seed: int, shuffle: bool) -> list[Draw]:
+        """Return what an epoch draws, not shuffled yet. shuffle: whether it is chance which, where it is not all."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSet:
-    """The usable prompts of a dataset, numbered from 0 in its order: `prompts[i]` builds one, images and all.
+    """The usable prompts of a dataset, numbered from 0 in its order: `prompts[i]` builds one, images and all. Satisfies
+    Prompts.
 
     num_rows: rows in the dataset, usable or not. row_indices: the row of each prompt.
     prompt_lengths: the tokens of each prompt, image tokens included.
@@ -48,7 +99,7 @@ class PromptSet:
         return len(self.row_indices)
 
     def index_of(self, prompt_id: str) -> int | None:
-        """Return the number of the prompt with this id, None if there is no such usable prompt."""
+        """See Prompts."""
         name, _, row = prompt_id.rpartition(":")
         if name != self.name or not row.isdigit() or int(row) not in self.row_indices:
             return None
@@ -58,6 +109,15 @@ class PromptSet:
         """Build a prompt. Raises: UnusableRow if its row has become so since the start; IndexError beyond the end."""
         row_index = self.row_indices[index]
         return self.builder.build(self._rows[row_index], f"{self.name}:{row_index}")
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """How many prompts an epoch draws: all of them, once."""
+        return len(self)
+
+    def of_epoch(self, epoch: int, *, seed: int, shuffle: bool) -> list[Draw]:
+        """Return what every epoch draws: all of them, once."""
+        return [Draw(index, 1) for index in range(len(self))]
 
 
 def open_prompts(
@@ -82,7 +142,7 @@ def open_prompts(
     source = open_source(spec)
     builder = builder.rooted(source.folder)
     builder.check_columns(source.rows.column_names)
-    _check_image_column(source, builder)
+    _check_media_columns(source, builder)
     findings = _look_at_all(source, builder, num_workers=num_workers, on_progress=on_progress)
     usable = [(index, finding) for index, finding in enumerate(findings) if finding.problem is None]
     report: dict[Reason, int] = {}
@@ -171,18 +231,18 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
 
 
-def _check_image_column(source: Source, builder: PromptBuilder) -> None:
-    """Refuse a dataset whose images would be overlooked."""
-    if (
-        builder.image_processor is not None
-        and builder.image_key not in source.rows.column_names
-        and source.image_columns
+def _check_media_columns(source: Source, builder: PromptBuilder) -> None:
+    """Refuse a dataset whose images or videos would be overlooked."""
+    for kind, key, columns, is_seen in (
+        ("image", builder.image_key, source.image_columns, builder.image_processor is not None),
+        ("video", builder.video_key, source.video_columns, builder.video_processor is not None),
     ):
-        images = " and ".join(repr(column) for column in source.image_columns)
-        raise DataError(
-            f"the dataset has no column {builder.image_key!r}, but images in {images}; "
-            f"set data.image_key={source.image_columns[0]}, or drop them to train on text"
-        )
+        if is_seen and columns and key not in source.rows.column_names:
+            found = " and ".join(repr(column) for column in columns)
+            raise DataError(
+                f"the dataset has no column {key!r}, but {kind}s in {found}; "
+                f"set data.{kind}_key={columns[0]}, or drop them to train on text"
+            )
 
 
 def _check_report(

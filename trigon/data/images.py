@@ -1,6 +1,6 @@
 """Images as they come: the only file that opens, turns or converts one.
 
-Knows Pillow, files and what hostile or careless data looks like. An image is measured from its header, so that it can
+Knows Pillow and what hostile or careless data looks like. An image is measured from its header, so that it can
 be refused before a pixel is decoded, and the three ways in, `image_size`, `open_image` and `encoded_image`, agree by
 construction: all go through `_opened`. Refuses to know rows, prompts, tensors and the size a model wants.
 """
@@ -8,10 +8,9 @@ construction: all go through `_opened`. Refuses to know rows, prompts, tensors a
 from __future__ import annotations
 
 import io
-import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.media_files import in_one_line, open_bytes, read_bytes
 
 MAX_ASPECT_RATIO = 200
 """Sides of this ratio or above: image processors of the Qwen families refuse them."""
@@ -84,7 +84,7 @@ def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
                 image = image.transpose(_UPRIGHT[orientation])
             return _to_rgb(image)
         except _DECODING_ERRORS as error:
-            raise UnusableRow("image_unreadable", f"{where}: {_reason(error)}; replace or drop it") from error
+            raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
 
 
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
@@ -101,19 +101,9 @@ def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
         png = io.BytesIO()
         image.save(png, "PNG", compress_level=1)
         return png.getvalue()
-    with _stream(source, where, image_dir) as stream:
-        try:
-            encoded = stream.read()
-        except OSError as error:
-            raise UnusableRow("image_unreadable", f"{where}: {_reason(error)}; replace or drop it") from error
+    encoded = read_bytes(source, "image", where=where, image_dir=image_dir)
     with _opened(encoded, where, image_dir, max_pixels):  # the bytes read, not the file, which may have changed
         return encoded
-
-
-def image_name(source: Any) -> str:
-    """Return the file name under which people know an image, or "" when it has none."""
-    path = source.get("path") if isinstance(source, Mapping) else source
-    return Path(path).name if isinstance(path, str | Path) else ""
 
 
 @contextmanager
@@ -123,61 +113,17 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
         _check_header(source, where, max_pixels)
         yield source, _orientation(source)
         return
-    with _stream(source, where, image_dir) as stream:
+    with open_bytes(source, "image", where=where, image_dir=image_dir) as stream:
         try:
             image = Image.open(stream, formats=_FORMATS)
             orientation = _orientation(image)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise UnusableRow("image_pixels", f"{where}: beyond what Pillow decodes: {_reason(error)}") from error
+            raise UnusableRow("image_pixels", f"{where}: beyond what Pillow decodes: {in_one_line(error)}") from error
         except _DECODING_ERRORS as error:
-            raise UnusableRow("image_unreadable", f"{where}: {_reason(error)}; replace or drop it") from error
+            raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
         with image:
             _check_header(image, where, max_pixels)
             yield image, orientation
-
-
-def _stream(source: Any, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
-    """Return the encoded bytes of a source as a stream that the caller closes."""
-    if isinstance(source, Mapping):
-        source = source["bytes"] if source.get("bytes") is not None else source.get("path")
-    if isinstance(source, bytes | bytearray):
-        if not source:
-            raise UnusableRow("image_unreadable", f"{where}: it has zero bytes")
-        return io.BytesIO(source)
-    if not isinstance(source, str | Path) or not str(source):
-        kind = "nothing" if source is None or source == "" else type(source).__name__
-        raise UnusableRow("image_missing", f"{where}: expected an image, bytes, a path or {{bytes, path}}, got {kind}")
-    path = _inside(str(source), where, image_dir)
-    try:
-        if not path.is_file():
-            raise UnusableRow("image_missing", f"{where}: no such file: {path}")
-        stream = path.open("rb")
-    except (OSError, ValueError) as error:
-        raise UnusableRow("image_missing", f"{where}: {path} cannot be opened: {_reason(error)}") from error
-    if not stream.peek(1):
-        stream.close()
-        raise UnusableRow("image_unreadable", f"{where}: {path} has zero bytes")
-    return stream
-
-
-def _inside(reference: str, where: str, image_dir: Path | None) -> Path:
-    """Return the real path of a reference, which must lie in image_dir: a dataset may not read whatever it names."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", reference):
-        raise UnusableRow(
-            "image_outside", f"{where}: {reference[:80]!r} is a URL; download the images and set data.image_dir"
-        )
-    if image_dir is None:
-        raise UnusableRow("image_outside", f"{where}: the path {reference!r} needs data.image_dir to be set")
-    try:
-        folder = image_dir.resolve()
-        path = (folder / reference).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
-        raise UnusableRow("image_missing", f"{where}: {reference[:80]!r} is not a path: {_reason(error)}") from error
-    if not path.is_relative_to(folder):
-        raise UnusableRow(
-            "image_outside", f"{where}: {reference!r} leads to {path}, outside {folder}; set data.image_dir"
-        )
-    return path
 
 
 def _check_header(image: Image.Image, where: str, max_pixels: int) -> None:
@@ -224,9 +170,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", coloured.size, "white")
         return Image.alpha_composite(white, coloured).convert("RGB")
     return image.convert("RGB")
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error in one line, without the address of the stream that Pillow puts into it."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return re.sub(r" ?<_io\.\w+ .*>", " its bytes", text)

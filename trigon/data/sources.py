@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.errors import DataError
+from trigon.models.hub import modelscope_folder, uses_modelscope
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -37,13 +38,14 @@ class Source:
     name: the first half of its rows' prompt ids: "train".
     rows: a datasets.Dataset with undecoded media and at least one row.
     folder: where relative image paths begin, and what none may leave.
-    image_columns: the columns that are declared to hold images.
+    image_columns, video_columns: the columns that are declared to hold images, and videos.
     """
 
     name: str
     rows: Any
     folder: Path
     image_columns: tuple[str, ...]
+    video_columns: tuple[str, ...]
 
 
 def open_source(spec: str) -> Source:
@@ -51,8 +53,8 @@ def open_source(spec: str) -> Source:
 
     A path is a Parquet, JSON, JSON-lines or CSV file, or a folder searched for files of one such kind, hidden and other
     files left out. Where file or folder names tell splits ("train-00000-of-00002.parquet", "test/a.jsonl"), only those
-    of the asked split are taken. Anything else is a hub id. The split is "train" unless given, or a part of it:
-    "train[:100]".
+    of the asked split are taken. Anything else is an id of the hub (models/hub.py). The split is "train" unless given,
+    or a part of it: "train[:100]".
     Raises: DataError if it cannot be found or read, or has no rows.
     """
     location, split = _parse(spec)
@@ -137,11 +139,15 @@ def _open_files(files: Sequence[Path], folder: Path, name: str, split: str) -> S
 
 
 def _open_hub(repo_id: str, split: str) -> Source:
+    if uses_modelscope():
+        folder = modelscope_folder(repo_id, "dataset")
+        return _open_files(_files_of(folder, split), folder, _base(split), split)
     import datasets
 
     # Its images are in the table, or were downloaded into this cache.
     cache = Path(datasets.config.HF_CACHE_HOME)
-    return _source(repo_id, _load(repo_id, repo_id, split=split, data_files=None), _base(split), cache)
+    where = f"{datasets.config.HF_ENDPOINT}/datasets/{repo_id}"
+    return _source(where, _load(where, repo_id, split=split, data_files=None), _base(split), cache)
 
 
 def _load(where: str, path: str, *, split: str, data_files: list[str] | None) -> Any:
@@ -160,14 +166,19 @@ def _load(where: str, path: str, *, split: str, data_files: list[str] | None) ->
 
 
 def _source(where: str, rows: Any, name: str, folder: Path) -> Source:
+    import datasets
+
     if len(rows) == 0:
         raise DataError(f"{where} has no rows")
     for column, feature in rows.features.items():
         rows.info.features[column] = _undecoded(
             feature
         )  # the stored bytes stay as they are: cast() would copy them all
-    image_columns = tuple(column for column, feature in rows.features.items() if _holds_images(feature))
-    return Source(name=name, rows=rows, folder=folder, image_columns=image_columns)
+    image_columns, video_columns = (
+        tuple(column for column, feature in rows.features.items() if isinstance(_inner(feature), kind))
+        for kind in (datasets.Image, datasets.Video)
+    )
+    return Source(name=name, rows=rows, folder=folder, image_columns=image_columns, video_columns=video_columns)
 
 
 def _undecoded(feature: Any) -> Any:
@@ -185,11 +196,11 @@ def _undecoded(feature: Any) -> Any:
             return feature
 
 
-def _holds_images(feature: Any) -> bool:
+def _inner(feature: Any) -> Any:
+    """Return what a feature is a list of, or itself."""
     import datasets
 
-    inner = feature.feature if isinstance(feature, datasets.List | datasets.LargeList) else feature
-    return isinstance(inner, datasets.Image)
+    return feature.feature if isinstance(feature, datasets.List | datasets.LargeList) else feature
 
 
 def _nearest(path: Path) -> str:

@@ -2,25 +2,22 @@
 
 Knows epochs, positions and what is being built. Refuses to know rows, images and tokens.
 
-The order is a function of (seed, epoch) alone: the first `len // batch_size * batch_size` usable prompts of a
-permutation drawn by NumPy's RandomState, whose streams NumPy has promised never to change, on any platform (NEP 19).
-What an epoch leaves over replaces prompts that turn out unusable.
+The order is a function of (seed, epoch) alone: the first `n // batch_size * batch_size` of the n prompts that an epoch
+draws, permuted (orders.py). What an epoch leaves over replaces prompts that turn out unusable.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.data.dataset import PromptSet, check_bad_fraction
+from trigon.data.dataset import Draw, Prompts, check_bad_fraction
+from trigon.data.orders import permuted
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import Max, Metric
 from trigon.types import Prompt
@@ -40,7 +37,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompt_set: PromptSet,
+        prompts: Prompts,
         *,
         batch_size: int,
         seed: int,
@@ -55,14 +52,14 @@ class PromptStream:
             shuffle: a new order for each epoch; False: the dataset's own, always.
             prefetch: build as many prompts again while those taken are in use, which holds two batches in memory.
             num_workers: threads that build.
-        Raises: DataError if there are fewer prompts than batch_size.
+        Raises: DataError if an epoch has fewer prompts than batch_size.
         """
-        if len(prompt_set) < batch_size:
+        if prompts.prompts_per_epoch < batch_size:
             raise DataError(
-                f"the dataset has {len(prompt_set)} usable prompts, fewer than the {batch_size} of one batch; "
-                "lower data.rollout_batch_size or add rows"
+                f"the dataset has {prompts.prompts_per_epoch} usable prompts, fewer than the {batch_size} of one "
+                "batch; lower data.rollout_batch_size or add rows"
             )
-        self._prompt_set = prompt_set
+        self._prompts = prompts
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
@@ -76,7 +73,7 @@ class PromptStream:
     @property
     def prompts_per_epoch(self) -> int:
         """How many prompts are taken in an epoch: whole batches only."""
-        return len(self._prompt_set) // self._batch_size * self._batch_size
+        return self._prompts.prompts_per_epoch // self._batch_size * self._batch_size
 
     @property
     def epoch(self) -> int:
@@ -98,9 +95,11 @@ class PromptStream:
         prompts: list[Prompt] = []
         self._build_ahead(position, num_prompts, set_aside)
         while len(prompts) < num_prompts:
-            index, position = self._next(position, set_aside)
+            (index, time), position = self._next(position, set_aside)
             try:
-                prompts.append(self._ahead.pop((position.epoch, position.offset)).result())
+                prompt = self._ahead.pop((position.epoch, position.offset)).result()
+                # Drawn again it is another prompt to those who seed by its name, lest it be answered alike.
+                prompts.append(prompt if time == 1 else replace(prompt, prompt_id=f"{prompt.prompt_id}#{time}"))
                 position = replace(position, offset=position.offset + 1, taken=position.taken + 1)
             except UnusableRow as problem:
                 set_aside[index] = problem.reason
@@ -113,13 +112,13 @@ class PromptStream:
 
     def rebuilt(self, prompt_id: str) -> Prompt:
         """Return a prompt that was taken before. Raises: CheckpointError if there is none of that name."""
-        index = self._prompt_set.index_of(prompt_id)
+        index = self._prompts.index_of(prompt_id.partition("#")[0])
         if index is None:
             raise CheckpointError(
                 f"the saved run kept answers to {prompt_id}, which is not among the training prompts; restore the "
                 "dataset of the saved run, or start a new one"
             )
-        return self._prompt_set[index]
+        return replace(self._prompts[index], prompt_id=prompt_id)
 
     def metrics(self) -> dict[str, Metric]:
         """Return how far the data have been used, and how many prompts were lost on the way, since the run began."""
@@ -158,13 +157,13 @@ class PromptStream:
         self._forget_ahead()
         self._pool.shutdown()
 
-    def _next(self, position: _Position, set_aside: Mapping[int, Reason]) -> tuple[int, _Position]:
+    def _next(self, position: _Position, set_aside: Mapping[int, Reason]) -> tuple[Draw, _Position]:
         """Return the prompt to draw from a position on, and where exactly it stands."""
         while True:
             order = self._order(position.epoch)
             if position.taken >= self.prompts_per_epoch or position.offset >= len(order):
                 position = _Position(position.epoch + 1, 0, 0)
-            elif order[position.offset] in set_aside:
+            elif order[position.offset].number in set_aside:
                 position = replace(position, offset=position.offset + 1)
             else:
                 return order[position.offset], position
@@ -172,10 +171,10 @@ class PromptStream:
     def _build_ahead(self, position: _Position, num_prompts: int, set_aside: Mapping[int, Reason]) -> None:
         """See to it that the next prompts from a position on are being built, if none of them turns out unusable."""
         for _ in range(num_prompts):
-            index, position = self._next(position, set_aside)
+            (index, _), position = self._next(position, set_aside)
             key = position.epoch, position.offset
             if key not in self._ahead:
-                self._ahead[key] = self._pool.submit(self._prompt_set.__getitem__, index)
+                self._ahead[key] = self._pool.submit(self._prompts.__getitem__, index)
             position = replace(position, offset=position.offset + 1, taken=position.taken + 1)
 
     def _forget_ahead(self) -> None:
@@ -184,25 +183,23 @@ class PromptStream:
         self._ahead.clear()
 
     def _check_set_aside(self, set_aside: Mapping[int, Reason], latest: str) -> None:
-        prompt_set = self._prompt_set
-        num_bad = sum(count for reason, count in prompt_set.report.items() if reason != "overlong") + len(set_aside)
-        check_bad_fraction(num_bad, prompt_set.num_rows, prompt_set.max_bad_row_fraction, [latest])
-        if len(set_aside) == len(prompt_set):
+        report, num_rows = self._prompts.report, self._prompts.num_rows
+        num_bad = sum(count for reason, count in report.items() if reason != "overlong") + len(set_aside)
+        check_bad_fraction(num_bad, num_rows, self._prompts.max_bad_row_fraction, [latest])
+        if len(set_aside) == len(self._prompts):
             raise DataError(f"no row of the dataset can be used any more; the last one: {latest}")
 
     def _identity(self) -> dict[str, Any]:
         """What the order depends on, besides the position. Not the batch size: a run may go on with another."""
         return {
-            "num_prompts": len(self._prompt_set),
-            "fingerprint": self._prompt_set.fingerprint,
+            "num_prompts": len(self._prompts),
+            "fingerprint": self._prompts.fingerprint,
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
 
-    def _draw_order(self, epoch: int) -> list[int]:
+    def _draw_order(self, epoch: int) -> list[Draw]:
+        draws = self._prompts.of_epoch(epoch, seed=self._seed, shuffle=self._shuffle)
         if not self._shuffle:
-            return list(range(len(self._prompt_set)))
-        # Hashed, so that neighbouring seeds and epochs have nothing to do with each other.
-        words = np.frombuffer(hashlib.sha256(f"{self._seed}:{epoch}".encode()).digest(), dtype="<u4")
-        order: list[int] = np.random.RandomState(words).permutation(len(self._prompt_set)).tolist()
-        return order
+            return draws
+        return [draws[number] for number in permuted(len(draws), f"{self._seed}:{epoch}")]

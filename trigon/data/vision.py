@@ -1,18 +1,20 @@
-"""From pictures to what a vision tower takes: the one pass through the image processor that a prompt pays for.
+"""From pictures to what a vision tower takes: the one pass through an image or video processor that a prompt pays for.
 
-Knows Hugging Face image processors of the Qwen kind (patches, grids, merging) and counts every call of them. Refuses to
-know where an image came from, files, rows and text.
+Knows Hugging Face processors of the Qwen kind (patches, grids, merging) and counts every call of them. Refuses to know
+where a picture came from, files, rows and text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from trigon.data.videos import FRAMES_PER_PATCH, Pixels, VideoLayout
 from trigon.errors import ModelError
 from trigon.types import Vision
 
@@ -67,6 +69,90 @@ class ImageProcessor:
         return Vision(pixel_values=pixel_values, grid_thw=grid_thw, hashes=hashes)
 
 
+class VideoProcessor:
+    """A Hugging Face video processor that counts its calls. Safe to use from several threads.
+
+    Frames keep to the pixel limits of images, each by itself. They are processed in the pairs that temporal patches
+    merge, so that no more than one pair is held before it is resized.
+    """
+
+    def __init__(
+        self, video_processor: Any, *, spatial_merge: int, frame_limits: tuple[int, int], counts_all: bool
+    ) -> None:
+        """Wrap video_processor for a model that merges spatial_merge x spatial_merge patches into one token.
+
+        Args:
+            frame_limits: least and most pixels of a frame, to which smaller ones are enlarged and larger ones reduced.
+            counts_all: whether the processor's own limits are for all frames together.
+        Raises: ModelError if processor and model disagree.
+        """
+        merge, temporal = video_processor.merge_size, video_processor.temporal_patch_size
+        if (merge, temporal) != (spatial_merge, FRAMES_PER_PATCH):
+            raise ModelError(
+                f"the video processor merges {merge} x {merge} patches of {temporal} frames, the model {spatial_merge} "
+                f"x {spatial_merge} of {FRAMES_PER_PATCH}: mend their configs"
+            )
+        smallest, largest = (limit * (FRAMES_PER_PATCH if counts_all else 1) for limit in frame_limits)
+        self._video_processor = video_processor
+        self._size = {"shortest_edge": smallest, "longest_edge": largest}
+        # transformers 5.16 reads the latter two.
+        self._counting = {"size": self._size, "min_pixels": smallest, "max_pixels": largest}
+        self._patches_per_token = spatial_merge**2
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    @property
+    def calls(self) -> int:
+        """How often videos have been processed: once for each prompt with videos that got its pixels here."""
+        return self._calls
+
+    def patch_tokens(self, layout: VideoLayout) -> int:
+        """Return how many prompt tokens a temporal patch of this video takes, without touching a pixel."""
+        patches: int = self._video_processor.get_num_of_video_patches(
+            FRAMES_PER_PATCH, layout.height, layout.width, self._counting
+        )
+        return patches // self._patches_per_token
+
+    def tokens_of(self, vision: Vision) -> tuple[int, ...]:
+        """Return how many prompt tokens each processed video takes."""
+        return tuple((vision.grid_thw.prod(dim=1) // self._patches_per_token).tolist())
+
+    def process(self, videos: Iterable[tuple[VideoLayout, Iterator[Pixels]]]) -> Vision:
+        """Return videos, at least one, as one Vision, in order. Raises: what handing out their frames raises."""
+        with self._lock:
+            self._calls += 1
+        pixel_values, grids, seconds = [], [], []
+        for layout, frames in videos:
+            pairs = [self._process_pair(np.stack(pair)) for pair in zip(frames, frames, strict=True)]
+            assert len(pairs) == layout.num_patches
+            pixel_values.append(torch.cat([patches for patches, _ in pairs]))
+            _, height, width = pairs[0][1].tolist()
+            grids.append((len(pairs), height, width))
+            seconds.append(layout.temporal_patch_seconds)
+        grid_thw = torch.tensor(grids, dtype=torch.int64)
+        return Vision(
+            pixel_values=torch.cat(pixel_values),
+            grid_thw=grid_thw,
+            hashes=tuple(
+                _content_hash(part, grid, time)
+                for part, grid, time in zip(pixel_values, grid_thw, seconds, strict=True)
+            ),
+            kind="video",
+            temporal_patch_seconds=tuple(seconds),
+        )
+
+    def _process_pair(self, frames: Pixels) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pixel values [patches, D] float32 and the grid [3] of two frames, [2, height, width, 3]."""
+        features = self._video_processor(
+            videos=[frames],
+            do_sample_frames=False,
+            size=self._size,
+            input_data_format="channels_last",
+            return_tensors="pt",
+        )
+        return features["pixel_values_videos"].to(torch.float32).contiguous(), features["video_grid_thw"][0]
+
+
 def image_processor_of(processors: Processors) -> ImageProcessor | None:
     """Return the image processor of a model; None if it has no vision. Raises: as ImageProcessor."""
     if not processors.family.has_vision:
@@ -76,8 +162,25 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
     )
 
 
-def _content_hash(patches: torch.Tensor, grid: torch.Tensor) -> str:
-    """Return the SHA-256 of an image's shape and pixel values, in hexadecimal."""
+def video_processor_of(processors: Processors) -> VideoProcessor | None:
+    """Return the video processor of a model; None if it takes no videos. Raises: as VideoProcessor."""
+    family = processors.family
+    if processors.video_processor is None:
+        return None
+    assert processors.image_processor is not None
+    size = processors.image_processor.size
+    return VideoProcessor(
+        processors.video_processor,
+        spatial_merge=family.spatial_merge(processors.hf_config),
+        frame_limits=(size["shortest_edge"], size["longest_edge"]),
+        counts_all=family.video == "timestamps",
+    )
+
+
+def _content_hash(patches: torch.Tensor, grid: torch.Tensor, seconds: float | None = None) -> str:
+    """Return the SHA-256 of shape and pixel values, and a video's pace, on which positions depend, in hexadecimal."""
     digest = hashlib.sha256(grid.numpy().tobytes())
+    if seconds is not None:
+        digest.update(f"{seconds!r} seconds".encode())
     digest.update(patches.numpy().data)
     return digest.hexdigest()

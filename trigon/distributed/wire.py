@@ -1,4 +1,5 @@
-"""What moves between driver and workers, as bytes: token ids, floats, and images as their files; never pixels.
+"""What moves between driver and workers, as bytes: token ids, floats, and images and videos as their files; never
+pixels.
 
     message   [ section ][ section ] ... [ section ]
     section   [ count ][ length of each of its items ][ the items, end to end ]
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from trigon.types import (
     Completion,
-    EncodedImages,
+    EncodedMedia,
     FinishReason,
+    MediaKind,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -36,11 +38,12 @@ from trigon.types import (
 Item = TypeVar("Item")
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+_MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _NO_VALUES = torch.empty(0, dtype=torch.float32)
 
 
 def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
-    """Return prompts without their text, answer, row and image_refs. Their images must be files, not processed."""
+    """Return prompts without their text, answer, row and image_refs. Images and videos must be files."""
     writer = _Writer()
     _write_prompts(writer, prompts)
     return writer.message()
@@ -158,37 +161,39 @@ def decode_logprobs(message: bytes) -> list[list[Tensor]]:
 
 
 def _write_prompts(writer: _Writer, prompts: Sequence[Prompt]) -> None:
-    images = [_files(prompt) for prompt in prompts]
+    media = [_files(prompt) for prompt in prompts]
     writer.texts([prompt.prompt_id for prompt in prompts])
     writer.ints([prompt.token_ids for prompt in prompts])
-    writer.ints([[len(each.encoded) for each in images]])
-    writer.files([file for each in images for file in each.encoded])
-    writer.texts([name for each in images for name in each.hashes])
+    writer.ints([[len(each.encoded) for each in media]])
+    writer.files([file for each in media for file in each.encoded])
+    writer.texts([name for each in media for name in each.hashes])
+    writer.ints([[_MEDIA_KINDS.index(each.kind) for each in media]])
 
 
 def _read_prompts(reader: _Reader) -> list[Prompt]:
     prompt_ids = reader.texts()
     token_ids = reader.ints()
-    [num_images] = reader.ints()
-    files = _in_rows(iter(reader.files()), num_images)
-    hashes = _in_rows(iter(reader.texts()), num_images)
+    [num_files] = reader.ints()
+    files = _in_rows(iter(reader.files()), num_files)
+    hashes = _in_rows(iter(reader.texts()), num_files)
+    [kinds] = reader.ints()
     return [
         Prompt(
             prompt_id=prompt_id,
             token_ids=ids,
-            vision=EncodedImages(tuple(encoded), tuple(names)) if encoded else None,
+            vision=EncodedMedia(tuple(encoded), tuple(names), _MEDIA_KINDS[kind]) if encoded else None,
             text="",
             answer=None,
             row={},
             image_refs=(),
         )
-        for prompt_id, ids, encoded, names in zip(prompt_ids, token_ids, files, hashes, strict=True)
+        for prompt_id, ids, encoded, names, kind in zip(prompt_ids, token_ids, files, hashes, kinds, strict=True)
     ]
 
 
-def _files(prompt: Prompt) -> EncodedImages:
+def _files(prompt: Prompt) -> EncodedMedia:
     assert not isinstance(prompt.vision, Vision), f"{prompt.prompt_id}: pixels do not travel; build it with files"
-    return EncodedImages((), ()) if prompt.vision is None else prompt.vision
+    return EncodedMedia((), ()) if prompt.vision is None else prompt.vision
 
 
 # A sequence has at least one token, so that an empty tensor is free to stand for None.

@@ -24,6 +24,9 @@ class Family:
     has_vision: whether a vision tower feeds image features into the language model.
     rope: "mrope" rotates by three positions (time, height, width), "1d" by one.
     deepstack: whether the vision tower also feeds the first decoder layers, besides the embeddings.
+    video: how a prompt tells the time in a video: "patches", each temporal patch is one position after the last;
+    "seconds", their positions are as far apart as the seconds between them; "timestamps", each temporal patch is a
+    block of its own behind its time as text. "none": no videos.
     language_path, vision_path: where the language model (without its head) and the vision tower are, seen from the
     whole model; vision_path is empty for a text family.
     checkpoint_prefixes: (beginning of a parameter's name in memory, the same in a checkpoint), first match wins.
@@ -36,6 +39,7 @@ class Family:
     language_path: str
     vision_path: str
     checkpoint_prefixes: tuple[tuple[str, str], ...]
+    video: Literal["none", "patches", "seconds", "timestamps"] = "none"
 
     def language_model(self, model: nn.Module) -> Any:
         """Return the decoder stack, a transformers module: embeddings, layers and final norm."""
@@ -62,6 +66,11 @@ class Family:
         self._require_vision()
         return int(hf_config.image_token_id)
 
+    def video_token_id(self, hf_config: Any) -> int:
+        """Return the placeholder that stands in a prompt once for every token of a video."""
+        self._require_vision()
+        return int(hf_config.video_token_id)
+
     def media_token_ids(self, hf_config: Any) -> tuple[int, ...]:
         """Return every token that only a processor may write and no policy may sample; none for a text family."""
         if not self.has_vision:
@@ -76,8 +85,8 @@ class Family:
     def _require_vision(self) -> None:
         if not self.has_vision:
             raise ModelError(
-                f"A {self.model_type!r} model has no vision tower, so it cannot take images. Train a vision-language "
-                "model, or a dataset without images."
+                f"A {self.model_type!r} model has no vision tower, so it cannot take images or videos. Train a "
+                "vision-language model, or a dataset of text alone."
             )
 
 
@@ -105,6 +114,7 @@ _FAMILIES = {
             vision_path="model.visual",
             # Published checkpoints keep the names of the family's first release.
             checkpoint_prefixes=(("model.language_model.", "model."), ("model.visual.", "visual.")),
+            video="seconds",
         ),
         Family(
             model_type="qwen3_vl",
@@ -114,6 +124,7 @@ _FAMILIES = {
             language_path="model.language_model",
             vision_path="model.visual",
             checkpoint_prefixes=(),
+            video="timestamps",
         ),
         _text_family("qwen2"),
         _text_family("qwen3"),

@@ -20,6 +20,7 @@ import torch
 from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention
 from trigon.models.families import Family, family_named
+from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -29,13 +30,15 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".o
 class Processors:
     """What turns text and images into a model's inputs, and what its config says about them.
 
-    tokenizer: a Hugging Face tokenizer. image_processor: a Hugging Face image processor, None for a text family.
+    tokenizer: a Hugging Face tokenizer. image_processor, video_processor: Hugging Face processors, None for a family
+    that takes no images, or no videos.
     hf_config: the model's config. stop_token_ids: the tokens that end an answer, none twice.
     banned_token_ids: the tokens that may never be sampled, since only a processor may write them.
     """
 
     tokenizer: Any
     image_processor: Any | None
+    video_processor: Any | None
     family: Family
     hf_config: Any
     stop_token_ids: tuple[int, ...]
@@ -43,13 +46,13 @@ class Processors:
 
 
 def model_folder(model_path: str) -> Path:
-    """Return the local folder of a model: the folder itself, or the Hugging Face Hub's copy, downloaded when needed.
+    """Return the local folder of a model: the folder itself, or a copy of the hub's (hub.py), downloaded when needed.
 
     Raises: ModelError if it is neither a model folder nor a reachable repository.
     """
     folder = Path(model_path).expanduser()
     if not folder.is_dir():
-        folder = _download(model_path)
+        folder = modelscope_folder(model_path, "model") if uses_modelscope() else _download(model_path)
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} holds no config.json, so it is no Hugging Face model. Point to a folder that `save_pretrained` "
@@ -59,17 +62,18 @@ def model_folder(model_path: str) -> Path:
 
 
 def _download(model_path: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(model_path, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]))
+        return Path(snapshot_download(model_path, ignore_patterns=list(UNREAD)))
     except (
         OSError,
         ValueError,
     ) as error:  # all of the Hub's errors about names, networks and permissions are one of these
         raise ModelError(
-            f"{model_path!r} is neither a folder on this machine nor a model that the Hugging Face Hub would give: "
-            f"{error}. Check the spelling, the network, and for a gated model the access token."
+            f"{model_path!r} is neither a folder on this machine nor a model that the Hugging Face Hub "
+            f"({constants.ENDPOINT}) would give: {error}. Check the spelling, the network, and for a gated model the "
+            "access token."
         ) from error
 
 
@@ -109,6 +113,7 @@ def load_processors(
     return Processors(
         tokenizer=tokenizer,
         image_processor=_load_image_processor(folder, min_pixels, max_pixels) if family.has_vision else None,
+        video_processor=_load_video_processor(folder) if family.video != "none" else None,
         family=family,
         hf_config=hf_config,
         stop_token_ids=_stop_token_ids(folder, tokenizer),
@@ -222,6 +227,15 @@ def _load_image_processor(folder: Path, min_pixels: int | None, max_pixels: int 
             f"Images would be enlarged to at least {smallest} pixels and shrunk to at most {largest}: min_pixels must "
             "not exceed max_pixels. Set both, or lower min_pixels."
         )
+    return processor
+
+
+def _load_video_processor(folder: Path) -> Any:
+    from transformers import AutoVideoProcessor
+
+    processor = AutoVideoProcessor.from_pretrained(folder)
+    if hasattr(processor, "cap_pixels_per_frame"):
+        processor.cap_pixels_per_frame = False  # each frame's limits are ours; unset, it warns that this will change
     return processor
 
 

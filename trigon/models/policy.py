@@ -1,8 +1,9 @@
 """The policy: a language model, with or without a vision tower, that says how likely each completion token was.
 
 Knows how the parts of a transformers model are put together for a packed row: embeddings, the vision tower once for
-each image, the decoder stack, the head; and the names of its weights in a checkpoint. Refuses to know losses, engines,
-and devices other than that of its weights. Whatever touches a weight happens inside forward, so that it can be sharded.
+each image or video, the decoder stack, the head; and the names of its weights in a checkpoint. Refuses to know losses,
+engines, and devices other than that of its weights. Whatever touches a weight happens inside forward, so that it can be
+sharded.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class Policy(nn.Module):
         deepstack: dict[str, Any] = {}
         if packed.pixel_values is not None and packed.grid_thw is not None:
             features, layered = self._see(packed.pixel_values, packed.grid_thw)
-            here = (token_ids == self.family.image_token_id(self.model.config))[None]
+            config = self.model.config
+            here = (token_ids == self.family.image_token_id(config)) | (token_ids == self.family.video_token_id(config))
+            here = here[None]
             if int(here.sum()) != len(features):
                 raise ModelError(
-                    f"A packed row has {int(here.sum())} image placeholder tokens, but its {len(packed.grid_thw)} "
-                    f"images give {len(features)} features. Build prompts and images with the same processor."
+                    f"A packed row has {int(here.sum())} placeholder tokens, but its {len(packed.grid_thw)} images and "
+                    f"videos give {len(features)} features. Build prompts and images with the same processor."
                 )
             embeddings = embeddings.masked_scatter(here[..., None], features.to(embeddings.dtype))
             if self.family.deepstack:
@@ -199,7 +202,9 @@ class Policy(nn.Module):
             weight.copy_(weights[name])
 
     def _see(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return features of all images, [image tokens, D], and with deepstack as many for each of the first layers."""
+        """Return features of all images and videos, [their tokens, D], and with deepstack as many for each of the first
+        layers.
+        """
         tower: Any = self.family.vision_tower(self.model)
         seen = tower(pixel_values.to(tower.device, tower.dtype), grid_thw=grid_thw.to(tower.device))
         return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []

@@ -17,7 +17,7 @@ from torch import Tensor
 from trigon.errors import EngineError, ModelError
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
-from trigon.models.positions import completion_positions, prompt_positions
+from trigon.models.positions import completion_positions, positions_of
 from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, NamedTensors, Prompt, SamplingParams, Vision
 
@@ -134,7 +134,7 @@ class TransformersEngine:
         )
         ids = torch.tensor(prompt.token_ids)
         vision = prompt.pixels()
-        positions = prompt_positions(ids, None if vision is None else vision.grid_thw, family, hf_config)
+        positions = positions_of(family, hf_config)(prompt)
         later = completion_positions(positions, sampling.max_tokens)
 
         cache = DynamicCache()
@@ -161,12 +161,13 @@ class TransformersEngine:
     def _forward(self, ids: Tensor, positions: Tensor, cache: Any, vision: Vision | None) -> Tensor:
         """Return the last logits, [B, 1, V].
 
-        Args: ids: [B, T]; positions: [A, T], the same in each row; vision: the images to look at.
+        Args: ids: [B, T]; positions: [A, T], the same in each row; vision: the images or videos to look at.
         """
-        images: dict[str, Tensor] = {}
+        media: dict[str, Tensor] = {}
         if vision is not None:
-            images["pixel_values"] = vision.pixel_values.to(self._device, self._model.dtype)
-            images["image_grid_thw"] = vision.grid_thw.to(self._device)
+            pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[vision.kind]
+            media[pixel_values] = vision.pixel_values.to(self._device, self._model.dtype)
+            media[f"{vision.kind}_grid_thw"] = vision.grid_thw.to(self._device)
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),
@@ -174,7 +175,7 @@ class TransformersEngine:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **images,
+            **media,
         )
         logits: Tensor = output.logits
         return logits

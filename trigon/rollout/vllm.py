@@ -105,6 +105,7 @@ class VllmEngine:
         # On the CPU vLLM 0.32 dies of a seeded request whose prompt it has split ("CPU Generator does not use offset").
         split = enable_chunked_prefill and device == "cuda"
         batched_tokens = max_num_batched_tokens if split else max(max_num_batched_tokens, max_model_len)
+        self._encoder_tokens = batched_tokens  # vLLM's encoder cache has room for as many, and for a largest image
         with _process_left_as_it_was(), warnings.catch_warnings():
             for deprecated in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", deprecated)  # what vLLM uses of torch is not the user's to mend
@@ -337,7 +338,15 @@ class VllmEngine:
                 "shorten either."
             )
         vision = prompt.pixels()
-        num_images = 0 if vision is None else len(vision.grid_thw)
+        num_images = len(vision.grid_thw) if vision is not None and vision.kind == "image" else 0
+        if vision is not None and vision.kind == "video":
+            longest = max(place.length for place in self._places(prompt, vision))
+            if longest > self._encoder_tokens:
+                raise EngineError(
+                    f"{prompt.prompt_id}: a video of {longest} tokens is more than vLLM's encoder cache holds; set "
+                    f"worker.rollout.max_num_batched_tokens, which is {self._encoder_tokens}, to as many, or lower "
+                    "data.video_fps, data.max_video_frames or data.max_pixels."
+                )
         if 0 < self._limit_images < num_images:
             raise EngineError(
                 f"{prompt.prompt_id}: it has {num_images} images, but worker.rollout.limit_images is "
@@ -351,39 +360,57 @@ class VllmEngine:
         vision = prompt.pixels()
         if vision is None:
             return tokens_input(list(prompt.token_ids))
-        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-        items = MultiModalKwargsItems.from_hf_inputs(
-            {"pixel_values": vision.pixel_values, "image_grid_thw": vision.grid_thw},
-            {
-                "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", vision.grid_thw.prod(-1)),
-                "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-            },
+        kind = vision.kind
+        pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[kind]
+        inputs = {pixel_values: vision.pixel_values, f"{kind}_grid_thw": vision.grid_thw}
+        fields = {
+            pixel_values: MultiModalFieldConfig.flat_from_sizes(kind, vision.grid_thw.prod(-1)),
+            f"{kind}_grid_thw": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+        }
+        if self._processors.family.video == "seconds" and kind == "video":
+            # In float64, in which vLLM counts on, so that its positions are those of models/positions.py.
+            inputs["second_per_grid_ts"] = torch.tensor(vision.temporal_patch_seconds, dtype=torch.float64)
+            fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+        items = MultiModalKwargsItems.from_hf_inputs(inputs, fields)
+        return mm_input(
+            list(prompt.token_ids), items, {kind: list(vision.hashes)}, {kind: self._places(prompt, vision)}
         )
-        places = [PlaceholderRange(offset, length) for offset, length in self._image_places(prompt, vision)]
-        return mm_input(list(prompt.token_ids), items, {"image": list(vision.hashes)}, {"image": places})
 
-    def _image_places(self, prompt: Prompt, vision: Vision) -> list[tuple[int, int]]:
-        """Return (first token, number of tokens) of each image in the prompt.
+    def _places(self, prompt: Prompt, vision: Vision) -> list[Any]:
+        """Return the vLLM PlaceholderRange of each image or video in the prompt.
 
-        Raises: EngineError if the prompt's placeholders are not those of its images.
+        Where a video tells times as text, its range reaches from the token before its first placeholder, by which vLLM
+        finds the first of its temporal patches, to its last placeholder, with a mask of those that are placeholders.
+        Raises: EngineError if the prompt's placeholders are not those of its images or videos.
         """
+        from vllm.multimodal.inputs import PlaceholderRange
+
         family, hf_config = self._processors.family, self._processors.hf_config
-        placeholder = family.image_token_id(hf_config)
+        match vision.kind:
+            case "image":
+                placeholder = family.image_token_id(hf_config)
+            case "video":
+                placeholder = family.video_token_id(hf_config)
+            case _:
+                assert_never(vision.kind)
+        is_placeholder = torch.tensor(prompt.token_ids) == placeholder
+        found = is_placeholder.nonzero()[:, 0]
         lengths = (vision.grid_thw.prod(-1) // family.spatial_merge(hf_config) ** 2).tolist()
-        places: list[tuple[int, int]] = []
-        start = 0
-        for length in lengths:
-            while start < len(prompt.token_ids) and prompt.token_ids[start] != placeholder:
-                start += 1
-            if prompt.token_ids[start : start + length] != (placeholder,) * length:
-                break
-            places.append((start, length))
-            start += length
-        if len(places) < len(lengths) or placeholder in prompt.token_ids[start:]:
+        spread = family.video == "timestamps" and vision.kind == "video"
+        places = []
+        if len(found) == sum(lengths):
+            for indices in torch.split(found, lengths):
+                start, end = int(indices[0]) - spread, int(indices[-1]) + 1
+                if not spread and end - start != len(indices):
+                    break
+                mask = is_placeholder[start:end] if spread else None
+                places.append(PlaceholderRange(start, end - start, is_embed=mask))
+        if len(places) < len(lengths):
             raise EngineError(
-                f"{prompt.prompt_id}: {prompt.token_ids.count(placeholder)} image placeholders do not match images of "
-                f"{lengths} tokens. Placeholders must be expanded, and never cut, when a prompt is built."
+                f"{prompt.prompt_id}: {len(found)} {vision.kind} placeholders do not match {vision.kind}s of {lengths} "
+                "tokens. Placeholders must be expanded, and never cut, when a prompt is built."
             )
         return places
 
@@ -436,7 +463,9 @@ def _vision_arguments(processors: Processors, limit_images: int) -> dict[str, An
     assert processors.image_processor is not None
     size = processors.image_processor.size
     return {
-        "limit_mm_per_prompt": {"video": 0} | ({"image": limit_images} if limit_images else {}),
+        # vLLM plans by the number of videos, and does not mind a prompt with more.
+        "limit_mm_per_prompt": {"video": int(processors.family.video != "none")}
+        | ({"image": limit_images} if limit_images else {}),
         # How large an image can be: vLLM sizes its encoder cache by it, and never processes one itself.
         "mm_processor_kwargs": {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
         "mm_device_do_normalize": False,  # the pixels that we hand over are normalised already

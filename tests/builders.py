@@ -1,0 +1,25 @@
+"""The PromptBuilder that most tests want."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trigon.data.prompts import PromptBuilder
+from trigon.models.load import Processors
+
+DEFAULTS: dict[str, Any] = {
+    "prompt_key": "problem",
+    "answer_key": "answer",
+    "image_key": "images",
+    "image_dir": None,
+    "format_prompt": None,
+    "system_prompt": None,
+    "max_prompt_length": 512,
+    "max_image_pixels": 1_000_000,
+    "limit_images": 0,
+}
+
+
+def make_builder(processors: Processors, **changes: Any) -> PromptBuilder:
+    """Return a builder for rows of problem, answer, images and videos, with these arguments changed."""
+    return PromptBuilder(processors, **(DEFAULTS | changes))

@@ -1,0 +1,184 @@
+"""A prompt with videos is what transformers' own processors make of it, token for token and pixel for pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import make_builder
+from oracle import load_hugging_face
+from videos import make_video
+
+from trigon.data.processed import ProcessedImages
+from trigon.data.videos import Sampling, open_video
+from trigon.data.vision import image_processor_of, video_processor_of
+from trigon.distributed.wire import decode_prompts, encode_prompts
+from trigon.models.load import Processors, load_processors
+from trigon.models.positions import completion_positions, positions_of
+from trigon.torchvision_stub import declare_operators
+from trigon.types import EncodedMedia, Prompt, Vision
+
+MODELS = ["qwen2_5_vl", "qwen3_vl"]
+SAMPLING = Sampling(fps=2.0, max_frames=6)
+
+# Sides longer than the video lasts, so that transformers agrees where the text goes on; and temporal patches of whole
+# seconds, since transformers 5.16 cuts fractions of them off.
+SHORT = {"frames": 30, "fps": 10, "width": 280, "height": 224}
+
+
+def row(problem: str, *videos: Any, **others: Any) -> dict[str, Any]:
+    return {"problem": problem, "answer": "1", "videos": list(videos), **others}
+
+
+def theirs(folder: Path, processors: Processors, problem: list[dict[str, str]], videos: list[bytes]) -> Any:
+    """Return what transformers makes of a question and all frames of its videos, chosen as we choose them."""
+    declare_operators()
+    from transformers import AutoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    processor = AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": problem}], tokenize=False, add_generation_prompt=True
+    )
+    chosen, metadata = [], []
+    for video in videos:
+        layout, frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
+        every = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=Sampling(1000.0, 768))[0]
+        fps = 1 / (every.seconds[1] - every.seconds[0])
+        indices = [round(second * fps) for second in layout.seconds]
+        chosen.append(np.stack(list(frames)))
+        metadata.append(VideoMetadata(len(every.seconds), fps=round(fps), frames_indices=indices))
+    return processor(
+        text=[text],
+        videos=chosen,
+        video_metadata=metadata,
+        do_sample_frames=False,
+        videos_kwargs={"size": size_of(processors, chosen[0])},
+        return_tensors="pt",
+    )
+
+
+def size_of(processors: Processors, frames: np.ndarray) -> dict[str, int]:
+    """Return the limits of an image for each frame, in the words of the video processor."""
+    times = len(frames) if processors.family.video == "timestamps" else 1
+    limits = processors.image_processor.size
+    return {edge: limits[edge] * times for edge in ("shortest_edge", "longest_edge")}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("clips", [(SHORT,), (SHORT, {**SHORT, "first": 5})], ids=["one", "two"])
+def test_prompts_are_those_of_transformers(
+    tiny_model: Callable[..., Path], model_type: str, clips: tuple[dict[str, int], ...]
+) -> None:
+    folder = tiny_model(model_type)
+    processors = load_processors(str(folder), max_pixels=280 * 280)
+    videos = [make_video(**clip) for clip in clips]
+    builder = make_builder(processors, max_prompt_length=2000, video_sampling=SAMPLING)
+    asked = row("See " + "<video>" * len(videos) + " and say.", *videos)
+    prompt = builder.build(asked, "train:0")
+    assert builder.count(asked) == builder.check(asked, "train:0") == len(prompt.token_ids)
+
+    problem = [
+        {"type": "text", "text": "See "},
+        *[{"type": "video"}] * len(videos),
+        {"type": "text", "text": " and say."},
+    ]
+    expected = theirs(folder, processors, problem, videos)
+    assert prompt.token_ids == tuple(expected["input_ids"][0].tolist())
+    vision = prompt.pixels()
+    assert vision is not None
+    assert vision.kind == "video"
+    assert torch.equal(vision.grid_thw, expected["video_grid_thw"])
+    torch.testing.assert_close(vision.pixel_values, expected["pixel_values_videos"], rtol=0, atol=0)
+    if "second_per_grid_ts" in expected:
+        assert vision.temporal_patch_seconds == tuple(expected["second_per_grid_ts"].tolist())
+
+    positions, shift = load_hugging_face(folder, torch.float32).model.get_rope_index(
+        expected["input_ids"],
+        mm_token_type_ids=expected["mm_token_type_ids"],
+        video_grid_thw=expected["video_grid_thw"],
+        second_per_grid_ts=expected.get("second_per_grid_ts"),
+    )
+    ours = positions_of(processors.family, processors.hf_config)(prompt)
+    assert torch.equal(ours, positions[:, 0])
+    assert completion_positions(ours, 1)[0, 0] == len(prompt.token_ids) + shift[0, 0]
+
+
+def test_a_long_video_pushes_the_text_behind_its_last_moment(tiny_vlm: Path) -> None:
+    """Where a video lasts longer than its sides are long, as in the papers and in vLLM: see models/positions.py."""
+    processors = load_processors(str(tiny_vlm))
+    builder = make_builder(processors, video_sampling=Sampling(fps=2.0, max_frames=768))
+    prompt = builder.build(row("<video>", make_video(frames=40, fps=2, width=56, height=56)), "train:0")
+    positions = positions_of(processors.family, processors.hf_config)(prompt)
+    video = torch.tensor(prompt.token_ids) == processors.hf_config.video_token_id
+    start = int(video.int().argmax())
+    assert processors.hf_config.vision_config.tokens_per_second == 4
+    assert positions[0, video].unique().tolist() == [start + 4 * second for second in range(20)]
+    behind = int(video.nonzero().max()) + 1
+    assert positions[:, behind].tolist() == [start + 4 * 19 + 1] * 3
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_prompts_that_travel_get_the_same_pixels(tiny_model: Callable[..., Path], model_type: str) -> None:
+    processors = load_processors(str(tiny_model(model_type)))
+    here = make_builder(processors, video_sampling=SAMPLING)
+    away = make_builder(processors, video_sampling=SAMPLING, process_images=False)
+    rows = [row("<video><video>?", make_video(), make_video(frames=5, first=2)), row("<video>?", make_video(fps=3))]
+    built = [here.build(each, f"train:{number}") for number, each in enumerate(rows)]
+    sent = [away.build(each, f"train:{number}") for number, each in enumerate(rows)]
+    assert away.video_processor is not None
+    assert away.video_processor.calls == 0
+    assert [prompt.token_ids for prompt in sent] == [prompt.token_ids for prompt in built]
+    assert [prompt.vision.kind for prompt in sent if isinstance(prompt.vision, EncodedMedia)] == ["video", "video"]
+
+    images, videos = image_processor_of(processors), video_processor_of(processors)
+    assert images is not None
+    assert videos is not None
+    processed = ProcessedImages(
+        images,
+        max_image_pixels=10**6,
+        num_workers=2,
+        max_bytes=10**8,
+        video_processor=videos,
+        video_sampling=SAMPLING,
+    )
+    try:
+        arrived = processed.of(decode_prompts(encode_prompts(sent)))
+        assert processed.of(decode_prompts(encode_prompts(sent)))[0].vision is arrived[0].vision
+    finally:
+        processed.close()
+    assert videos.calls == 2
+    for one, other in zip(built, arrived, strict=True):
+        assert_same_vision(one, other)
+
+
+def assert_same_vision(one: Prompt, other: Prompt) -> None:
+    left, right = one.pixels(), other.pixels()
+    assert isinstance(left, Vision)
+    assert isinstance(right, Vision)
+    assert torch.equal(left.pixel_values, right.pixel_values)
+    assert torch.equal(left.grid_thw, right.grid_thw)
+    assert (left.hashes, left.kind, left.temporal_patch_seconds) == (
+        right.hashes,
+        right.kind,
+        right.temporal_patch_seconds,
+    )
+
+
+def test_the_same_pictures_at_another_pace_are_another_video(tiny_vlm: Path) -> None:
+    """Engines know a video again by its hash, and keys and values depend on its pace."""
+    processor = video_processor_of(load_processors(str(tiny_vlm)))
+    assert processor is not None
+
+    def at_pace(seconds: float) -> Vision:
+        layout, frames = open_video(make_video(), where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
+        return processor.process([(replace(layout, temporal_patch_seconds=seconds), frames)])
+
+    slow, fast, again = at_pace(2.0), at_pace(1.0), at_pace(2.0)
+    assert torch.equal(slow.pixel_values, fast.pixel_values)
+    assert slow.hashes == again.hashes != fast.hashes

@@ -1,0 +1,163 @@
+"""Hub ids: asked of the mirror that HF_ENDPOINT names, or of ModelScope, and of nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import datasets
+import pytest
+
+from trigon.build import as_workers_need
+from trigon.config.load import load_config
+from trigon.data.sources import open_source
+from trigon.errors import ConfigError, DataError, ModelError
+from trigon.models.hub import VARIABLE, uses_modelscope
+from trigon.models.load import family_of_folder, model_folder
+
+OPEN_MODEL = "from trigon.models.load import model_folder as open_it"
+OPEN_DATA = "from trigon.data.sources import open_source as open_it"
+
+
+@pytest.fixture
+def mirror() -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of a server that has nothing, and the paths that it is asked for."""
+    asked: list[str] = []
+
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Nothing)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("opening", "error"), [(OPEN_MODEL, "ModelError"), (OPEN_DATA, "DataError")])
+def test_a_mirror_is_asked_in_place_of_the_hub(
+    mirror: tuple[str, list[str]], tmp_path: Path, opening: str, error: str
+) -> None:
+    address, asked = mirror
+    script = f"{opening}\ntry:\n    open_it('owner/thing')\nexcept Exception as e:\n    print(type(e).__name__, e)"
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.startswith(error), ran.stdout + ran.stderr
+    assert address in ran.stdout
+    assert "huggingface.co" not in ran.stdout
+    assert any("owner/thing" in path for path in asked)
+
+
+# A stand-in for the package, which finds "repositories" in a folder of the test and notes what it was asked.
+STAND_IN = """
+from pathlib import Path
+from modelscope.hub.errors import HubError
+
+HUB = Path({hub!r})
+
+def snapshot_download(model_id, *, ignore_patterns):
+    assert "*.bin" in ignore_patterns
+    return str(_found("models", model_id))
+
+def dataset_snapshot_download(dataset_id):
+    return str(_found("datasets", dataset_id))
+
+def _found(kind, name):
+    with (HUB / "asked").open("a") as asked:
+        asked.write(f"{{kind}}/{{name}}\\n")
+    if not (HUB / kind / name).is_dir():
+        raise HubError(f"no {{kind}}/{{name}}")
+    return HUB / kind / name
+"""
+
+
+@pytest.fixture
+def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the folder of a hub behind a stand-in for the package modelscope, which is chosen."""
+    package = tmp_path / "site" / "modelscope"
+    (package / "hub").mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN.format(hub=str(tmp_path)))
+    (package / "hub" / "__init__.py").write_text("")
+    (package / "hub" / "errors.py").write_text("class HubError(Exception):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv(VARIABLE, "1")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "modelscope"]:
+        del sys.modules[name]
+
+
+def test_models_come_from_modelscope(modelscope: Path, tiny_vlm: Path) -> None:
+    (modelscope / "models" / "owner").mkdir(parents=True)
+    (modelscope / "models" / "owner" / "tiny").symlink_to(tiny_vlm)
+    folder = model_folder("owner/tiny")
+    assert family_of_folder(folder).model_type == "qwen2_5_vl"
+    assert model_folder(str(tiny_vlm)) == tiny_vlm  # a folder is nobody's id
+    assert (modelscope / "asked").read_text() == "models/owner/tiny\n"
+
+
+def test_datasets_come_from_modelscope(modelscope: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", modelscope / "cache")
+    for split, count in (("train", 3), ("test", 2)):
+        path = modelscope / "datasets" / "owner" / "data" / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"problem": f"{i}?", "answer": str(i)}) + "\n" for i in range(count)))
+    source = open_source("owner/data@test")
+    assert (source.name, len(source.rows)) == ("test", 2)
+    assert len(open_source("owner/data").rows) == 3
+    assert (modelscope / "asked").read_text() == "datasets/owner/data\n" * 2
+
+
+def test_what_modelscope_does_not_have_is_named(modelscope: Path) -> None:
+    with pytest.raises(ModelError, match=r"'owner/none' is neither a folder .* that ModelScope would give"):
+        model_folder("owner/none")
+    with pytest.raises(DataError, match="nor a dataset that ModelScope would give"):
+        open_source("owner/none")
+
+
+def test_workers_are_given_the_folder(modelscope: Path, tiny_vlm: Path) -> None:
+    (modelscope / "models" / "owner").mkdir(parents=True)
+    (modelscope / "models" / "owner" / "tiny").symlink_to(tiny_vlm)
+    needed = ("data.train_files=a/b", "worker.reward.reward_function=math", "worker.rollout.n=2")
+    off = ("trainer.val_before_train=false", "trainer.val_freq=-1", "worker.actor.model.model_path=owner/tiny")
+    config = as_workers_need(load_config(None, (*needed, *off)).config)
+    assert config.worker.actor.model.model_path == str(modelscope / "models" / "owner" / "tiny")
+    assert config.worker.actor.model.tokenizer_path is None
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trigon\[modelscope\]'"):
+        model_folder("owner/tiny")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("True", True), ("0", False), ("", False), ("no", False)])
+def test_who_is_asked(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    assert uses_modelscope() is expected
+
+
+def test_an_odd_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "modelscope.cn")
+    with pytest.raises(
+        ConfigError, match=r"USE_MODELSCOPE_HUB is 'modelscope\.cn'; set it to 1 for ModelScope, or to 0"
+    ):
+        uses_modelscope()

@@ -1,0 +1,104 @@
+"""Where the bytes of an image or a video come from: memory, or a file in the one folder that a dataset may read.
+
+Knows paths and what careless or hostile ones look like. Refuses to know what is in a file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.types import MediaKind
+
+
+class _Reasons(NamedTuple):
+    missing: Reason
+    outside: Reason
+    unreadable: Reason
+
+
+_REASONS: dict[MediaKind, _Reasons] = {
+    "image": _Reasons("image_missing", "image_outside", "image_unreadable"),
+    "video": _Reasons("video_missing", "video_outside", "video_unreadable"),
+}
+
+
+def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
+    """Return the encoded bytes of a source, at least one, as a stream that the caller closes.
+
+    Args:
+        source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
+        where: what to call it in an error: "train:17/images/0".
+        image_dir: the folder to which relative paths belong and which no path may leave; None: no path is allowed.
+    Raises: UnusableRow.
+    """
+    reasons = _REASONS[kind]
+    if isinstance(source, Mapping):
+        source = source["bytes"] if source.get("bytes") is not None else source.get("path")
+    if isinstance(source, bytes | bytearray):
+        if not source:
+            raise UnusableRow(reasons.unreadable, f"{where}: it has zero bytes")
+        return io.BytesIO(source)
+    if not isinstance(source, str | Path) or not str(source):
+        found = "nothing" if source is None or source == "" else type(source).__name__
+        expected = "an image, bytes" if kind == "image" else "bytes"
+        raise UnusableRow(reasons.missing, f"{where}: expected {expected}, a path or {{bytes, path}}, got {found}")
+    path = _inside(str(source), kind, where, image_dir)
+    try:
+        if not path.is_file():
+            raise UnusableRow(reasons.missing, f"{where}: no such file: {path}")
+        stream = path.open("rb")
+    except (OSError, ValueError) as error:
+        raise UnusableRow(reasons.missing, f"{where}: {path} cannot be opened: {in_one_line(error)}") from error
+    if not stream.peek(1):
+        stream.close()
+        raise UnusableRow(reasons.unreadable, f"{where}: {path} has zero bytes")
+    return stream
+
+
+def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> bytes:
+    """Return the encoded bytes of a source. Args and Raises: as open_bytes, and UnusableRow where reading fails."""
+    with open_bytes(source, kind, where=where, image_dir=image_dir) as stream:
+        try:
+            return stream.read()
+        except OSError as error:
+            reason = _REASONS[kind].unreadable
+            raise UnusableRow(reason, f"{where}: {in_one_line(error)}; replace or drop it") from error
+
+
+def file_name(source: Any) -> str:
+    """Return the file name under which people know an image or a video, or "" when it has none."""
+    path = source.get("path") if isinstance(source, Mapping) else source
+    return Path(path).name if isinstance(path, str | Path) else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error in one line, without the address of the stream that libraries put into it."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r" ?<_io\.\w+ .*>", " its bytes", text)
+
+
+def _inside(reference: str, kind: MediaKind, where: str, image_dir: Path | None) -> Path:
+    """Return the real path of a reference, which must lie in image_dir: a dataset may not read whatever it names."""
+    reasons = _REASONS[kind]
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", reference):
+        raise UnusableRow(
+            reasons.outside, f"{where}: {reference[:80]!r} is a URL; download the {kind}s and set data.image_dir"
+        )
+    if image_dir is None:
+        raise UnusableRow(reasons.outside, f"{where}: the path {reference!r} needs data.image_dir to be set")
+    try:
+        folder = image_dir.resolve()
+        path = (folder / reference).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+        message = f"{where}: {reference[:80]!r} is not a path: {in_one_line(error)}"
+        raise UnusableRow(reasons.missing, message) from error
+    if not path.is_relative_to(folder):
+        raise UnusableRow(
+            reasons.outside, f"{where}: {reference!r} leads to {path}, outside {folder}; set data.image_dir"
+        )
+    return path
