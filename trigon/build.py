@@ -129,10 +129,11 @@ def run_training(
         plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
+        videos = any(each.shows_videos for each in (train_prompts, val_prompts) if each is not None)
         engines = (
-            open_engines(config, processors, plan, store, report, stack)
+            open_engines(config, processors, plan, store, report, stack, shows_videos=videos)
             if crew is None
-            else open_workers(config, plan, crew, store, report)
+            else open_workers(config, plan, crew, store, report, shows_videos=videos)
         )
         report.ledger(ledger(config, plan, val_prompts, engines))
         if checkpoint is not None:
@@ -342,7 +343,14 @@ class Place:
 
 
 def open_engines(
-    config: Config, processors: Processors, plan: Plan, store: CheckpointStore, report: Reporter, stack: ExitStack
+    config: Config,
+    processors: Processors,
+    plan: Plan,
+    store: CheckpointStore,
+    report: Reporter,
+    stack: ExitStack,
+    *,
+    shows_videos: bool,
 ) -> Engines:
     """Load the models and start the rollout engine in this process."""
     place = Place(choose_device(config), Alone())
@@ -351,7 +359,7 @@ def open_engines(
         stack.callback(trainer.close)
         check_space(config, store, (trainer.sizes(),))
     with report.phase("start rollout engine"):
-        rollout = open_rollout(config, processors, place)
+        rollout = open_rollout(config, processors, place, shows_videos=shows_videos)
         stack.callback(rollout.close)
     return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),))
 
@@ -506,7 +514,7 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: Pl
     )
 
 
-def open_rollout(config: Config, processors: Processors, place: Place) -> RolloutEngine:
+def open_rollout(config: Config, processors: Processors, place: Place, *, shows_videos: bool) -> RolloutEngine:
     """Start the engine that samples."""
     rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
@@ -536,6 +544,7 @@ def open_rollout(config: Config, processors: Processors, place: Place) -> Rollou
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
                 disable_log_stats=rollout.disable_log_stats,
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
+                shows_videos=shows_videos,
             )
         case "transformers":
             from trigon.rollout.transformers import TransformersEngine
@@ -618,13 +627,15 @@ def as_workers_need(config: Config) -> Config:
     )
 
 
-def open_workers(config: Config, plan: Plan, crew: Crew, store: CheckpointStore, report: Reporter) -> Engines:
+def open_workers(
+    config: Config, plan: Plan, crew: Crew, store: CheckpointStore, report: Reporter, *, shows_videos: bool
+) -> Engines:
     """Let every worker load its part of the models and start its rollout engine."""
     from trigon.distributed.crew import DISK_SECONDS
     from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTrainEngine
 
     with report.phase("load model and start rollout engine"):
-        build = partial(open_member, as_workers_need(config), plan)
+        build = partial(open_member, as_workers_need(config), plan, shows_videos)
         sizes = crew.all(lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS)
     check_space(config, store, sizes)
     return Engines(
@@ -648,7 +659,7 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[ProcessRanks,
     return ranks, look_around(ranks, model_path=model_path(config), run_folder=folder, sign=LOCK)
 
 
-def open_member(config: Config, plan: Plan, ranks: ProcessRanks) -> Member:
+def open_member(config: Config, plan: Plan, shows_videos: bool, ranks: ProcessRanks) -> Member:
     """Build what one worker is made of; runs in the workers, all together."""
     from trigon.distributed.worker import Member
 
@@ -658,7 +669,7 @@ def open_member(config: Config, plan: Plan, ranks: ProcessRanks) -> Member:
     return Member(
         trainer=trainer,
         reference=reference,
-        rollout=open_rollout(config, processors, place),
+        rollout=open_rollout(config, processors, place, shows_videos=shows_videos),
         images=open_images(config, processors),
         replica_rank=ranks.rank % config.worker.rollout.tensor_parallel_size,
     )

@@ -75,6 +75,7 @@ def scene(request: pytest.FixtureRequest, tiny_model: Any) -> Iterator[Scene]:
     engine: Any
     if name == "vllm":
         engine = VllmEngine(
+            shows_videos=True,
             **common,
             max_num_batched_tokens=MAX_MODEL_LEN,
             gpu_memory_utilization=0.5,

@@ -58,6 +58,11 @@ class Prompts(Protocol):
         ...
 
     @property
+    def shows_videos(self) -> bool:
+        """Whether there may be videos among them."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """The same for the same prompts drawn as often, wherever they lie."""
         ...
@@ -97,6 +102,11 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.row_indices)
+
+    @property
+    def shows_videos(self) -> bool:
+        """See Prompts."""
+        return self.builder.video_key in self._rows.column_names
 
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""

@@ -44,6 +44,11 @@ class MixedPrompts:
         number = bisect_right(starts, index) - 1
         return self.parts[number][index - starts[number]]
 
+    @property
+    def shows_videos(self) -> bool:
+        """Whether there may be videos among them."""
+        return any(part.shows_videos for part in self.parts)
+
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""
         places = ((start, part.index_of(prompt_id)) for start, part in zip(self._starts(), self.parts, strict=True))

@@ -75,10 +75,12 @@ class VllmEngine:
         skip_special_tokens: bool,
         disable_log_stats: bool,
         tensor_parallel_size: int | None = None,
+        shows_videos: bool = False,
     ) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
         Args:
+            shows_videos: whether a prompt may have videos, which can be long and so take more of the memory.
             tensor_parallel_size: consecutive ranks of torch.distributed's process group that hold one copy of the
                 model together; all of them must make the same calls. None: this process is alone.
             max_model_len: prompt and response together, in tokens.
@@ -125,7 +127,11 @@ class VllmEngine:
                     # The latter finds its place by RANK and LOCAL_RANK in the group of processes that is there.
                     distributed_executor_backend="uni" if tensor_parallel_size is None else "external_launcher",
                     tensor_parallel_size=tensor_parallel_size or 1,
-                    **(_vision_arguments(processors, limit_images) if processors.family.has_vision else {}),
+                    **(
+                        _vision_arguments(processors, limit_images, shows_videos)
+                        if processors.family.has_vision
+                        else {}
+                    ),
                     logprobs_mode="processed_logprobs",  # the default: those before temperature, top-k and top-p
                     generation_config="vllm",  # the model's own sampling defaults are not wanted
                     hf_overrides=dict(override_config),
@@ -459,13 +465,12 @@ class VllmEngine:
         )
 
 
-def _vision_arguments(processors: Processors, limit_images: int) -> dict[str, Any]:
+def _vision_arguments(processors: Processors, limit_images: int, shows_videos: bool) -> dict[str, Any]:
     assert processors.image_processor is not None
     size = processors.image_processor.size
     return {
         # vLLM plans by the number of videos, and does not mind a prompt with more.
-        "limit_mm_per_prompt": {"video": int(processors.family.video != "none")}
-        | ({"image": limit_images} if limit_images else {}),
+        "limit_mm_per_prompt": {"video": int(shows_videos)} | ({"image": limit_images} if limit_images else {}),
         # How large an image can be: vLLM sizes its encoder cache by it, and never processes one itself.
         "mm_processor_kwargs": {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
         "mm_device_do_normalize": False,  # the pixels that we hand over are normalised already
