@@ -1,17 +1,19 @@
 """What differs between the families of models that Trigon trains, in one table.
 
 Knows, for each `model_type` of a Hugging Face config: where the parts of the network lie, which tokens stand for
-images, which rule gives positions, and how a checkpoint spells a weight's name. Refuses to know how anything is
-computed, and to guess: a model that is not in the table is refused, since a vision model taken for a text model would
-train blind.
+images, which rule gives positions, and how a checkpoint spells its weights. Refuses to know how anything is computed,
+and to guess: a model that is not in the table is refused, since a vision model taken for a text model would train
+blind. docs/model-families.md says how to add a row.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
-from torch import nn
+from torch import Tensor, nn
 
 from trigon.errors import ModelError
 
@@ -27,6 +29,9 @@ class Family:
     language_path, vision_path: where the language model (without its head) and the vision tower are, seen from the
     whole model; vision_path is empty for a text family.
     checkpoint_prefixes: (beginning of a parameter's name in memory, the same in a checkpoint), first match wins.
+    experts: how a checkpoint holds the experts of a layer, which in memory are two stacks, gate_up_proj [E, 2I, D] and
+    down_proj [E, D, I]. "none": there are none. "apart": each of the 3E matrices by itself. "transposed": as stacks
+    with their last two dimensions swapped.
     """
 
     model_type: str
@@ -36,6 +41,7 @@ class Family:
     language_path: str
     vision_path: str
     checkpoint_prefixes: tuple[tuple[str, str], ...]
+    experts: Literal["none", "apart", "transposed"] = "none"
 
     def language_model(self, model: nn.Module) -> Any:
         """Return the decoder stack, a transformers module: embeddings, layers and final norm."""
@@ -46,11 +52,36 @@ class Family:
         return model.get_submodule(self.vision_path) if self.has_vision else None
 
     def checkpoint_name(self, parameter_name: str) -> str:
-        """Return the name under which `save_pretrained` writes a parameter of the model, and vLLM expects it."""
+        """Return what a parameter of the model is called in a checkpoint, where such names stay as they are."""
         for here, there in self.checkpoint_prefixes:
             if parameter_name.startswith(here):
                 return there + parameter_name.removeprefix(here)
         return parameter_name
+
+    def checkpoint_tensors(self, parameter_name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `save_pretrained` writes of a parameter, and vLLM expects: one tensor, or many of stacked experts.
+
+        parameter_name: in memory or as checkpoint_name gives it. parameter: whole, on any device ("meta" too). The
+        tensors are views of it, so that writing into them fills it.
+        """
+        name = self.checkpoint_name(parameter_name)
+        layer, stack = name.rpartition(".")[::2]
+        if self.experts == "none" or not layer.endswith(".experts"):
+            yield name, parameter
+            return
+        match self.experts:
+            case "transposed":
+                yield name, parameter.transpose(1, 2)
+            case "apart":
+                for expert, weight in enumerate(parameter):
+                    if stack == "gate_up_proj":
+                        gate, up = weight.chunk(2)
+                        yield f"{layer}.{expert}.gate_proj.weight", gate
+                        yield f"{layer}.{expert}.up_proj.weight", up
+                    else:
+                        yield f"{layer}.{expert}.{stack}.weight", weight
+            case _:
+                assert_never(self.experts)
 
     def spatial_merge(self, hf_config: Any) -> int:
         """Return how many patches, along each side, become one image token."""
@@ -81,7 +112,7 @@ class Family:
             )
 
 
-def _text_family(model_type: str) -> Family:
+def _text_family(model_type: str, experts: Literal["none", "apart"] = "none") -> Family:
     return Family(
         model_type=model_type,
         has_vision=False,
@@ -90,34 +121,46 @@ def _text_family(model_type: str) -> Family:
         language_path="model",
         vision_path="",
         checkpoint_prefixes=(),
+        experts=experts,
     )
+
+
+def _qwen_vision_family(
+    model_type: str,
+    *,
+    deepstack: bool = False,
+    checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
+    experts: Literal["none", "transposed"] = "none",
+) -> Family:
+    return Family(
+        model_type=model_type,
+        has_vision=True,
+        rope="mrope",
+        deepstack=deepstack,
+        language_path="model.language_model",
+        vision_path="model.visual",
+        checkpoint_prefixes=checkpoint_prefixes,
+        experts=experts,
+    )
+
+
+# Published checkpoints of the first two generations keep the names of the first release.
+_QWEN2_VL_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 _FAMILIES = {
     family.model_type: family
     for family in (
-        Family(
-            model_type="qwen2_5_vl",
-            has_vision=True,
-            rope="mrope",
-            deepstack=False,
-            language_path="model.language_model",
-            vision_path="model.visual",
-            # Published checkpoints keep the names of the family's first release.
-            checkpoint_prefixes=(("model.language_model.", "model."), ("model.visual.", "visual.")),
-        ),
-        Family(
-            model_type="qwen3_vl",
-            has_vision=True,
-            rope="mrope",
-            deepstack=True,
-            language_path="model.language_model",
-            vision_path="model.visual",
-            checkpoint_prefixes=(),
-        ),
+        _qwen_vision_family("qwen2_vl", checkpoint_prefixes=_QWEN2_VL_NAMES),
+        _qwen_vision_family("qwen2_5_vl", checkpoint_prefixes=_QWEN2_VL_NAMES),
+        _qwen_vision_family("qwen3_vl", deepstack=True),
+        _qwen_vision_family("qwen3_vl_moe", deepstack=True, experts="transposed"),
         _text_family("qwen2"),
+        _text_family("qwen2_moe", experts="apart"),
         _text_family("qwen3"),
+        _text_family("qwen3_moe", experts="apart"),
         _text_family("llama"),
+        _text_family("mistral"),
     )
 }
 
@@ -133,7 +176,15 @@ def family_of(hf_config: Any) -> Family:
 def family_named(model_type: str) -> Family:
     """Return the family with this `model_type`. Raises: ModelError as family_of does."""
     if model_type not in _FAMILIES:
+        near = difflib.get_close_matches(model_type, _FAMILIES, n=1, cutoff=0.7)
+        hint = f" The nearest is {near[0]!r}." if near else ""
         raise ModelError(
-            f"Models of type {model_type!r} are not supported. Supported are: {', '.join(sorted(_FAMILIES))}."
+            f"Models of type {model_type!r} are not supported.{hint} Supported are: "
+            f"{', '.join(supported_model_types())}. How to add one: docs/model-families.md."
         )
     return _FAMILIES[model_type]
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """Return every `model_type` in the table, sorted."""
+    return tuple(sorted(_FAMILIES))

@@ -1,8 +1,8 @@
 """Brings a Hugging Face folder into memory: processors without weights, or the model with every one of them.
 
 Knows folders, configs, tokenizers and `from_pretrained`, here and nowhere else. Refuses half a model: a missing,
-left-over or misshapen weight, dropout, a sliding window that is on, or an unknown family is an error before anything
-is computed. Knows nothing of training.
+left-over or misshapen weight, dropout, attention that is not full, or an unknown family is an error before anything is
+computed. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from trigon.models.families import Family, family_named
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are functions of the config alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +133,8 @@ def load_model(
     override_config: values of the model's config to replace, nested as the config is.
     Returns: a transformers PreTrainedModel.
     Raises: ModelError if the model is not found or not supported, if a weight is missing, left over or of the wrong
-    shape, if it has dropout or an active sliding window, or if override_config names something that the config does
-    not have.
+    shape, if it has dropout, layers without full attention or rotary positions that depend on a row's length, or if
+    override_config names something that the config does not have.
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
@@ -260,11 +263,41 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
             f"The model has attention_dropout = {dropout}. Log-probabilities must not be drawn by chance, so "
             f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
         )
-    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+    other_layers = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention"})
+    if other_layers == ["sliding_attention"] or (not other_layers and _has_window(text_config)):
         raise ModelError(
             "The model uses sliding window attention, which is not supported. Choose a model whose config has "
-            "use_sliding_window = false."
+            "use_sliding_window = false, or no sliding_window."
         )
+    if other_layers:
+        raise ModelError(
+            f"The model has layers of {', '.join(other_layers)}. Completions share their prompt's keys and values, "
+            "which only full attention keeps. Choose another model; docs/model-families.md says which."
+        )
+    rope_type = (getattr(text_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type not in _ROPE_TYPES:
+        raise ModelError(
+            f"The model's rotary positions are of type {rope_type!r}, of which the frequencies depend on how long a row "
+            "is. A packed row, a single sequence and vLLM would each compute something else. Supported are: "
+            f"{', '.join(_ROPE_TYPES)}."
+        )
+    if family.experts == "transposed" and _has_square_experts(text_config):
+        raise ModelError(
+            "The experts of this model are square, and transformers would load them without transposing them, in "
+            "silence. Choose another moe_intermediate_size."
+        )
+
+
+def _has_window(text_config: Any) -> bool:
+    """Tell whether a config without a list of layers has a window that a sequence can be longer than."""
+    layered = getattr(text_config, "layer_types", None) is not None
+    window = getattr(text_config, "sliding_window", None)
+    return not layered and bool(window) and window < text_config.max_position_embeddings
+
+
+def _has_square_experts(text_config: Any) -> bool:
+    inner = text_config.moe_intermediate_size
+    return text_config.hidden_size in (inner, 2 * inner)
 
 
 def _refuse_half_loaded(folder: Path, report: Mapping[str, Any]) -> None:

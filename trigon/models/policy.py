@@ -119,10 +119,11 @@ class Policy(nn.Module):
         return bool(adapters_of(self.model))
 
     def named_weights(self) -> NamedTensors:
-        """Iterate over all weights under the names that `save_pretrained` writes; a tied head is left out, as there.
+        """Iterate over all weights as `save_pretrained` writes them; a tied head is left out, as there.
 
         Adapters come merged into the weights beside which they learn, in these weights' dtype. Tensors are whole: a
-        sharded one is gathered, by all ranks at once, when its turn comes.
+        sharded one is gathered, by all ranks at once, when its turn comes. Otherwise they are views of what the model
+        holds; those of experts are not contiguous.
         """
         adapters = adapters_of(self.model)
         own = {half for adapter in adapters.values() for half in (adapter.lora_a, adapter.lora_b)}
@@ -135,12 +136,13 @@ class Policy(nn.Module):
             if adapter is not None:
                 lora_a, lora_b = whole(adapter.lora_a.detach()), whole(adapter.lora_b.detach())
                 weight = merged_weight(weight, lora_a, lora_b, adapter.scaling)
-            yield self.family.checkpoint_name(name), weight
+            yield from self.family.checkpoint_tensors(name, weight)
 
     def saved_tensors(self) -> NamedTensors:
         """Iterate over the live parameters that a checkpoint has to hold, sharded ones as they are.
 
-        All weights under named_weights' names; with LoRA the adapters alone, under peft's.
+        All weights under their names in a checkpoint, stacked experts as they are; with LoRA the adapters alone, under
+        peft's names.
         """
         if self.has_adapters:
             yield from adapter_tensors(self.model)

@@ -13,11 +13,24 @@ from pathlib import Path
 from typing import Any, Literal, assert_never, get_args
 
 import torch
+from safetensors.torch import save_file
 
 from trigon.errors import ModelError
+from trigon.models.families import Family, family_named
 from trigon.torchvision_stub import declare_operators
 
-TinyModelType = Literal["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3", "llama"]
+TinyModelType = Literal[
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+]
 
 VOCAB_ENTRIES = 1024
 MIN_IMAGE_TOKENS = 4
@@ -153,12 +166,13 @@ def make_tiny(
     declare_operators()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
+    family = family_named(model_type)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
     _save_processors(folder, tokenizer, model_type)
 
     config = _model_config(tokenizer, model_type, tie_word_embeddings)
-    auto_class = AutoModelForImageTextToText if _has_vision(model_type) else AutoModelForCausalLM
+    auto_class = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class.from_config(config, dtype=torch.float32)
@@ -167,11 +181,19 @@ def make_tiny(
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
     )
     model.save_pretrained(folder)
+    _save_as_published(folder, model, family)
     return folder
 
 
-def _has_vision(model_type: TinyModelType) -> bool:
-    return model_type in ("qwen2_5_vl", "qwen3_vl")
+def _save_as_published(folder: Path, model: Any, family: Family) -> None:
+    """Write the weights again if published checkpoints hold experts otherwise than transformers 5 writes them."""
+    if family.experts == "transposed":
+        tensors = {
+            name: tensor.detach().contiguous()
+            for here, parameter in model.named_parameters()
+            for name, tensor in family.checkpoint_tensors(here, parameter)
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _train_tokenizer() -> Any:
@@ -204,21 +226,23 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
     from transformers import (
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
 
     match model_type:
-        case "qwen2_5_vl":
+        case "qwen2_vl" | "qwen2_5_vl":
             sizes = _processor_sizes(patch_size=14)
-            processor = Qwen2_5_VLProcessor(
+            kind = Qwen2VLProcessor if model_type == "qwen2_vl" else Qwen2_5_VLProcessor
+            processor = kind(
                 image_processor=Qwen2VLImageProcessor(**sizes),
                 tokenizer=tokenizer,
                 video_processor=Qwen2VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
-        case "qwen3_vl":
+        case "qwen3_vl" | "qwen3_vl_moe":
             sizes = _processor_sizes(patch_size=16)
             processor = Qwen3VLProcessor(
                 image_processor=Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
@@ -226,7 +250,7 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 video_processor=Qwen3VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
-        case "qwen2" | "qwen3" | "llama":
+        case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" | "llama" | "mistral":
             processor = tokenizer
         case _:
             assert_never(model_type)
@@ -246,7 +270,18 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
     """Return the family's own config at toy widths. Heads are 32 wide, the least that vLLM's CPU attention takes."""
-    from transformers import LlamaConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3Config, Qwen3VLConfig
+    from transformers import (
+        LlamaConfig,
+        MistralConfig,
+        Qwen2_5_VLConfig,
+        Qwen2Config,
+        Qwen2MoeConfig,
+        Qwen2VLConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        Qwen3VLConfig,
+        Qwen3VLMoeConfig,
+    )
 
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -270,6 +305,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         "spatial_merge_size": 2,
         "initializer_range": INITIAL_STD,
     }
+    # Two of four experts for a token: some get none of a short row.
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": ROPE_THETA}
     tied = {"tie_word_embeddings": tie_word_embeddings}
     media = {
@@ -279,6 +316,24 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     }
     match model_type:
+        case "qwen2_vl":
+            # This family calls the width of its tower embed_dim, and what comes out of it hidden_size.
+            return Qwen2VLConfig(
+                text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
+                vision_config={
+                    "depth": 3,
+                    "embed_dim": 64,
+                    "hidden_size": text["hidden_size"],
+                    "mlp_ratio": 2,
+                    "num_heads": 2,
+                    "patch_size": 14,
+                    "temporal_patch_size": 2,
+                    "spatial_merge_size": 2,
+                    "initializer_range": INITIAL_STD,
+                },
+                **media,
+                **tied,
+            )
         case "qwen2_5_vl":
             # Windows of 2 x 2 image tokens: a drawing of 3 x 3 falls into four, so windows differ from full attention.
             return Qwen2_5_VLConfig(
@@ -287,10 +342,12 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **media,
                 **tied,
             )
-        case "qwen3_vl":
+        case "qwen3_vl" | "qwen3_vl_moe":
+            kind = Qwen3VLConfig if model_type == "qwen3_vl" else Qwen3VLMoeConfig
             # Six positions a side, one for each patch of a drawing of 96 x 96; others are interpolated.
-            return Qwen3VLConfig(
+            return kind(
                 text_config=text
+                | (experts | {"norm_topk_prob": True} if model_type == "qwen3_vl_moe" else {})
                 | {"head_dim": 32, "rope_parameters": rope | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
                 vision_config=vision
                 | {
@@ -304,9 +361,18 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
             )
         case "qwen2":
             return Qwen2Config(**text, **tied, rope_parameters=rope)
+        case "qwen2_moe":
+            return Qwen2MoeConfig(**text, **tied, **experts, shared_expert_intermediate_size=128, rope_parameters=rope)
         case "qwen3":
             return Qwen3Config(**text, **tied, head_dim=32, rope_parameters=rope)
+        case "qwen3_moe":
+            # The first of its two layers is dense, as a config may say of any.
+            return Qwen3MoeConfig(
+                **text, **tied, **experts, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=rope
+            )
         case "llama":
             return LlamaConfig(**text, **tied, rope_parameters=rope)
+        case "mistral":
+            return MistralConfig(**text, **tied, head_dim=32, sliding_window=None, rope_parameters=rope)
         case _:
             assert_never(model_type)
