@@ -25,6 +25,9 @@ from trigon.torchvision_stub import declare_operators
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 
 
+# What pre-tokenizers treat in different ways: spaces, newlines, contractions, numbers, accents, scripts, code.
+_SPELLING_TEST = "How many  sides?\n\n\tIt's 1234.5% of caf\u00e9 \u4e09\u89d2\u5f62; x_1 = [A2, 'b'] {\\boxed{7}}"
+
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are functions of the config alone
 
 
@@ -96,10 +99,8 @@ def load_processors(
     folder = model_folder(model_path)
     family = family_of_folder(folder)
     declare_operators()
-    from transformers import AutoTokenizer
-
     hf_config = _load_config(folder, trust_remote_code=trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = _load_tokenizer(
         folder if tokenizer_path is None else model_folder(tokenizer_path), trust_remote_code=trust_remote_code
     )
     if chat_template is not None:
@@ -211,6 +212,39 @@ def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
+def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Return a folder's tokenizer, which spells as its tokenizer.json does if there is one.
+
+    transformers 5 rebuilds some tokenizers from their class's name instead of that file, and DeepSeek-R1's distills of
+    Llama 3, byte-level as they are, name the class of Llama 2: rebuilt, they lose every space in silence.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if _spells_as_written(tokenizer, folder):
+        return tokenizer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if _spells_as_written(tokenizer, folder):
+        return tokenizer
+    raise ModelError(
+        f"transformers loads a tokenizer from {folder} that does not spell as its tokenizer.json says. Save the "
+        "tokenizer again with tokenizer_class = PreTrainedTokenizerFast in tokenizer_config.json."
+    )
+
+
+def _spells_as_written(tokenizer: Any, folder: Path) -> bool:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return True
+    from tokenizers import Tokenizer
+
+    written = Tokenizer.from_file(str(path))
+    written.no_truncation()
+    written.no_padding()
+    expected = written.encode(_SPELLING_TEST, add_special_tokens=False).ids
+    return bool(tokenizer(_SPELLING_TEST, add_special_tokens=False)["input_ids"] == expected)
+
+
 def _load_image_processor(folder: Path, min_pixels: int | None, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor
 
@@ -277,8 +311,8 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
     rope_type = (getattr(text_config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         raise ModelError(
-            f"The model's rotary positions are of type {rope_type!r}, of which the frequencies depend on how long a row "
-            "is. A packed row, a single sequence and vLLM would each compute something else. Supported are: "
+            f"The model's rotary positions are of type {rope_type!r}, with frequencies that depend on how long a row is. "
+            "A packed row, a single sequence and vLLM would each compute something else. Supported are: "
             f"{', '.join(_ROPE_TYPES)}."
         )
     if family.experts == "transposed" and _has_square_experts(text_config):

@@ -371,7 +371,15 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **text, **tied, **experts, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=rope
             )
         case "llama":
-            return LlamaConfig(**text, **tied, rope_parameters=rope)
+            # As Llama 3.1 has it, which divides the slowest frequencies.
+            stretched = {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+            return LlamaConfig(**text, **tied, rope_parameters=rope | stretched)
         case "mistral":
             return MistralConfig(**text, **tied, head_dim=32, sliding_window=None, rope_parameters=rope)
         case _:
