@@ -32,7 +32,7 @@ CHAT_TEMPLATE = """\
   {%- if message.role == 'user' -%}
     {{- '<\uff5cUser\uff5c>' + message.content -}}
   {%- elif message.role == 'assistant' -%}
-    {{- '<\uff5cAssistant\uff5c>' + message.content.split('</think>')[-1] + '<\uff5cend\u2581of\u2581sentence\uff5c>' -}}
+    {{- '<\uff5cAssistant\uff5c>' + message.content.split('</think>')[-1] + eos_token -}}
   {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<\uff5cAssistant\uff5c><think>\\n' -}}{%- endif -%}

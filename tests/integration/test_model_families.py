@@ -7,13 +7,13 @@ nothing; an export loads again, with transformers and in vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs
+from oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs, random_words
 from torch import Tensor
 
 from trigon.checkpoint.export import export_checkpoint
@@ -31,7 +31,15 @@ from trigon.types import Prompt, RolloutGroup, SamplingParams
 
 TEMPERATURE = 0.7
 SAMPLING = SamplingParams(n=3, temperature=TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
-TIED = ("qwen2_5_vl", "qwen3_vl_moe", "qwen2", "qwen3_moe", "llama")  # one of each kind; the others have their own head
+TIED = (
+    "qwen2_5_vl",
+    "qwen3_vl_moe",
+    "qwen2",
+    "qwen3_moe",
+    "llama",
+    "gemma",
+    "gemma3_text",
+)  # one of each kind; the others have their own head
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +73,20 @@ def test_every_family_has_a_tiny_model() -> None:
 
 
 def make_prompts(processors: Processors) -> list[Prompt]:
-    """Text alone; with images, one image and two of unlike shape."""
-    grids: list[list[tuple[int, int]]] = [[]]
+    """Short text and long, the latter beyond the tiny models' windows; one image, and two of unlike shape."""
+    short = make_prompt(processors, [], seed=0)
+    words = random_words(40, torch.Generator().manual_seed(1))
+    prompts = [short, replace(short, prompt_id="test:long", token_ids=tuple(words))]
     if processors.family.has_vision:
-        grids += [[(8, 6)], [(6, 10), (4, 4)]]
-    return [make_prompt(processors, wanted, seed=seed) for seed, wanted in enumerate(grids)]
+        prompts += [make_prompt(processors, grids, seed=2) for grids in ([(8, 6)], [(6, 10), (4, 4)])]
+    return prompts
 
 
 def make_groups(processors: Processors) -> list[RolloutGroup]:
     return [
         make_group(prompt, lengths, seed=10 + number)
         for number, (prompt, lengths) in enumerate(
-            zip(make_prompts(processors), ([2, 9], [4, 4, 4], [3, 7, 7, 1, 5]), strict=False)
+            zip(make_prompts(processors), ([2, 9], [4, 4, 4], [3, 7, 7, 1, 5], [6]), strict=False)
         )
     ]
 

@@ -192,16 +192,28 @@ def refused_config(folder: Path, tmp_path: Path, **changes: Any) -> str:
     return str(refusal.value)
 
 
-def test_a_window_that_sequences_can_exceed_is_refused_where_the_config_lists_no_layers(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    assert "sliding window" in refused_config(tiny_model("mistral"), tmp_path, sliding_window=4095)
-
-
 def test_a_window_as_long_as_any_sequence_is_none(tiny_model: TinyModel, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_model("mistral"), tmp_path / "model"))
-    edit_json(folder / "config.json", sliding_window=4096)
+    folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
+    edit_json(
+        folder / "config.json", use_sliding_window=True, sliding_window=4096, max_window_layers=0, layer_types=None
+    )
     assert load_model(str(folder), dtype=torch.float32, device="meta").config.sliding_window == 4096
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+def test_windows_are_taken_where_they_were_seen_to_be_right(tiny_model: TinyModel, model_type: str) -> None:
+    model = load_model(str(tiny_model(model_type)), dtype=torch.float32, device="meta")
+    assert model.config.sliding_window == 8
+
+
+@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_capped_logits_are_refused(tiny_model: TinyModel, tmp_path: Path, cap: str) -> None:
+    assert f"{cap} = 30.0" in refused_config(tiny_model("gemma3_text"), tmp_path, **{cap: 30.0})
+
+
+def test_a_model_that_sees_what_comes_later_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    refusal = refused_config(tiny_model("gemma3_text"), tmp_path, use_bidirectional_attention=True)
+    assert "attends to later tokens" in refusal
 
 
 def test_layers_of_another_kind_than_attention_are_refused_by_name(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -212,6 +224,12 @@ def test_layers_of_another_kind_than_attention_are_refused_by_name(tiny_model: T
 def test_rotary_positions_that_depend_on_the_rows_length_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     assert "of type 'dynamic'" in refused_config(tiny_model("llama"), tmp_path, rope_parameters=rope)
+
+
+def test_rotary_positions_are_looked_at_for_each_type_of_layer(tiny_model: TinyModel, tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    ropes = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic", "factor": 2.0}}
+    assert "of type 'dynamic'" in refused_config(tiny_model("gemma3_text"), tmp_path, rope_parameters=ropes)
 
 
 def test_experts_that_transformers_would_load_the_wrong_way_round_are_refused(

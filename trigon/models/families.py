@@ -32,6 +32,7 @@ class Family:
     experts: how a checkpoint holds the experts of a layer, which in memory are two stacks, gate_up_proj [E, 2I, D] and
     down_proj [E, D, I]. "none": there are none. "apart": each of the 3E matrices by itself. "transposed": as stacks
     with their last two dimensions swapped.
+    windows: whether layers whose attention is cut off by a sliding window were seen to agree with transformers and vLLM.
     """
 
     model_type: str
@@ -42,6 +43,7 @@ class Family:
     vision_path: str
     checkpoint_prefixes: tuple[tuple[str, str], ...]
     experts: Literal["none", "apart", "transposed"] = "none"
+    windows: bool = False
 
     def language_model(self, model: nn.Module) -> Any:
         """Return the decoder stack, a transformers module: embeddings, layers and final norm."""
@@ -112,7 +114,7 @@ class Family:
             )
 
 
-def _text_family(model_type: str, experts: Literal["none", "apart"] = "none") -> Family:
+def _text_family(model_type: str, *, experts: Literal["none", "apart"] = "none", windows: bool = False) -> Family:
     return Family(
         model_type=model_type,
         has_vision=False,
@@ -122,6 +124,7 @@ def _text_family(model_type: str, experts: Literal["none", "apart"] = "none") ->
         vision_path="",
         checkpoint_prefixes=(),
         experts=experts,
+        windows=windows,
     )
 
 
@@ -160,7 +163,9 @@ _FAMILIES = {
         _text_family("qwen3"),
         _text_family("qwen3_moe", experts="apart"),
         _text_family("llama"),
-        _text_family("mistral"),
+        _text_family("mistral", windows=True),
+        _text_family("gemma"),
+        _text_family("gemma3_text", windows=True),
     )
 }
 

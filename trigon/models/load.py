@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trigon.errors import ModelError
-from trigon.models.attention import use_group_attention
+from trigon.models.attention import use_group_attention, windows_of
 from trigon.models.families import Family, family_named
 from trigon.torchvision_stub import declare_operators
 
@@ -297,19 +297,27 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
             f"The model has attention_dropout = {dropout}. Log-probabilities must not be drawn by chance, so "
             f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
         )
-    other_layers = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention"})
-    if other_layers == ["sliding_attention"] or (not other_layers and _has_window(text_config)):
+    strange = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+    if strange:
         raise ModelError(
-            "The model uses sliding window attention, which is not supported. Choose a model whose config has "
-            "use_sliding_window = false, or no sliding_window."
+            f"The model has layers of {', '.join(strange)}. Completions share their prompt's keys and values, which "
+            "only attention keeps. Choose another model; docs/model-families.md says which."
         )
-    if other_layers:
+    longest = int(text_config.max_position_embeddings)
+    if not family.windows and any(window is not None and window < longest for window in windows_of(text_config)):
         raise ModelError(
-            f"The model has layers of {', '.join(other_layers)}. Completions share their prompt's keys and values, "
-            "which only full attention keeps. Choose another model; docs/model-families.md says which."
+            f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Choose a model "
+            "whose config has use_sliding_window = false, or no sliding_window."
         )
-    rope_type = (getattr(text_config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type not in _ROPE_TYPES:
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text_config, cap, None):
+            raise ModelError(
+                f"The model has {cap} = {getattr(text_config, cap)}, by which neither group attention nor the head "
+                "bounds logits. Choose another model; docs/model-families.md says which."
+            )
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise ModelError("The model attends to later tokens, so it cannot sample. Choose a causal language model.")
+    for rope_type in _rope_types(text_config) - {*_ROPE_TYPES}:
         raise ModelError(
             f"The model's rotary positions are of type {rope_type!r}, with frequencies that depend on how long a row is. "
             "A packed row, a single sequence and vLLM would each compute something else. Supported are: "
@@ -322,11 +330,11 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
         )
 
 
-def _has_window(text_config: Any) -> bool:
-    """Tell whether a config without a list of layers has a window that a sequence can be longer than."""
-    layered = getattr(text_config, "layer_types", None) is not None
-    window = getattr(text_config, "sliding_window", None)
-    return not layered and bool(window) and window < text_config.max_position_embeddings
+def _rope_types(text_config: Any) -> set[str]:
+    """Return the kinds of rotary positions; some families have one for each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    layered = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(part.get("rope_type", "default")) for part in layered or [parameters]}
 
 
 def _has_square_experts(text_config: Any) -> bool:

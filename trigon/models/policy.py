@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.attention import plan_attention
+from trigon.models.attention import plan_attention, windows_of
 from trigon.models.families import Family
 from trigon.models.logprobs import shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
@@ -80,7 +80,7 @@ class Policy(nn.Module):
             inputs_embeds=embeddings,
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
             use_cache=False,
-            group_plan=plan_attention(packed.spans, device),
+            group_plan=plan_attention(packed.spans, device, windows_of(language.config)),
             **deepstack,
         ).last_hidden_state[0]
         targets, sources = (positions.to(device) for positions in shifted(packed.spans))

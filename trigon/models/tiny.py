@@ -30,6 +30,8 @@ TinyModelType = Literal[
     "qwen3_moe",
     "llama",
     "mistral",
+    "gemma",
+    "gemma3_text",
 ]
 
 VOCAB_ENTRIES = 1024
@@ -250,7 +252,7 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 video_processor=Qwen3VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
-        case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" | "llama" | "mistral":
+        case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" | "llama" | "mistral" | "gemma" | "gemma3_text":
             processor = tokenizer
         case _:
             assert_never(model_type)
@@ -271,6 +273,8 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
     """Return the family's own config at toy widths. Heads are 32 wide, the least that vLLM's CPU attention takes."""
     from transformers import (
+        Gemma3TextConfig,
+        GemmaConfig,
         LlamaConfig,
         MistralConfig,
         Qwen2_5_VLConfig,
@@ -381,6 +385,21 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
             }
             return LlamaConfig(**text, **tied, rope_parameters=rope | stretched)
         case "mistral":
-            return MistralConfig(**text, **tied, head_dim=32, sliding_window=None, rope_parameters=rope)
+            # A window as its first release had; it cuts off most of a prompt.
+            return MistralConfig(**text, **tied, head_dim=32, sliding_window=8, rope_parameters=rope)
+        case "gemma":
+            return GemmaConfig(**text, **tied, head_dim=32, rope_parameters=rope)
+        case "gemma3_text":
+            ropes = {"sliding_attention": rope, "full_attention": rope | {"rope_theta": 100 * ROPE_THETA}}
+            layers = ["sliding_attention", "full_attention"]
+            return Gemma3TextConfig(
+                **text,
+                **tied,
+                head_dim=32,
+                query_pre_attn_scalar=32,
+                sliding_window=8,
+                layer_types=layers,
+                rope_parameters=ropes,
+            )
         case _:
             assert_never(model_type)
