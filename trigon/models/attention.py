@@ -10,6 +10,8 @@
                   x x x |     | x x
                   x x x |     | x x x
 
+A layer of a language model may have a sliding window besides: then what lies further back is masked, [P, P] in a prompt.
+
 Knows spans and lengths. Refuses to know models, positions and weights. Its functions are registered with
 transformers; what they need reaches them by keyword argument, never through a global, so that recomputation under
 gradient checkpointing sees the same plan.

@@ -32,7 +32,7 @@ class Family:
     experts: how a checkpoint holds the experts of a layer, which in memory are two stacks, gate_up_proj [E, 2I, D] and
     down_proj [E, D, I]. "none": there are none. "apart": each of the 3E matrices by itself. "transposed": as stacks
     with their last two dimensions swapped.
-    windows: whether layers whose attention is cut off by a sliding window were seen to agree with transformers and vLLM.
+    windows: whether attention that a sliding window cuts off was seen to agree with transformers' and vLLM's.
     """
 
     model_type: str

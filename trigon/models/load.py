@@ -306,7 +306,7 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
     longest = int(text_config.max_position_embeddings)
     if not family.windows and any(window is not None and window < longest for window in windows_of(text_config)):
         raise ModelError(
-            f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Choose a model "
+            f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Choose one "
             "whose config has use_sliding_window = false, or no sliding_window."
         )
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -319,7 +319,7 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
         raise ModelError("The model attends to later tokens, so it cannot sample. Choose a causal language model.")
     for rope_type in _rope_types(text_config) - {*_ROPE_TYPES}:
         raise ModelError(
-            f"The model's rotary positions are of type {rope_type!r}, with frequencies that depend on how long a row is. "
+            f"The model's rotary positions are of type {rope_type!r}, with frequencies that depend on a row's length. "
             "A packed row, a single sequence and vLLM would each compute something else. Supported are: "
             f"{', '.join(_ROPE_TYPES)}."
         )
