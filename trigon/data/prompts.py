@@ -99,6 +99,8 @@ class PromptBuilder:
         self.max_prompt_length = max_prompt_length
         self.image_processor = image_processor_of(processors)
         self._image_token_id = family.image_token_id(hf_config) if family.has_vision else None
+        wrap = [[getattr(processors.tokenizer, f"{name}_id")] for name in family.image_wrap or ()]
+        self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
         self._model_type = family.model_type
         self._format = None if format_prompt is None else _load_format(format_prompt)
         self._system_prompt = system_prompt
@@ -236,8 +238,10 @@ class PromptBuilder:
         image_tokens = tuple(self._image_tokens(width, height) for width, height in sizes)
         remaining = iter(image_tokens)
         token_ids: list[int] = []
+        before, after = self._image_wrap
         for token_id in template_ids:
-            token_ids.extend([token_id] * (next(remaining) if token_id == self._image_token_id else 1))
+            shown = token_id == self._image_token_id
+            token_ids.extend([*before, *[token_id] * next(remaining), *after] if shown else [token_id])
         if len(token_ids) > self.max_prompt_length:
             share = f" ({sum(image_tokens)} of them for images)" if image_tokens else ""
             limit = f"max_prompt_length={self.max_prompt_length}"

@@ -10,7 +10,7 @@
                   x x x |     | x x
                   x x x |     | x x x
 
-A layer of a language model may have a sliding window besides: then what lies further back is masked, [P, P] in a prompt.
+A layer of a language model may have a sliding window as well: what lies further back is masked, [P, P] in a prompt.
 
 Knows spans and lengths. Refuses to know models, positions and weights. Its functions are registered with
 transformers; what they need reaches them by keyword argument, never through a global, so that recomputation under
@@ -89,7 +89,8 @@ def windows_of(text_config: Any) -> tuple[int | None, ...]:
 
 
 def use_group_attention(model: Any, family: Family) -> None:
-    """Make a transformers model attend within groups: its language model by spans, its vision tower by windows.
+    """Make a transformers model attend within groups: its language model by spans, its vision tower by windows,
+    unless that sees tiles, which are a batch.
 
     The model then works only with the keyword argument that Policy passes, and has no padded path.
     """
@@ -99,7 +100,7 @@ def use_group_attention(model: Any, family: Family) -> None:
     AttentionInterface.register(WINDOW_ATTENTION, _window_attention)
     family.language_model(model).set_attn_implementation(GROUP_ATTENTION)
     tower = family.vision_tower(model)
-    if tower is not None:
+    if tower is not None and not family.tiles:
         # transformers 5.16 to 5.19 answer set_attn_implementation("...flash...") by looking for a downloadable kernel
         # of that name, registered or not; the config's own setter does not.
         tower.config._attn_implementation = WINDOW_ATTENTION

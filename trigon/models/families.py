@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
+import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
@@ -32,6 +33,10 @@ class Family:
     experts: how a checkpoint holds the experts of a layer, which in memory are two stacks, gate_up_proj [E, 2I, D] and
     down_proj [E, D, I]. "none": there are none. "apart": each of the 3E matrices by itself. "transposed": as stacks
     with their last two dimensions swapped.
+    tiles: whether the vision tower sees square tiles of one size, each as a whole, instead of patches of images of any
+    size. An image is then one or several tiles, and in its grid_thw time counts these.
+    projector_path: where that which follows such a tower is. vision_layers: where a tower's blocks are, seen from it.
+    image_wrap: which attributes of the tokenizer are the tokens around an image that chat templates leave out.
     windows: whether attention that a sliding window cuts off was seen to agree with transformers' and vLLM's.
     """
 
@@ -43,6 +48,10 @@ class Family:
     vision_path: str
     checkpoint_prefixes: tuple[tuple[str, str], ...]
     experts: Literal["none", "apart", "transposed"] = "none"
+    tiles: bool = False
+    projector_path: str = ""
+    vision_layers: str = "blocks"
+    image_wrap: tuple[str, str] | None = None
     windows: bool = False
 
     def language_model(self, model: nn.Module) -> Any:
@@ -50,8 +59,18 @@ class Family:
         return model.get_submodule(self.language_path)
 
     def vision_tower(self, model: nn.Module) -> Any | None:
-        """Return the vision tower, a transformers module, with its merger; None for a text family."""
+        """Return the vision tower, a transformers module, with its merger if that is in it; None for a text family."""
         return model.get_submodule(self.vision_path) if self.has_vision else None
+
+    def vision_modules(self, model: nn.Module) -> list[nn.Module]:
+        """Return all that only images pass through: the tower, and the projector behind it; none for a text family."""
+        return [model.get_submodule(path) for path in (self.vision_path, self.projector_path) if path]
+
+    def image_features(self, model: nn.Module, tiles: Tensor) -> Tensor:
+        """Return what the language model sees of tiles, [n, channels, height, width]: [image tokens, D]."""
+        seen: Any = model.get_submodule(self.vision_path.rpartition(".")[0])
+        features = seen.get_image_features(pixel_values=tiles, return_dict=True).pooler_output
+        return torch.cat([*features])
 
     def checkpoint_name(self, parameter_name: str) -> str:
         """Return what a parameter of the model is called in a checkpoint, where such names stay as they are."""
@@ -88,7 +107,26 @@ class Family:
     def spatial_merge(self, hf_config: Any) -> int:
         """Return how many patches, along each side, become one image token."""
         self._require_vision()
+        if self.tiles:
+            return round(1 / getattr(hf_config, "downsample_ratio", 1.0))
         return int(hf_config.vision_config.spatial_merge_size)
+
+    def patch_size(self, hf_config: Any) -> int:
+        """Return how many pixels a side of a patch has."""
+        self._require_vision()
+        return _side(hf_config.vision_config.patch_size)
+
+    def patches_per_side(self, hf_config: Any) -> int:
+        """Return how many patches a side of the smallest image has: of a tile, or of what becomes one token."""
+        if self.tiles:
+            return _side(hf_config.vision_config.image_size) // self.patch_size(hf_config)
+        return self.spatial_merge(hf_config)
+
+    def values_per_patch(self, hf_config: Any) -> int:
+        """Return how many pixel values a patch has, of all colours and, where images are doubled in time, of both."""
+        vision = hf_config.vision_config
+        planes = vision.num_channels if self.tiles else vision.in_channels * vision.temporal_patch_size
+        return int(planes) * self.patch_size(hf_config) ** 2
 
     def image_token_id(self, hf_config: Any) -> int:
         """Return the placeholder that stands in a prompt once for every image token."""
@@ -99,6 +137,8 @@ class Family:
         """Return every token that only a processor may write and no policy may sample; none for a text family."""
         if not self.has_vision:
             return ()
+        if self.tiles:
+            return (int(hf_config.image_token_id),)
         return (
             int(hf_config.image_token_id),
             int(hf_config.video_token_id),
@@ -112,6 +152,11 @@ class Family:
                 f"A {self.model_type!r} model has no vision tower, so it cannot take images. Train a vision-language "
                 "model, or a dataset without images."
             )
+
+
+def _side(size: Any) -> int:
+    """Return a length that a config may give for height and width."""
+    return int(size[0] if isinstance(size, list | tuple) else size)
 
 
 def _text_family(model_type: str, *, experts: Literal["none", "apart"] = "none", windows: bool = False) -> Family:
@@ -147,6 +192,29 @@ def _qwen_vision_family(
     )
 
 
+def _tile_family(
+    model_type: str, *, vision_layers: str, image_wrap: tuple[str, str] | None = None
+) -> Family:
+    return Family(
+        model_type=model_type,
+        has_vision=True,
+        rope="1d",
+        deepstack=False,
+        language_path="model.language_model",
+        vision_path="model.vision_tower",
+        checkpoint_prefixes=(
+            ("model.language_model.", "language_model.model."),
+            ("model.vision_tower.", "vision_tower."),
+            ("model.multi_modal_projector.", "multi_modal_projector."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+        tiles=True,
+        projector_path="model.multi_modal_projector",
+        vision_layers=vision_layers,
+        image_wrap=image_wrap,
+    )
+
+
 # Published checkpoints of the first two generations keep the names of the first release.
 _QWEN2_VL_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
@@ -158,6 +226,7 @@ _FAMILIES = {
         _qwen_vision_family("qwen2_5_vl", checkpoint_prefixes=_QWEN2_VL_NAMES),
         _qwen_vision_family("qwen3_vl", deepstack=True),
         _qwen_vision_family("qwen3_vl_moe", deepstack=True, experts="transposed"),
+        _tile_family("internvl", vision_layers="encoder.layer", image_wrap=("start_image_token", "end_image_token")),
         _text_family("qwen2"),
         _text_family("qwen2_moe", experts="apart"),
         _text_family("qwen3"),

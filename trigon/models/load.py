@@ -92,7 +92,7 @@ def load_processors(
 
     tokenizer_path: where the tokenizer lies, when elsewhere. chat_template: the Jinja text itself, replacing the
     tokenizer's own. min_pixels, max_pixels: the area to which the processor enlarges or shrinks an image; the model's
-    own limits when None.
+    own limits when None. Of no effect on a model that sees tiles of one size.
     Raises: ModelError if the model is not found or not supported, if no token ends an answer, if there is no chat
     template, or if min_pixels exceeds max_pixels.
     """
@@ -112,7 +112,7 @@ def load_processors(
         )
     return Processors(
         tokenizer=tokenizer,
-        image_processor=_load_image_processor(folder, min_pixels, max_pixels) if family.has_vision else None,
+        image_processor=_load_image_processor(folder, family, min_pixels, max_pixels) if family.has_vision else None,
         family=family,
         hf_config=hf_config,
         stop_token_ids=_stop_token_ids(folder, tokenizer),
@@ -245,9 +245,11 @@ def _spells_as_written(tokenizer: Any, folder: Path) -> bool:
     return bool(tokenizer(_SPELLING_TEST, add_special_tokens=False)["input_ids"] == expected)
 
 
-def _load_image_processor(folder: Path, min_pixels: int | None, max_pixels: int | None) -> Any:
+def _load_image_processor(folder: Path, family: Family, min_pixels: int | None, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor
 
+    if family.tiles:
+        return AutoImageProcessor.from_pretrained(folder)  # what it makes of an image is as large as a tile, always
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     # Given at loading, both become the `size` of the processor; given at each call, they are deprecated.
     processor = AutoImageProcessor.from_pretrained(

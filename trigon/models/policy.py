@@ -18,6 +18,7 @@ from trigon.models.attention import plan_attention, windows_of
 from trigon.models.families import Family
 from trigon.models.logprobs import shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
+from trigon.models.tiles import to_tiles
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
 
 
@@ -97,7 +98,8 @@ class Policy(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Return the parts that a sharded policy gathers one after the other: decoder layers and vision blocks."""
         tower = self.family.vision_tower(self.model)
-        return [*self.family.language_model(self.model).layers, *([] if tower is None else tower.blocks)]
+        blocks = () if tower is None else tower.get_submodule(self.family.vision_layers)
+        return [*self.family.language_model(self.model).layers, *blocks]
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward instead of keeping its activations. Sets train mode, which it needs."""
@@ -105,13 +107,12 @@ class Policy(nn.Module):
         self.train()
 
     def freeze_vision_tower(self) -> None:
-        """Keep the vision tower, its merger and adapters included, out of training. Does nothing for a text family.
+        """Keep the vision tower, its merger or projector and adapters, out of training. Nothing for a text family.
 
         Frozen before add_lora, it gets no adapters at all, which is faster.
         """
-        tower = self.family.vision_tower(self.model)
-        if tower is not None:
-            tower.requires_grad_(False)
+        for module in self.family.vision_modules(self.model):
+            module.requires_grad_(False)
 
     @property
     def has_adapters(self) -> bool:
@@ -182,14 +183,16 @@ class Policy(nn.Module):
     def _see(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return features of all images, [image tokens, D], and with deepstack as many for each of the first layers."""
         tower: Any = self.family.vision_tower(self.model)
+        if self.family.tiles:
+            tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
+            return self.family.image_features(self.model, tiles.to(tower.device, tower.dtype)), []
         seen = tower(pixel_values.to(tower.device, tower.dtype), grid_thw=grid_thw.to(tower.device))
         return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []
 
     def _empty_image(self) -> tuple[Tensor, Tensor]:
-        vision = self.model.config.vision_config
-        merge = self.family.spatial_merge(self.model.config)
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return torch.zeros(merge * merge, width), torch.tensor([[1, merge, merge]])
+        side = self.family.patches_per_side(self.model.config)
+        values = self.family.values_per_patch(self.model.config)
+        return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ TinyModelType = Literal[
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "internvl",
     "qwen2",
     "qwen2_moe",
     "qwen3",
@@ -37,6 +38,7 @@ TinyModelType = Literal[
 VOCAB_ENTRIES = 1024
 MIN_IMAGE_TOKENS = 4
 MAX_IMAGE_TOKENS = 64
+TILE_SIZE, TILE_TOKENS = 56, 4
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
 
@@ -170,7 +172,7 @@ def make_tiny(
 
     family = family_named(model_type)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _train_tokenizer()
+    tokenizer = _train_tokenizer(model_type)
     _save_processors(folder, tokenizer, model_type)
 
     config = _model_config(tokenizer, model_type, tie_word_embeddings)
@@ -198,7 +200,25 @@ def _save_as_published(folder: Path, model: Any, family: Family) -> None:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _train_tokenizer() -> Any:
+def _chat_layout(model_type: TinyModelType) -> dict[str, Any]:
+    """Return the tokenizer's arguments by which images get into a prompt.
+
+    InternVL's template writes one placeholder for an image, and its processor the tokens around it.
+    """
+    if model_type != "internvl":
+        return {"chat_template": _CHAT_TEMPLATE}
+    return {
+        "chat_template": _CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", ""),
+        "extra_special_tokens": {
+            "start_image_token": "<|vision_start|>",
+            "end_image_token": "<|vision_end|>",
+            "context_image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+        },
+    }
+
+
+def _train_tokenizer(model_type: TinyModelType) -> Any:
     """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens last."""
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
@@ -216,7 +236,7 @@ def _train_tokenizer() -> Any:
         vocab=learned["vocab"],
         merges=[tuple(pair) for pair in learned["merges"]],
         model_max_length=4096,
-        chat_template=_CHAT_TEMPLATE,
+        **_chat_layout(model_type),
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
     tokenizer.eos_token = "<|im_end|>"  # not before: the constructor would give it the first special id
@@ -226,6 +246,9 @@ def _train_tokenizer() -> Any:
 def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) -> None:
     """Write the tokenizer and, for a vision family, the image and video processors that its AutoProcessor wants."""
     from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLProcessor,
+        InternVLVideoProcessor,
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
         Qwen2VLProcessor,
@@ -252,6 +275,15 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 video_processor=Qwen3VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
+        case "internvl":
+            tile = {"size": {"height": TILE_SIZE, "width": TILE_SIZE}}
+            processor = InternVLProcessor(
+                image_processor=GotOcr2ImageProcessor(**tile, max_patches=4),
+                tokenizer=tokenizer,
+                video_processor=InternVLVideoProcessor(**tile),
+                image_seq_length=TILE_TOKENS,
+                chat_template=tokenizer.chat_template,
+            )
         case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" | "llama" | "mistral" | "gemma" | "gemma3_text":
             processor = tokenizer
         case _:
@@ -275,6 +307,7 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
     from transformers import (
         Gemma3TextConfig,
         GemmaConfig,
+        InternVLConfig,
         LlamaConfig,
         MistralConfig,
         Qwen2_5_VLConfig,
@@ -361,6 +394,22 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                     "deepstack_visual_indexes": [0, 1],
                 },
                 **media,
+                **tied,
+            )
+        case "internvl":
+            return InternVLConfig(
+                text_config=Qwen2Config(**text, rope_parameters=rope).to_dict(),
+                vision_config={
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": TILE_SIZE,
+                    "patch_size": 14,
+                    "initializer_range": INITIAL_STD,
+                },
+                image_token_id=media["image_token_id"],
+                image_seq_length=TILE_TOKENS,
                 **tied,
             )
         case "qwen2":

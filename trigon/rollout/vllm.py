@@ -23,6 +23,7 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors, model_folder
+from trigon.models.tiles import to_tiles
 from trigon.rollout.seeds import sample_seed
 from trigon.torchvision_stub import declare_operators
 from trigon.types import Completion, FinishReason, NamedTensors, Prompt, SamplingParams, Vision
@@ -354,13 +355,29 @@ class VllmEngine:
             return tokens_input(list(prompt.token_ids))
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-        items = MultiModalKwargsItems.from_hf_inputs(
-            {"pixel_values": vision.pixel_values, "image_grid_thw": vision.grid_thw},
-            {
-                "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", vision.grid_thw.prod(-1)),
-                "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-            },
-        )
+        family, hf_config = self._processors.family, self._processors.hf_config
+        if family.tiles:
+            counts = vision.grid_thw[:, 0]
+            items = MultiModalKwargsItems.from_hf_inputs(
+                {
+                    "pixel_values": to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config)),
+                    "image_num_patches": counts,
+                    "image_token_id": torch.tensor(family.image_token_id(hf_config)),
+                },
+                {
+                    "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", counts),
+                    "image_num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+                    "image_token_id": MultiModalFieldConfig.shared("image", len(counts), keep_on_cpu=True),
+                },
+            )
+        else:
+            items = MultiModalKwargsItems.from_hf_inputs(
+                {"pixel_values": vision.pixel_values, "image_grid_thw": vision.grid_thw},
+                {
+                    "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", vision.grid_thw.prod(-1)),
+                    "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+                },
+            )
         places = [PlaceholderRange(offset, length) for offset, length in self._image_places(prompt, vision)]
         return mm_input(list(prompt.token_ids), items, {"image": list(vision.hashes)}, {"image": places})
 
@@ -436,10 +453,13 @@ class VllmEngine:
 def _vision_arguments(processors: Processors, limit_images: int) -> dict[str, Any]:
     assert processors.image_processor is not None
     size = processors.image_processor.size
+    limits = {"crop_to_patches": True}
+    if not processors.family.tiles:
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     return {
         "limit_mm_per_prompt": {"video": 0} | ({"image": limit_images} if limit_images else {}),
         # How large an image can be: vLLM sizes its encoder cache by it, and never processes one itself.
-        "mm_processor_kwargs": {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
+        "mm_processor_kwargs": limits,
         "mm_device_do_normalize": False,  # the pixels that we hand over are normalised already
         "mm_processor_cache_gb": 0,  # every prompt brings its pixels along; there is nothing to look up
     }
