@@ -48,13 +48,10 @@ def padded_logprobs(
         token_ids[row, : len(sequence)] = sequence
         attention_mask[row, : len(sequence)] = 1
     images = {}
-    if prompt.vision is not None and hasattr(model.config, "downsample_ratio"):
-        patches, size = prompt.vision.pixel_values, model.config.vision_config.patch_size[0]
-        side = model.config.vision_config.image_size[0] // size
+    if prompt.vision is not None and not hasattr(model.config, "vision_start_token_id"):
+        patches, size, side = prompt.vision.pixel_values, 14, 4  # of the tiny models
         tiles = patches.view(-1, side, side, 3, size, size).permute(0, 3, 1, 4, 2, 5)
-        images = {
-            "pixel_values": tiles.reshape(-1, 3, side * size, side * size).repeat(len(completions), 1, 1, 1)
-        }
+        images = {"pixel_values": tiles.reshape(-1, 3, side * size, side * size).repeat(len(completions), 1, 1, 1)}
     elif prompt.vision is not None:
         images = {
             "pixel_values": prompt.vision.pixel_values.repeat(len(completions), 1),
@@ -87,8 +84,12 @@ def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, see
     if grids:
         family, config = processors.family, processors.hf_config
         side = family.patches_per_side(config)
-        # A tower that sees tiles gets as many as would show some such grid.
-        sizes = [(height // side, side, side) if family.tiles else (1, height, width) for height, width in grids]
+        # A tower that sees tiles gets as many as would show some such grid, where an image can be several.
+        several = hasattr(processors.image_processor, "crop_to_patches")
+        sizes = [
+            (height // side if several else 1, side, side) if family.tiles else (1, height, width)
+            for height, width in grids
+        ]
         begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
         for time, height, width in sizes:
             tokens = time * height * width // family.spatial_merge(config) ** 2

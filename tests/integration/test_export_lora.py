@@ -34,6 +34,7 @@ FAMILIES = [
     ("qwen2_moe", False),
     ("qwen3_moe", True),
     ("qwen3_vl_moe", False),
+    ("internvl", False),
 ]
 Edit = Callable[[dict[str, Any]], None]
 

@@ -78,7 +78,7 @@ def make_prompts(processors: Processors) -> list[Prompt]:
     words = random_words(40, torch.Generator().manual_seed(1))
     prompts = [short, replace(short, prompt_id="test:long", token_ids=tuple(words))]
     if processors.family.has_vision:
-        prompts += [make_prompt(processors, grids, seed=2) for grids in ([(8, 6)], [(6, 10), (4, 4)])]
+        prompts += [make_prompt(processors, grids, seed=2 + len(grids)) for grids in ([(8, 6)], [(6, 10), (4, 4)])]
     return prompts
 
 
@@ -136,7 +136,8 @@ def test_packed_equals_padded(tried: Tried) -> None:
     ours = {name: weight.grad for name, weight in tried.policy.model.named_parameters() if weight.grad is not None}
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        assert (ours[name] - gradient).norm() <= 1e-5 * (gradient.norm() or 1.0), name
+        # That of a key's bias is nothing but rounding, since it shifts all logits of a token alike.
+        assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("engine_name", ["vllm", "transformers"])

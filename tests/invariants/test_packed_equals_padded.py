@@ -18,7 +18,7 @@ from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
 # One of each kind of network; tests/integration/test_model_families.py goes through all families.
-VISION_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+VISION_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
 FAMILIES = [*VISION_FAMILIES, "qwen2", "qwen3", "qwen3_moe", "llama"]
 ONE_ROW = 1_000_000
 
@@ -224,7 +224,8 @@ def test_freezing_the_vision_tower_changes_no_other_gradient(tiny_model: TinyMod
     trained = packed_gradients(policy, processors, groups, ONE_ROW)
     policy.freeze_vision_tower()
     frozen = packed_gradients(policy, processors, groups, ONE_ROW)
-    assert frozen.keys() == {name for name in trained if not name.startswith("model.visual.")}
+    vision = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+    assert frozen.keys() == {name for name in trained if not name.startswith(vision)}
     for name, gradient in frozen.items():
         assert torch.equal(gradient, trained[name]), name
 

@@ -247,7 +247,8 @@ def folders_of(state: Path) -> list[str]:
 
 # -- learning -----------------------------------------------------------------------------------------------------
 
-VL, TIED, TEXT, EXPERTS = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False), ("qwen3_vl_moe", False)
+VL, TIED, TEXT = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False)
+EXPERTS, TILES = ("qwen3_vl_moe", False), ("internvl", False)
 LORA = {"lora_rank": 2, "max_tokens": ONE_GROUP}
 BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens": ONE_GROUP}
 
@@ -264,6 +265,7 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "text on 2": (TEXT, ON_TWO, FULL, {"terms": SEQ_KL_TERMS}),
             "text on 4": (TEXT, ON_FOUR, FULL, {"max_tokens": ONE_GROUP}),
             "experts on 2": (EXPERTS, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
+            "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
             "checkpointing": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),
             "frozen tower": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "freeze": True}),

@@ -16,7 +16,7 @@ def rows(heading: str) -> dict[str, list[str]]:
     found = {}
     for line in re.findall(r"^\| `.*\|$", section, flags=re.MULTILINE)[1:]:  # below the heading
         first, *others = (cell.strip() for cell in line.strip("|").split("|"))
-        found |= {name: others for name in re.findall(r"`([^`]+)`", first)}
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", first), others)
     return found
 
 

@@ -76,12 +76,16 @@ class TileProcessor(ImageProcessor):
 
         Raises: ModelError if the two disagree about the size of a tile.
         """
-        size, side = image_processor.size, patch_size * patches_per_side
+        cropped = getattr(image_processor, "do_center_crop", False)
+        size = image_processor.crop_size if cropped else image_processor.size
+        side = patch_size * patches_per_side
         if (size["height"], size["width"]) != (side, side):
             raise ModelError(
-                f"the image processor makes tiles of {size['width']} x {size['height']} pixels, the model sees {side} x "
-                f"{side}: mend their configs"
+                f"the image processor makes tiles of {size['width']} x {size['height']} pixels, "
+                f"the model sees {side} x {side}: mend their configs"
             )
+        # What such a model's processor asks of its image processor, whose own config says otherwise.
+        self._options = {"crop_to_patches": True} if hasattr(image_processor, "crop_to_patches") else {}
         self._image_processor = image_processor
         self._patch_size = patch_size
         self._side = patches_per_side
@@ -91,7 +95,9 @@ class TileProcessor(ImageProcessor):
 
     def image_tokens(self, width: int, height: int) -> int:
         """See ImageProcessor."""
-        tiles: int = self._image_processor.get_number_of_image_patches(height, width, dict(_INTO_TILES))
+        tiles: int = 1
+        if self._options:
+            tiles = self._image_processor.get_number_of_image_patches(height, width, dict(self._options))
         return tiles * self._side**2 // self._patches_per_token
 
     def process(self, images: Sequence[Image.Image]) -> Vision:
@@ -99,20 +105,15 @@ class TileProcessor(ImageProcessor):
         with self._lock:
             self._calls += 1
         features = self._image_processor(
-            images=list(images), return_tensors="pt", input_data_format="channels_first", **_INTO_TILES
+            images=list(images), return_tensors="pt", input_data_format="channels_first", **self._options
         )
-        tiles, counts = features["pixel_values"].to(torch.float32), torch.as_tensor(features["num_patches"]).tolist()
+        tiles = features["pixel_values"].to(torch.float32)
+        counts = [int(count) for count in features.get("num_patches", [1] * len(images))]
         return Vision(
             pixel_values=to_patches(tiles, self._patch_size).contiguous(),
             grid_thw=torch.tensor([(count, self._side, self._side) for count in counts]),
-            hashes=tuple(
-                _content_hash(part.contiguous(), torch.tensor(part.shape)) for part in tiles.split(counts)
-            ),
+            hashes=tuple(_content_hash(part.contiguous(), torch.tensor(part.shape)) for part in tiles.split(counts)),
         )
-
-
-# What the processors of these models ask of their image processors, whose own configs say otherwise.
-_INTO_TILES = {"crop_to_patches": True}
 
 
 def image_processor_of(processors: Processors) -> ImageProcessor | None:

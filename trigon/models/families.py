@@ -35,7 +35,8 @@ class Family:
     with their last two dimensions swapped.
     tiles: whether the vision tower sees square tiles of one size, each as a whole, instead of patches of images of any
     size. An image is then one or several tiles, and in its grid_thw time counts these.
-    projector_path: where that which follows such a tower is. vision_layers: where a tower's blocks are, seen from it.
+    tile_tower: the `model_type` of such a tower. projector_path: where that which follows it is.
+    vision_layers: where a tower's blocks are, seen from it.
     image_wrap: which attributes of the tokenizer are the tokens around an image that chat templates leave out.
     windows: whether attention that a sliding window cuts off was seen to agree with transformers' and vLLM's.
     """
@@ -49,6 +50,7 @@ class Family:
     checkpoint_prefixes: tuple[tuple[str, str], ...]
     experts: Literal["none", "apart", "transposed"] = "none"
     tiles: bool = False
+    tile_tower: str = ""
     projector_path: str = ""
     vision_layers: str = "blocks"
     image_wrap: tuple[str, str] | None = None
@@ -193,7 +195,7 @@ def _qwen_vision_family(
 
 
 def _tile_family(
-    model_type: str, *, vision_layers: str, image_wrap: tuple[str, str] | None = None
+    model_type: str, *, tile_tower: str, tower_name: str, vision_layers: str, image_wrap: tuple[str, str] | None = None
 ) -> Family:
     return Family(
         model_type=model_type,
@@ -204,11 +206,12 @@ def _tile_family(
         vision_path="model.vision_tower",
         checkpoint_prefixes=(
             ("model.language_model.", "language_model.model."),
-            ("model.vision_tower.", "vision_tower."),
+            ("model.vision_tower.", tower_name),
             ("model.multi_modal_projector.", "multi_modal_projector."),
             ("lm_head.", "language_model.lm_head."),
         ),
         tiles=True,
+        tile_tower=tile_tower,
         projector_path="model.multi_modal_projector",
         vision_layers=vision_layers,
         image_wrap=image_wrap,
@@ -226,7 +229,19 @@ _FAMILIES = {
         _qwen_vision_family("qwen2_5_vl", checkpoint_prefixes=_QWEN2_VL_NAMES),
         _qwen_vision_family("qwen3_vl", deepstack=True),
         _qwen_vision_family("qwen3_vl_moe", deepstack=True, experts="transposed"),
-        _tile_family("internvl", vision_layers="encoder.layer", image_wrap=("start_image_token", "end_image_token")),
+        _tile_family(
+            "internvl",
+            tile_tower="internvl_vision",
+            tower_name="vision_tower.",
+            vision_layers="encoder.layer",
+            image_wrap=("start_image_token", "end_image_token"),
+        ),
+        _tile_family(
+            "llava",
+            tile_tower="clip_vision_model",
+            tower_name="vision_tower.vision_model.",
+            vision_layers="encoder.layers",
+        ),
         _text_family("qwen2"),
         _text_family("qwen2_moe", experts="apart"),
         _text_family("qwen3"),

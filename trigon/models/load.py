@@ -299,6 +299,8 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
             f"The model has attention_dropout = {dropout}. Log-probabilities must not be drawn by chance, so "
             f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
         )
+    if family.tiles:
+        _refuse_unknown_parts(config, family)
     strange = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
     if strange:
         raise ModelError(
@@ -330,6 +332,33 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
             "The experts of this model are square, and transformers would load them without transposing them, in "
             "silence. Choose another moe_intermediate_size."
         )
+
+
+def _refuse_unknown_parts(config: Any, family: Family) -> None:
+    """Refuse a vision model that is put together of parts of which one is not known."""
+    text_config, vision_config = config.get_text_config(), config.vision_config
+    within = family_named(str(text_config.model_type))
+    if within.experts != "none" or within.windows or within.has_vision:
+        raise ModelError(
+            f"The language model within this {family.model_type!r} is a {within.model_type!r}, which it was never "
+            "tested with. Choose one with a qwen2, qwen3 or llama inside."
+        )
+    if vision_config.model_type != family.tile_tower:
+        raise ModelError(
+            f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; known is only "
+            f"{family.tile_tower!r}."
+        )
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        raise ModelError(
+            f"This {family.model_type!r} takes features from vision_feature_layer = {config.vision_feature_layer} by "
+            f"vision_feature_select_strategy = {config.vision_feature_select_strategy!r}, which is not supported."
+        )
+    for name, value in vision_config.to_dict().items():
+        if "drop" in name and value:
+            raise ModelError(
+                f"The vision tower has {name} = {value}. Log-probabilities must not be drawn by chance, so set it to 0 "
+                "in override_config under vision_config."
+            )
 
 
 def _rope_types(text_config: Any) -> set[str]:

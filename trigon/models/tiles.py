@@ -1,10 +1,10 @@
 """Tiles and patches: how images reach a vision tower that sees squares of one size, and how they travel until then.
 
-        tile   1 2 | 5 6      A tile of 4 x 4 pixels is four patches of 2 x 2, row by row:
-               3 4 | 7 8      [1 2 3 4], [5 6 7 8], [9 10 11 12], [13 14 15 16].
-               ---------
-               9 10|13 14     Patches are what a Vision holds, whatever the model, so that packing, sending and counting
-              11 12|15 16     know one kind of image. Knows shapes; refuses to know models and image processors.
+tile   1 2 | 5 6      A tile of 4 x 4 pixels is four patches of 2 x 2, row by row:
+       3 4 | 7 8      [1 2 3 4], [5 6 7 8], [9 10 11 12], [13 14 15 16].
+       ---------
+       9 10|13 14     Patches are what a Vision holds, whatever the model, so that packing, sending and counting
+      11 12|15 16     know one kind of image. Knows shapes; refuses to know models and image processors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def to_tiles(patches: Tensor, grid_thw: Tensor, patch_size: int) -> Tensor:
 
     Returns: [all tiles, channels, rows * patch_size, columns * patch_size].
     """
-    [[rows, columns]] = grid_thw[:, 1:].unique(dim=0).tolist()
+    rows, columns = grid_thw[0, 1:].tolist()
     channels = patches.shape[1] // patch_size**2
     cut = patches.reshape(-1, rows, columns, channels, patch_size, patch_size)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, rows * patch_size, columns * patch_size)

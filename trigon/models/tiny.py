@@ -25,6 +25,7 @@ TinyModelType = Literal[
     "qwen3_vl",
     "qwen3_vl_moe",
     "internvl",
+    "llava",
     "qwen2",
     "qwen2_moe",
     "qwen3",
@@ -41,6 +42,9 @@ MAX_IMAGE_TOKENS = 64
 TILE_SIZE, TILE_TOKENS = 56, 4
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
+
+# transformers 5.19 writes Qwen3-VL's experts without transposing them, and CLIP's names without what began them before.
+_PUBLISHED_OTHERWISE = ("qwen3_vl_moe", "llava")
 
 # Qwen's order: they follow the ordinary entries, and the last ids of the vocabulary are theirs.
 _SPECIAL_TOKENS = (
@@ -190,8 +194,8 @@ def make_tiny(
 
 
 def _save_as_published(folder: Path, model: Any, family: Family) -> None:
-    """Write the weights again if published checkpoints hold experts otherwise than transformers 5 writes them."""
-    if family.experts == "transposed":
+    """Write the weights again if published checkpoints hold them otherwise than transformers 5 writes them."""
+    if family.model_type in _PUBLISHED_OTHERWISE:
         tensors = {
             name: tensor.detach().contiguous()
             for here, parameter in model.named_parameters()
@@ -203,12 +207,15 @@ def _save_as_published(folder: Path, model: Any, family: Family) -> None:
 def _chat_layout(model_type: TinyModelType) -> dict[str, Any]:
     """Return the tokenizer's arguments by which images get into a prompt.
 
-    InternVL's template writes one placeholder for an image, and its processor the tokens around it.
+    InternVL's template writes one placeholder for an image, and its processor the tokens around it; LLaVA has none.
     """
-    if model_type != "internvl":
+    if model_type not in ("internvl", "llava"):
         return {"chat_template": _CHAT_TEMPLATE}
+    bare = _CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    if model_type == "llava":
+        return {"chat_template": bare, "extra_special_tokens": {"image_token": "<|image_pad|>"}}
     return {
-        "chat_template": _CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", ""),
+        "chat_template": bare,
         "extra_special_tokens": {
             "start_image_token": "<|vision_start|>",
             "end_image_token": "<|vision_end|>",
@@ -246,9 +253,11 @@ def _train_tokenizer(model_type: TinyModelType) -> Any:
 def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) -> None:
     """Write the tokenizer and, for a vision family, the image and video processors that its AutoProcessor wants."""
     from transformers import (
+        CLIPImageProcessor,
         GotOcr2ImageProcessor,
         InternVLProcessor,
         InternVLVideoProcessor,
+        LlavaProcessor,
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
         Qwen2VLProcessor,
@@ -284,6 +293,18 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 image_seq_length=TILE_TOKENS,
                 chat_template=tokenizer.chat_template,
             )
+        case "llava":
+            processor = LlavaProcessor(
+                image_processor=CLIPImageProcessor(
+                    size={"shortest_edge": TILE_SIZE}, crop_size={"height": TILE_SIZE, "width": TILE_SIZE}
+                ),
+                tokenizer=tokenizer,
+                patch_size=14,
+                vision_feature_select_strategy="default",
+                num_additional_image_tokens=1,
+                image_token="<|image_pad|>",
+                chat_template=tokenizer.chat_template,
+            )
         case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" | "llama" | "mistral" | "gemma" | "gemma3_text":
             processor = tokenizer
         case _:
@@ -309,6 +330,7 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         GemmaConfig,
         InternVLConfig,
         LlamaConfig,
+        LlavaConfig,
         MistralConfig,
         Qwen2_5_VLConfig,
         Qwen2Config,
@@ -410,6 +432,26 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 },
                 image_token_id=media["image_token_id"],
                 image_seq_length=TILE_TOKENS,
+                **tied,
+            )
+        case "llava":
+            # What the last but one of the tower's layers says is shown to the language model.
+            return LlavaConfig(
+                text_config=LlamaConfig(**text, rope_parameters=rope).to_dict(),
+                vision_config={
+                    "model_type": "clip_vision_model",
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 2,
+                    "image_size": TILE_SIZE,
+                    "patch_size": 14,
+                    "projection_dim": 64,
+                },
+                image_token_index=media["image_token_id"],
+                image_seq_length=(TILE_SIZE // 14) ** 2,
+                vision_feature_layer=-2,
+                vision_feature_select_strategy="default",
                 **tied,
             )
         case "qwen2":

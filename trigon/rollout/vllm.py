@@ -453,7 +453,7 @@ class VllmEngine:
 def _vision_arguments(processors: Processors, limit_images: int) -> dict[str, Any]:
     assert processors.image_processor is not None
     size = processors.image_processor.size
-    limits = {"crop_to_patches": True}
+    limits: dict[str, Any] = {}
     if not processors.family.tiles:
         limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     return {
