@@ -17,6 +17,7 @@ from oracle import group_of, load_hugging_face, padded_logprobs
 
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.data.prompts import PromptBuilder
+from trigon.errors import ModelError
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
@@ -90,6 +91,21 @@ def test_nothing_of_a_text_is_lost(distilled: Path) -> None:
     tokenizer = load_processors(str(distilled)).tokenizer
     text = "How many  sides?\n\n\tIt's 12, caf\u00e9."
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_a_tokenizer_that_cannot_be_loaded_as_it_was_written_is_refused(
+    distilled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_processors(str(distilled))  # declares what transformers wants
+    import transformers
+
+    def lowercase_only(*_: object, **__: object) -> object:
+        return transformers.Qwen2Tokenizer(vocab={chr(code): code for code in range(97, 123)}, merges=[])
+
+    for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lowercase_only)
+    with pytest.raises(ModelError, match=r"does not spell as its tokenizer\.json says"):
+        load_processors(str(distilled))
 
 
 def test_a_prompt_is_laid_out_in_their_own_tokens_with_one_beginning(distilled: Path) -> None:
