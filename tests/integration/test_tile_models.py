@@ -12,12 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import load_hugging_face
 from PIL import Image
+from safetensors.torch import save_file
+from test_model_families import (
+    SAMPLING,
+    changed_policy,
+    disagreement,
+    make_groups,
+    make_prompts,
+    open_engine,
+    oracle_logprobs,
+    packed_logprobs,
+)
 
 from trigon.data.prompts import PromptBuilder
 from trigon.data.vision import TileProcessor, image_processor_of
 from trigon.errors import ModelError
-from trigon.models.load import load_model, load_processors
+from trigon.models.families import family_named
+from trigon.models.load import auto_class, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.types import Vision
 
@@ -132,6 +145,47 @@ def test_freezing_holds_tower_and_projector(folder: Path) -> None:
         for name, _ in policy.model.named_parameters()
         if name.startswith(("model.vision_tower.", "model.multi_modal_projector."))
     }
+
+
+@pytest.mark.parametrize(("model_type", "inside"), [("internvl", "qwen3"), ("internvl", "llama"), ("llava", "qwen2")])
+def test_another_known_language_model_inside_is_scored_and_sampled_alike(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, inside: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(model_type), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    text = json.loads((tiny_model(inside) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    family = family_named(model_type)
+    weights = {
+        name: tensor.detach().contiguous()
+        for here, parameter in random_model(folder).named_parameters()
+        for name, tensor in family.checkpoint_tensors(here, parameter)
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    processors = load_processors(str(folder))
+    policy = changed_policy(folder, processors)
+    oracle = load_hugging_face(folder, torch.float32)
+    oracle.load_state_dict(policy.model.state_dict())
+    groups, prompts = make_groups(processors), make_prompts(processors)
+    with torch.no_grad():
+        expected = oracle_logprobs(oracle, processors, groups)
+        torch.testing.assert_close(packed_logprobs(policy, processors, groups), expected, atol=1e-5, rtol=0)
+    engine = open_engine("vllm", folder, processors)
+    try:
+        with engine.awake(policy.named_weights(), version=1):
+            answers = engine.generate(prompts, SAMPLING, step=1)
+    finally:
+        engine.close()
+    assert disagreement(policy, processors, prompts, answers) <= 1e-4
+
+
+def random_model(folder: Path) -> Any:
+    """Return a model of the folder's config with weights drawn by chance, under transformers' names."""
+    processors = load_processors(str(folder))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return auto_class(processors.family).from_config(processors.hf_config, dtype=torch.float32)
 
 
 def refused(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> str:
