@@ -199,7 +199,7 @@ def refused(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Non
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("inside", ["qwen3_moe", "mistral", "gpt2"])
+@pytest.mark.parametrize("inside", ["qwen3_moe", "mistral", "gemma", "gpt2"])
 def test_another_language_model_inside_is_refused(folder: Path, tmp_path: Path, inside: str) -> None:
     why = refused(folder, tmp_path, lambda config: config.update(text_config={"model_type": inside}))
     assert f"'{inside}'" in why

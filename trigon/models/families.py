@@ -82,7 +82,7 @@ class Family:
         return parameter_name
 
     def checkpoint_tensors(self, parameter_name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `save_pretrained` writes of a parameter, and vLLM expects: one tensor, or many of stacked experts.
+        """Yield what published checkpoints hold of a parameter, and vLLM expects: a tensor, or many of stacked experts.
 
         parameter_name: in memory or as checkpoint_name gives it. parameter: whole, on any device ("meta" too). The
         tensors are views of it, so that writing into them fills it.

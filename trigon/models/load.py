@@ -28,6 +28,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".o
 # What pre-tokenizers treat in different ways: spaces, newlines, contractions, numbers, accents, scripts, code.
 _SPELLING_TEST = "How many  sides?\n\n\tIt's 1234.5% of caf\u00e9 \u4e09\u89d2\u5f62; x_1 = [A2, 'b'] {\\boxed{7}}"
 
+_KNOWN_WITHIN = ("llama", "qwen2", "qwen3")  # language models of vision models that are put together of parts
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are functions of the config alone
 
 
@@ -337,11 +338,10 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
 def _refuse_unknown_parts(config: Any, family: Family) -> None:
     """Refuse a vision model that is put together of parts of which one is not known."""
     text_config, vision_config = config.get_text_config(), config.vision_config
-    within = family_named(str(text_config.model_type))
-    if within.experts != "none" or within.windows or within.has_vision:
+    if text_config.model_type not in _KNOWN_WITHIN:
         raise ModelError(
-            f"The language model within this {family.model_type!r} is a {within.model_type!r}, which it was never "
-            "tested with. Choose one with a qwen2, qwen3 or llama inside."
+            f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which it was never "
+            f"tested with. Choose one that has within it: {', '.join(_KNOWN_WITHIN)}."
         )
     if vision_config.model_type != family.tile_tower:
         raise ModelError(

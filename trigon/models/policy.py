@@ -120,7 +120,7 @@ class Policy(nn.Module):
         return bool(adapters_of(self.model))
 
     def named_weights(self) -> NamedTensors:
-        """Iterate over all weights as `save_pretrained` writes them; a tied head is left out, as there.
+        """Iterate over all weights as published checkpoints hold them; a tied head is left out.
 
         Adapters come merged into the weights beside which they learn, in these weights' dtype. Tensors are whole: a
         sharded one is gathered, by all ranks at once, when its turn comes. Otherwise they are views of what the model
