@@ -48,7 +48,11 @@ def padded_logprobs(
         token_ids[row, : len(sequence)] = sequence
         attention_mask[row, : len(sequence)] = 1
     images = {}
-    if prompt.vision is not None:
+    if prompt.vision is not None and not hasattr(model.config, "vision_start_token_id"):
+        patches, size, side = prompt.vision.pixel_values, 14, 4  # of the tiny models
+        tiles = patches.view(-1, side, side, 3, size, size).permute(0, 3, 1, 4, 2, 5)
+        images = {"pixel_values": tiles.reshape(-1, 3, side * size, side * size).repeat(len(completions), 1, 1, 1)}
+    elif prompt.vision is not None:
         images = {
             "pixel_values": prompt.vision.pixel_values.repeat(len(completions), 1),
             "image_grid_thw": prompt.vision.grid_thw.repeat(len(completions), 1),
@@ -79,18 +83,22 @@ def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, see
     vision = None
     if grids:
         family, config = processors.family, processors.hf_config
-        for height, width in grids:
-            tokens = height * width // family.spatial_merge(config) ** 2
-            image = [
-                config.vision_start_token_id,
-                *[family.image_token_id(config)] * tokens,
-                config.vision_end_token_id,
-            ]
-            token_ids += image + random_words(3, generator)
-        patch = processors.hf_config.vision_config.patch_size
+        side = family.patches_per_side(config)
+        # A tower that sees tiles gets as many as would show some such grid, where an image can be several.
+        several = hasattr(processors.image_processor, "crop_to_patches")
+        sizes = [
+            (height // side if several else 1, side, side) if family.tiles else (1, height, width)
+            for height, width in grids
+        ]
+        begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+        for time, height, width in sizes:
+            tokens = time * height * width // family.spatial_merge(config) ** 2
+            token_ids += [begin, *[family.image_token_id(config)] * tokens, end]
+            token_ids += random_words(3, generator)
+        patches = sum(time * height * width for time, height, width in sizes)
         vision = Vision(
-            pixel_values=torch.randn(sum(h * w for h, w in grids), 3 * 2 * patch * patch, generator=generator),
-            grid_thw=torch.tensor([(1, height, width) for height, width in grids]),
+            pixel_values=torch.randn(patches, family.values_per_patch(config), generator=generator),
+            grid_thw=torch.tensor(sizes),
             hashes=tuple(f"{seed}/{index}" for index in range(len(grids))),
         )
     return Prompt(

@@ -32,6 +32,9 @@ FAMILIES = [
     ("qwen2", False),
     ("qwen3", True),
     ("llama", True),
+    ("qwen2_vl", False),
+    ("qwen2_moe", True),
+    ("qwen3_moe", False),
 ]
 
 
@@ -47,7 +50,7 @@ def trained_policy(model_folder: Path) -> Policy:
 
 def save(root: Path, model_folder: Path, policy: Policy, *, step: int = 5, score: float | None = None):
     def write(actor: Path) -> None:
-        save_tensors(dict(policy.named_weights()), actor / "weights", group=None)
+        save_tensors(dict(policy.saved_tensors()), actor / "weights", group=None)
         save_tensors({"state": torch.zeros(1)}, actor / "optimizer", group=None)
         copy_side_files(model_folder, actor / "huggingface")
 

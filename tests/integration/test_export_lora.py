@@ -25,7 +25,17 @@ from trigon.models.policy import Policy
 from trigon.torchvision_stub import declare_operators
 from trigon.training.state import save_tensors
 
-FAMILIES = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen2", False), ("llama", True)]
+FAMILIES = [
+    ("qwen2_5_vl", False),
+    ("qwen2_5_vl", True),
+    ("qwen3_vl", False),
+    ("qwen2", False),
+    ("llama", True),
+    ("qwen2_moe", False),
+    ("qwen3_moe", True),
+    ("qwen3_vl_moe", False),
+    ("internvl", False),
+]
 Edit = Callable[[dict[str, Any]], None]
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from trigon.algorithms.importance import Correction
 from trigon.metrics import Metrics, merge, values
+from trigon.models.families import family_named
 from trigon.training.fsdp import Sharding
 
 FULL = Sharding(
@@ -267,6 +268,7 @@ def folders_of(state: Path) -> list[str]:
 # -- learning -----------------------------------------------------------------------------------------------------
 
 VL, TIED, TEXT = ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen2", False)
+EXPERTS, TILES = ("qwen3_vl_moe", False), ("internvl", False)
 LORA = {"lora_rank": 2, "max_tokens": ONE_GROUP}
 BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens": ONE_GROUP}
 
@@ -285,6 +287,8 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "full kl on 4": (VL, ON_FOUR, FULL, {"max_tokens": ONE_GROUP, "terms": FULL_KL_TERMS}),
             "full kl, lora": (VL, ON_TWO, FULL, LORA | {"terms": FULL_KL_TERMS}),
             "text on 4": (TEXT, ON_FOUR, FULL, {"max_tokens": ONE_GROUP}),
+            "experts on 2": (EXPERTS, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
+            "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
             "checkpointing": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),
             "frozen tower": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "freeze": True}),
@@ -302,7 +306,12 @@ def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, mo
     assert_learned_alike(many, one, CLOSE)
     assert_states_alike(tmp_path / "many", tmp_path / "one", CLOSE)
     if "lora_rank" not in options:
-        weights, stored = load(many[0].weights), tensors_in(tmp_path / "many" / "weights")
+        weights, family = load(many[0].weights), family_named(model[0])
+        stored = {
+            name: part
+            for saved_name, tensor in tensors_in(tmp_path / "many" / "weights").items()
+            for name, part in family.checkpoint_tensors(saved_name, tensor)
+        }
         assert weights.keys() == stored.keys()
         assert all(torch.equal(weights[name], stored[name]) for name in weights)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trigon.models.attention import group_attention, plan_attention, window_attention
+from trigon.models.attention import group_attention, plan_attention, window_attention, windows_of
 from trigon.types import GroupSpan
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -27,7 +29,7 @@ def states(tokens: int, key_heads: int, dtype: torch.dtype = torch.float64) -> l
     ]
 
 
-def dense_mask(spans: tuple[GroupSpan, ...]) -> Tensor:
+def dense_mask(spans: tuple[GroupSpan, ...], window: int | None = None) -> Tensor:
     """The definition: [T, T], true where a token may look."""
     tokens = spans[-1].completions[-1][1]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
@@ -37,6 +39,13 @@ def dense_mask(spans: tuple[GroupSpan, ...]) -> Tensor:
         for start, end in span.completions:
             mask[start:end, first:last] = True
             mask[start:end, start:end] = True
+            for token in range(start, end):  # as if it were alone behind its prompt
+                sees = mask[token].nonzero()[:, 0]
+                sees = sees[sees <= token]
+                if window is not None:
+                    mask[token, sees[:-window]] = False
+        if window is not None:
+            mask[first:last, first:last] &= torch.ones(last - first, last - first, dtype=torch.bool).triu(1 - window)
     return mask.tril()
 
 
@@ -69,6 +78,47 @@ def test_group_attention_equals_a_dense_mask_in_values_and_gradients(key_heads: 
     theirs = torch.autograd.grad((expected * weights).sum(), inputs)
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, atol=1e-13, rtol=0)
+
+
+def test_the_mask_of_a_window_of_two() -> None:
+    mask = dense_mask((GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 7))),), window=2)
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 100])
+def test_group_attention_within_a_window_equals_a_dense_mask_in_values_and_gradients(window: int) -> None:
+    inputs = states(18, KEY_HEADS)
+    plan = plan_attention(TWO_GROUPS, torch.device("cpu"), (None, window, None))
+    output = group_attention(*inputs, plan, scale=SCALE, window=window)
+    expected = scaled_dot_product_attention(
+        *inputs, attn_mask=dense_mask(TWO_GROUPS, window), scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(output, expected, atol=1e-14, rtol=0)
+    ours = torch.autograd.grad(output.pow(2).sum(), inputs)
+    theirs = torch.autograd.grad(expected.pow(2).sum(), inputs)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-13, rtol=0)
+
+
+def test_each_layer_has_the_window_that_its_config_says() -> None:
+    full = SimpleNamespace(num_hidden_layers=2, sliding_window=None)
+    windowed = SimpleNamespace(num_hidden_layers=2, sliding_window=5)
+    mixed = SimpleNamespace(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    off = SimpleNamespace(sliding_window=0, layer_types=["full_attention", "full_attention"])
+    assert [windows_of(config) for config in (full, windowed, mixed, off)] == [
+        (None, None),
+        (5, 5),
+        (5, None),
+        (None, None),
+    ]
 
 
 def test_group_attention_works_in_bfloat16() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trigon.errors import ModelError
 from trigon.models.families import family_named, family_of
@@ -19,9 +20,19 @@ VISION_CONFIG = SimpleNamespace(
 )
 
 
-def test_an_unknown_model_type_is_refused_with_the_supported_ones() -> None:
-    with pytest.raises(ModelError, match=r"'gpt2' are not supported.*llama, qwen2, qwen2_5_vl, qwen3, qwen3_vl"):
+def test_an_unknown_model_type_is_refused_with_the_supported_ones_and_a_page() -> None:
+    with pytest.raises(
+        ModelError, match=r"'gpt2' are not supported\. Supported are: .*llama, .*qwen3_vl.*docs/model-families\.md"
+    ):
         family_of(SimpleNamespace(model_type="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"), [("qwen3_5_moe", "qwen3_moe"), ("qwen2_audio", "qwen2_moe"), ("llama4", "llama")]
+)
+def test_the_nearest_supported_type_is_named(unknown: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=rf"The nearest is '{nearest}'\."):
+        family_named(unknown)
 
 
 def test_every_media_token_is_named() -> None:
@@ -45,8 +56,44 @@ def test_a_text_family_has_no_media_tokens_and_takes_no_images() -> None:
         ("qwen2_5_vl", "model.visual.merger.ln_q.weight", "visual.merger.ln_q.weight"),
         ("qwen2_5_vl", "lm_head.weight", "lm_head.weight"),
         ("qwen3_vl", "model.language_model.norm.weight", "model.language_model.norm.weight"),
+        ("qwen2_vl", "model.visual.blocks.0.mlp.fc1.bias", "visual.blocks.0.mlp.fc1.bias"),
         ("llama", "model.norm.weight", "model.norm.weight"),
     ],
 )
 def test_weights_have_their_published_names(model_type: str, here: str, in_checkpoint: str) -> None:
     assert family_named(model_type).checkpoint_name(here) == in_checkpoint
+
+
+def test_experts_are_written_apart_gates_first() -> None:
+    family = family_named("qwen3_moe")
+    stack = torch.arange(12.0).view(2, 2, 3)  # two experts, each a gate and an up of one row
+    parts = dict(family.checkpoint_tensors("model.layers.1.mlp.experts.gate_up_proj", stack))
+    assert {name: part.tolist() for name, part in parts.items()} == {
+        "model.layers.1.mlp.experts.0.gate_proj.weight": [[0.0, 1.0, 2.0]],
+        "model.layers.1.mlp.experts.0.up_proj.weight": [[3.0, 4.0, 5.0]],
+        "model.layers.1.mlp.experts.1.gate_proj.weight": [[6.0, 7.0, 8.0]],
+        "model.layers.1.mlp.experts.1.up_proj.weight": [[9.0, 10.0, 11.0]],
+    }
+    parts["model.layers.1.mlp.experts.0.up_proj.weight"].zero_()
+    assert stack[0].tolist() == [[0.0, 1.0, 2.0], [0.0, 0.0, 0.0]]
+    assert list(dict(family.checkpoint_tensors("model.layers.1.mlp.experts.down_proj", stack))) == [
+        "model.layers.1.mlp.experts.0.down_proj.weight",
+        "model.layers.1.mlp.experts.1.down_proj.weight",
+    ]
+
+
+def test_experts_are_written_transposed() -> None:
+    stack = torch.arange(12.0).view(2, 2, 3)
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    [(written_name, written)] = family_named("qwen3_vl_moe").checkpoint_tensors(name, stack)
+    assert written_name == name
+    assert written.tolist() == [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], [[6.0, 9.0], [7.0, 10.0], [8.0, 11.0]]]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_vl_moe"])
+def test_what_is_no_expert_is_written_as_it_is(model_type: str) -> None:
+    weight = torch.zeros(2, 3)
+    for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.gate.weight"):
+        [(written_name, written)] = family_named(model_type).checkpoint_tensors(name, weight)
+        assert written_name == name
+        assert written is weight

@@ -116,7 +116,7 @@ def test_a_model_without_a_chat_template_is_refused(copied: Path) -> None:
 
 def test_an_unsupported_model_is_refused_before_anything_is_loaded(copied: Path) -> None:
     edit_json(copied / "config.json", model_type="mamba")
-    with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported are: llama"):
+    with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported are: .*llama"):
         load_processors(str(copied))
 
 
@@ -181,6 +181,63 @@ def test_an_active_sliding_window_is_refused(tiny_model: TinyModel, tmp_path: Pa
     edit_json(folder / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
     with pytest.raises(ModelError, match="sliding window attention, which is not supported"):
         load_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def refused_config(folder: Path, tmp_path: Path, **changes: Any) -> str:
+    """Return why a model with this config is refused."""
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    edit_json(model / "config.json", **changes)
+    with pytest.raises(ModelError) as refusal:
+        load_model(str(model), dtype=torch.float32, device="meta")
+    return str(refusal.value)
+
+
+def test_a_window_as_long_as_any_sequence_is_none(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
+    edit_json(
+        folder / "config.json", use_sliding_window=True, sliding_window=4096, max_window_layers=0, layer_types=None
+    )
+    assert load_model(str(folder), dtype=torch.float32, device="meta").config.sliding_window == 4096
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+def test_windows_are_taken_where_they_were_seen_to_be_right(tiny_model: TinyModel, model_type: str) -> None:
+    model = load_model(str(tiny_model(model_type)), dtype=torch.float32, device="meta")
+    assert model.config.sliding_window == 8
+
+
+@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_capped_logits_are_refused(tiny_model: TinyModel, tmp_path: Path, cap: str) -> None:
+    assert f"{cap} = 30.0" in refused_config(tiny_model("gemma3_text"), tmp_path, **{cap: 30.0})
+
+
+def test_a_model_that_sees_what_comes_later_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    refusal = refused_config(tiny_model("gemma3_text"), tmp_path, use_bidirectional_attention=True)
+    assert "attends to later tokens" in refusal
+
+
+def test_layers_of_another_kind_than_attention_are_refused_by_name(tiny_model: TinyModel, tmp_path: Path) -> None:
+    layers = ["linear_attention", "full_attention"]
+    assert "layers of linear_attention." in refused_config(tiny_model("qwen2"), tmp_path, layer_types=layers)
+
+
+def test_rotary_positions_that_depend_on_the_rows_length_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    assert "of type 'dynamic'" in refused_config(tiny_model("llama"), tmp_path, rope_parameters=rope)
+
+
+def test_rotary_positions_are_looked_at_for_each_type_of_layer(tiny_model: TinyModel, tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    ropes = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic", "factor": 2.0}}
+    assert "of type 'dynamic'" in refused_config(tiny_model("gemma3_text"), tmp_path, rope_parameters=ropes)
+
+
+def test_experts_that_transformers_would_load_the_wrong_way_round_are_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    folder = tiny_model("qwen3_vl_moe")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    assert "square" in refused_config(folder, tmp_path, text_config=text | {"moe_intermediate_size": 64})
 
 
 def test_calling_the_model_past_its_policy_is_refused(tiny_model: TinyModel) -> None:

@@ -391,3 +391,22 @@ def test_a_model_without_adapters_has_none_to_describe(tiny_vlm: Path) -> None:
 def test_whole_returns_a_tensor_that_is_no_shard_itself() -> None:
     tensor = torch.zeros(2)
     assert whole(tensor) is tensor
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_beside_experts_the_attention_alone_gets_adapters(tiny_model: TinyModel, model_type: str) -> None:
+    """Both tiny models have a dense MLP as well: beside the experts, or instead of them in the first layer."""
+    policy, _ = with_lora(tiny_model(model_type))
+    adapted = {name.rpartition(".")[2] for name in adapters_of(policy.model)}
+    assert adapted - {"shared_expert_gate"} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not [name for name, weight in policy.model.named_parameters() if "experts" in name and weight.requires_grad]
+
+
+@pytest.mark.parametrize("targets", [("gate_proj",), ("q_proj", "mlp.down_proj"), r".*\.up_proj", r".*_proj"], ids=str)
+def test_adapters_for_experts_are_refused_with_nothing_changed(
+    tiny_model: TinyModel, targets: str | tuple[str, ...]
+) -> None:
+    policy, _ = make_policy(tiny_model("qwen3_moe"))
+    with pytest.raises(ModelError, match=r"fits MLPs of a 'qwen3_moe' model, whose experts are stacked"):
+        add_lora(policy.model, settings(targets), seed=0)
+    assert all(weight.requires_grad for weight in policy.model.parameters())

@@ -354,8 +354,8 @@ def _probe(folder: Path) -> Mapping[str, Any]:
 def _fill(model: nn.Module, weights: Weights, family: Family, dtype: torch.dtype) -> None:
     """Put the checkpoint's tensors, rounded to dtype, into a model by name: all of them, into all of its parameters."""
     left = dict(weights.tensors)
-    for here, parameter in model.named_parameters():
-        name = family.checkpoint_name(here)
+    parts = (part for here, weight in model.named_parameters() for part in family.checkpoint_tensors(here, weight))
+    for name, parameter in parts:
         stored = left.pop(name, None)
         if stored is None or stored.shape != tuple(parameter.shape):
             found = "is missing from" if stored is None else f"is {stored.shape}, not {tuple(parameter.shape)}, in"

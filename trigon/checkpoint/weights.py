@@ -1,7 +1,8 @@
 """What a checkpoint's policy consists of: weights of its own, or a base model's and what LoRA learned beside them.
 
 Knows the layout of an actor folder, where a base model lies and what merging needs of both. Refuses to know what the
-tensors are for. Only headers are read before a tensor is asked for, and no two are held together.
+tensors are for. Only headers are read before a tensor is asked for, and no two are held together, but for the experts
+of one layer.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from trigon.errors import CheckpointError, ModelError
-from trigon.models.families import family_of
-from trigon.models.load import auto_class, model_folder
+from trigon.models.families import Family, family_of
+from trigon.models.load import auto_class, family_of_folder, model_folder
 from trigon.models.lora import merge_names, merged_weight
 from trigon.training.local import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
 from trigon.training.state import ShardedFiles, StoredTensor
+
+_STACKS_PER_LAYER = 2  # of experts: gate_up_proj and down_proj
 
 
 class Weights(Protocol):
@@ -60,7 +63,7 @@ def open_weights(actor: Path) -> Weights:
     folder = actor / WEIGHTS_FOLDER
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{actor} holds no {WEIGHTS_FOLDER}/*.safetensors")
-    return ShardedFiles(folder)
+    return PublishedWeights(ShardedFiles(folder), family_of_folder(actor / "huggingface"))
 
 
 def open_lora(actor: Path, *, base: str | None) -> Lora:
@@ -82,6 +85,38 @@ def open_lora(actor: Path, *, base: str | None) -> Lora:
     return Lora(ShardedFiles(actor / ADAPTER_FOLDER), config, base_folder, actor / "huggingface")
 
 
+class PublishedWeights:
+    """A checkpoint's weights as a published model holds them, experts no longer stacked. Satisfies Weights."""
+
+    def __init__(self, stored: Weights, family: Family) -> None:
+        """stored: what a policy's saved_tensors gave."""
+        self._stored = stored
+        self._family = family
+        self._sources: dict[str, str] = {}  # of each tensor, that of which it is a part
+        tensors: dict[str, StoredTensor] = {}
+        for source, whole in stored.tensors.items():
+            shape_alone = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+            for name, part in family.checkpoint_tensors(source, shape_alone):
+                self._sources[name] = source
+                tensors[name] = StoredTensor(tuple(part.shape), whole.dtype)
+        self._tensors = dict(sorted(tensors.items()))
+        self._read: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """See Weights."""
+        return self._tensors
+
+    def read(self, name: str) -> Tensor:
+        """See Weights. The two stacks read last stay in memory: in the order of names their experts alternate."""
+        source = self._sources[name]
+        if source not in self._read:
+            while len(self._read) >= _STACKS_PER_LAYER:
+                del self._read[next(iter(self._read))]
+            self._read[source] = dict(self._family.checkpoint_tensors(source, self._stored.read(source)))
+        return self._read[source][name].clone(memory_format=torch.contiguous_format)
+
+
 class MergedWeights:
     """The weights of a base model with adapters merged into them, by their Hugging Face names. Satisfies Weights.
 
@@ -100,7 +135,11 @@ class MergedWeights:
         family = family_of(config)
         with torch.device("meta"):
             model = auto_class(family).from_config(config)
-        shapes = {family.checkpoint_name(name): tuple(weight.shape) for name, weight in model.named_parameters()}
+        shapes = {
+            name: tuple(part.shape)
+            for here, weight in model.named_parameters()
+            for name, part in family.checkpoint_tensors(here, weight)
+        }
         self._base = ShardedFiles(lora.base_folder)
         self._adapter = lora.adapter
         self._pairs = merge_names(lora.adapter.tensors, family)

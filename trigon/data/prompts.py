@@ -135,9 +135,13 @@ class PromptBuilder:
         self.video_processor = video_processor_of(processors)
         self._placeholders: dict[MediaKind, int] = {}
         if family.has_vision:
-            self._placeholders = {"image": family.image_token_id(hf_config), "video": family.video_token_id(hf_config)}
+            self._placeholders["image"] = family.image_token_id(hf_config)
+        if family.video != "none":
+            self._placeholders["video"] = family.video_token_id(hf_config)
             self._vision_tokens = (int(hf_config.vision_start_token_id), int(hf_config.vision_end_token_id))
         self._tells_time = family.video == "timestamps"
+        wrap = [[getattr(processors.tokenizer, f"{name}_id")] for name in family.image_wrap or ()]
+        self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
         self._model_type = family.model_type
         self._format = None if format_prompt is None else _load_format(format_prompt)
         self._system_prompt = system_prompt
@@ -311,7 +315,8 @@ class PromptBuilder:
         """Return the tokens that take the place of one placeholder."""
         if not isinstance(size, VideoLayout):
             assert self.image_processor is not None
-            return [self._placeholders["image"]] * self.image_processor.image_tokens(*size)
+            before, after = self._image_wrap
+            return [*before, *[self._placeholders["image"]] * self.image_processor.image_tokens(*size), *after]
         assert self.video_processor is not None
         patch = [self._placeholders["video"]] * self.video_processor.patch_tokens(size)
         if not self._tells_time:

@@ -16,6 +16,7 @@ import torch
 
 from trigon.data.videos import FRAMES_PER_PATCH, Pixels, VideoLayout
 from trigon.errors import ModelError
+from trigon.models.tiles import to_patches
 from trigon.types import Vision
 
 if TYPE_CHECKING:
@@ -67,6 +68,54 @@ class ImageProcessor:
         patches = pixel_values.split(grid_thw.prod(dim=1).tolist())
         hashes = tuple(_content_hash(part, grid) for part, grid in zip(patches, grid_thw, strict=True))
         return Vision(pixel_values=pixel_values, grid_thw=grid_thw, hashes=hashes)
+
+
+class TileProcessor(ImageProcessor):
+    """An image processor that makes tiles of one size, one or several of an image. Counts as ImageProcessor does."""
+
+    def __init__(self, image_processor: Any, *, patch_size: int, patches_per_side: int, spatial_merge: int) -> None:
+        """Wrap image_processor for a model whose tiles have patches_per_side x patches_per_side patches.
+
+        Raises: ModelError if the two disagree about the size of a tile.
+        """
+        cropped = getattr(image_processor, "do_center_crop", False)
+        size = image_processor.crop_size if cropped else image_processor.size
+        side = patch_size * patches_per_side
+        if (size["height"], size["width"]) != (side, side):
+            raise ModelError(
+                f"the image processor makes tiles of {size['width']} x {size['height']} pixels, "
+                f"the model sees {side} x {side}: mend their configs"
+            )
+        # What such a model's processor asks of its image processor, whose own config says otherwise.
+        self._options = {"crop_to_patches": True} if hasattr(image_processor, "crop_to_patches") else {}
+        self._image_processor = image_processor
+        self._patch_size = patch_size
+        self._side = patches_per_side
+        self._patches_per_token = spatial_merge**2
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """See ImageProcessor."""
+        tiles: int = 1
+        if self._options:
+            tiles = self._image_processor.get_number_of_image_patches(height, width, dict(self._options))
+        return tiles * self._side**2 // self._patches_per_token
+
+    def process(self, images: Sequence[Image.Image]) -> Vision:
+        """See ImageProcessor."""
+        with self._lock:
+            self._calls += 1
+        features = self._image_processor(
+            images=list(images), return_tensors="pt", input_data_format="channels_first", **self._options
+        )
+        tiles = features["pixel_values"].to(torch.float32)
+        counts = [int(count) for count in features.get("num_patches", [1] * len(images))]
+        return Vision(
+            pixel_values=to_patches(tiles, self._patch_size).contiguous(),
+            grid_thw=torch.tensor([(count, self._side, self._side) for count in counts]),
+            hashes=tuple(_content_hash(part.contiguous(), torch.tensor(part.shape)) for part in tiles.split(counts)),
+        )
 
 
 class VideoProcessor:
@@ -157,6 +206,14 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
     """Return the image processor of a model; None if it has no vision. Raises: as ImageProcessor."""
     if not processors.family.has_vision:
         return None
+    family, config = processors.family, processors.hf_config
+    if family.tiles:
+        return TileProcessor(
+            processors.image_processor,
+            patch_size=family.patch_size(config),
+            patches_per_side=family.patches_per_side(config),
+            spatial_merge=family.spatial_merge(config),
+        )
     return ImageProcessor(
         processors.image_processor, spatial_merge=processors.family.spatial_merge(processors.hf_config)
     )

@@ -10,6 +10,8 @@
                   x x x |     | x x
                   x x x |     | x x x
 
+A layer of a language model may have a sliding window as well: what lies further back is masked, [P, P] in a prompt.
+
 Knows spans and lengths. Refuses to know models, positions and weights. Its functions are registered with
 transformers; what they need reaches them by keyword argument, never through a global, so that recomputation under
 gradient checkpointing sees the same plan.
@@ -39,32 +41,56 @@ _Runs = tuple[tuple[int, int], ...]  # (length, how many pieces of this length f
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """One group of a row: the length of its prompt, those of its completions, and for each such length a mask.
+    """One group of a row: the length of its prompt, those of its completions, and masks for layers with each window.
 
-    masks: {R: [R, P + R] bool}, true where a completion of R tokens may look.
+    A window of W lets a token look at itself and the W - 1 tokens before it; None is full attention.
+    masks: {(window, R): [R, P + R] bool}, true where a completion of R tokens may look.
+    prompt_masks: {window: [P, P] bool}, the same for the prompt, where the window cuts off any of it.
     """
 
     prompt_length: int
     completion_runs: _Runs
-    masks: dict[int, Tensor]
+    masks: dict[tuple[int | None, int], Tensor]
+    prompt_masks: dict[int, Tensor]
 
 
-def plan_attention(spans: Sequence[GroupSpan], device: torch.device) -> tuple[GroupPlan, ...]:
-    """Return what group attention needs to know of a row; made once for a forward and shared by its layers."""
+def plan_attention(
+    spans: Sequence[GroupSpan], device: torch.device, windows: Sequence[int | None] = (None,)
+) -> tuple[GroupPlan, ...]:
+    """Return what group attention needs to know of a row; made once for a forward and shared by its layers.
+
+    windows: those of the layers, in any order.
+    """
     plans = []
     for span in spans:
         prompt_length = span.prompt[1] - span.prompt[0]
         runs = _runs_of(end - start for start, end in span.completions)
         masks = {
-            length: torch.ones(length, prompt_length + length, dtype=torch.bool, device=device).tril(prompt_length)
+            (window, length): _causal_mask(length, prompt_length, window, device)
+            for window in set(windows)
             for length, _ in runs
         }
-        plans.append(GroupPlan(prompt_length, runs, masks))
+        prompt_masks = {
+            window: _causal_mask(prompt_length, 0, window, device)
+            for window in set(windows)
+            if window is not None and window < prompt_length
+        }
+        plans.append(GroupPlan(prompt_length, runs, masks, prompt_masks))
     return tuple(plans)
 
 
+def windows_of(text_config: Any) -> tuple[int | None, ...]:
+    """Return the attention window of each layer of a language model: None for full attention, else its length."""
+    window = getattr(text_config, "sliding_window", None) or None
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types is None:
+        return (window,) * int(text_config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
 def use_group_attention(model: Any, family: Family) -> None:
-    """Make a transformers model attend within groups: its language model by spans, its vision tower by windows.
+    """Make a transformers model attend within groups: its language model by spans, its vision tower by windows,
+    unless that sees tiles, which are a batch.
 
     The model then works only with the keyword argument that Policy passes, and has no padded path.
     """
@@ -74,16 +100,25 @@ def use_group_attention(model: Any, family: Family) -> None:
     AttentionInterface.register(WINDOW_ATTENTION, _window_attention)
     family.language_model(model).set_attn_implementation(GROUP_ATTENTION)
     tower = family.vision_tower(model)
-    if tower is not None:
+    if tower is not None and not family.tiles:
         # transformers 5.16 to 5.19 answer set_attn_implementation("...flash...") by looking for a downloadable kernel
         # of that name, registered or not; the config's own setter does not.
         tower.config._attn_implementation = WINDOW_ATTENTION
 
 
-def group_attention(query: Tensor, key: Tensor, value: Tensor, plan: Sequence[GroupPlan], *, scale: float) -> Tensor:
+def group_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Sequence[GroupPlan],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Attend within each group of a row.
 
-    Args: query: [1, H, T, D]; key, value: [1, K, T, D], where K divides H. Returns: [1, T, H, D].
+    Args: query: [1, H, T, D]; key, value: [1, K, T, D], where K divides H; window: one of those that were planned for.
+    Returns: [1, T, H, D].
     """
     if query.is_cuda:  # the kernel that takes masks there does not take fewer key heads than query heads
         heads_per_key = query.shape[1] // key.shape[1]
@@ -95,7 +130,11 @@ def group_attention(query: Tensor, key: Tensor, value: Tensor, plan: Sequence[Gr
     for index, group in enumerate(plan):
         prompt, rest = 2 * index, 2 * index + 1
         prompt_key, prompt_value = keys[prompt], values[prompt]
-        outputs.append(_attend(queries[prompt], prompt_key, prompt_value, scale=scale, causal=True).transpose(1, 2))
+        prompt_mask = None if window is None else group.prompt_masks.get(window)
+        prompt_output = _attend(
+            queries[prompt], prompt_key, prompt_value, scale=scale, mask=prompt_mask, causal=prompt_mask is None
+        )
+        outputs.append(prompt_output.transpose(1, 2))
         own_keys = _by_length(keys[rest], group.completion_runs)
         own_values = _by_length(values[rest], group.completion_runs)
         attended = {
@@ -104,7 +143,7 @@ def group_attention(query: Tensor, key: Tensor, value: Tensor, plan: Sequence[Gr
                 torch.cat((prompt_key.expand(len(batch), -1, -1, -1), own_keys[length]), 2),
                 torch.cat((prompt_value.expand(len(batch), -1, -1, -1), own_values[length]), 2),
                 scale=scale,
-                mask=group.masks[length],
+                mask=group.masks[window, length],
             )
             for length, batch in _by_length(queries[rest], group.completion_runs).items()
         }
@@ -132,6 +171,12 @@ def _attend(
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
+
+
+def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [length, offset + length] bool: where tokens that follow `offset` others may look."""
+    mask = torch.ones(length, offset + length, dtype=torch.bool, device=device).tril(offset)
+    return mask if window is None else mask.triu(offset - window + 1)
 
 
 def _runs_of(lengths: Any) -> _Runs:
@@ -178,7 +223,10 @@ def _group_attention(
         raise RuntimeError(
             "A model with group attention was called directly. Call its Policy, or set_attn_implementation('sdpa')."
         )
-    return group_attention(query, key, value, group_plan, scale=scaling), None
+    # From the config, as transformers makes its masks: not every family passes its window on.
+    layer: Any = module
+    window = windows_of(layer.config)[layer.layer_idx]
+    return group_attention(query, key, value, group_plan, scale=scaling, window=window), None
 
 
 def _window_attention(

@@ -1,8 +1,8 @@
 """Brings a Hugging Face folder into memory: processors without weights, or the model with every one of them.
 
 Knows folders, configs, tokenizers and `from_pretrained`, here and nowhere else. Refuses half a model: a missing,
-left-over or misshapen weight, dropout, a sliding window that is on, or an unknown family is an error before anything
-is computed. Knows nothing of training.
+left-over or misshapen weight, dropout, attention that is not full, or an unknown family is an error before anything is
+computed. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from typing import Any
 import torch
 
 from trigon.errors import ModelError
-from trigon.models.attention import use_group_attention
+from trigon.models.attention import use_group_attention, windows_of
 from trigon.models.families import Family, family_named
 from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+
+
+# What pre-tokenizers treat in different ways: spaces, newlines, contractions, numbers, accents, scripts, code.
+_SPELLING_TEST = "How many  sides?\n\n\tIt's 1234.5% of caf\u00e9 \u4e09\u89d2\u5f62; x_1 = [A2, 'b'] {\\boxed{7}}"
+
+_KNOWN_WITHIN = ("llama", "qwen2", "qwen3")  # language models of vision models that are put together of parts
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are functions of the config alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,17 +97,15 @@ def load_processors(
 
     tokenizer_path: where the tokenizer lies, when elsewhere. chat_template: the Jinja text itself, replacing the
     tokenizer's own. min_pixels, max_pixels: the area to which the processor enlarges or shrinks an image; the model's
-    own limits when None.
+    own limits when None. Of no effect on a model that sees tiles of one size.
     Raises: ModelError if the model is not found or not supported, if no token ends an answer, if there is no chat
     template, or if min_pixels exceeds max_pixels.
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
     declare_operators()
-    from transformers import AutoTokenizer
-
     hf_config = _load_config(folder, trust_remote_code=trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = _load_tokenizer(
         folder if tokenizer_path is None else model_folder(tokenizer_path), trust_remote_code=trust_remote_code
     )
     if chat_template is not None:
@@ -112,7 +117,7 @@ def load_processors(
         )
     return Processors(
         tokenizer=tokenizer,
-        image_processor=_load_image_processor(folder, min_pixels, max_pixels) if family.has_vision else None,
+        image_processor=_load_image_processor(folder, family, min_pixels, max_pixels) if family.has_vision else None,
         video_processor=_load_video_processor(folder) if family.video != "none" else None,
         family=family,
         hf_config=hf_config,
@@ -135,8 +140,8 @@ def load_model(
     override_config: values of the model's config to replace, nested as the config is.
     Returns: a transformers PreTrainedModel.
     Raises: ModelError if the model is not found or not supported, if a weight is missing, left over or of the wrong
-    shape, if it has dropout or an active sliding window, or if override_config names something that the config does
-    not have.
+    shape, if it has dropout, layers without full attention or rotary positions that depend on a row's length, or if
+    override_config names something that the config does not have.
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
@@ -213,9 +218,44 @@ def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def _load_image_processor(folder: Path, min_pixels: int | None, max_pixels: int | None) -> Any:
+def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Return a folder's tokenizer, which spells as its tokenizer.json does if there is one.
+
+    transformers 5 rebuilds some tokenizers from their class's name instead of that file, and DeepSeek-R1's distills of
+    Llama 3, byte-level as they are, name the class of Llama 2: rebuilt, they lose every space in silence.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if _spells_as_written(tokenizer, folder):
+        return tokenizer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if _spells_as_written(tokenizer, folder):
+        return tokenizer
+    raise ModelError(
+        f"transformers loads a tokenizer from {folder} that does not spell as its tokenizer.json says. Save the "
+        "tokenizer again with tokenizer_class = PreTrainedTokenizerFast in tokenizer_config.json."
+    )
+
+
+def _spells_as_written(tokenizer: Any, folder: Path) -> bool:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return True
+    from tokenizers import Tokenizer
+
+    written = Tokenizer.from_file(str(path))
+    written.no_truncation()
+    written.no_padding()
+    expected = written.encode(_SPELLING_TEST, add_special_tokens=False).ids
+    return bool(tokenizer(_SPELLING_TEST, add_special_tokens=False)["input_ids"] == expected)
+
+
+def _load_image_processor(folder: Path, family: Family, min_pixels: int | None, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor
 
+    if family.tiles:
+        return AutoImageProcessor.from_pretrained(folder)  # what it makes of an image is as large as a tile, always
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     # Given at loading, both become the `size` of the processor; given at each call, they are deprecated.
     processor = AutoImageProcessor.from_pretrained(
@@ -274,11 +314,77 @@ def _refuse_unsupported(config: Any, family: Family) -> None:
             f"The model has attention_dropout = {dropout}. Log-probabilities must not be drawn by chance, so "
             f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
         )
-    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+    if family.tiles:
+        _refuse_unknown_parts(config, family)
+    strange = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+    if strange:
         raise ModelError(
-            "The model uses sliding window attention, which is not supported. Choose a model whose config has "
-            "use_sliding_window = false."
+            f"The model has layers of {', '.join(strange)}. Completions share their prompt's keys and values, which "
+            "only attention keeps. Choose another model; docs/model-families.md says which."
         )
+    longest = int(text_config.max_position_embeddings)
+    if not family.windows and any(window is not None and window < longest for window in windows_of(text_config)):
+        raise ModelError(
+            f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Choose one "
+            "whose config has use_sliding_window = false, or no sliding_window."
+        )
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text_config, cap, None):
+            raise ModelError(
+                f"The model has {cap} = {getattr(text_config, cap)}, by which neither group attention nor the head "
+                "bounds logits. Choose another model; docs/model-families.md says which."
+            )
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise ModelError("The model attends to later tokens, so it cannot sample. Choose a causal language model.")
+    for rope_type in _rope_types(text_config) - {*_ROPE_TYPES}:
+        raise ModelError(
+            f"The model's rotary positions are of type {rope_type!r}, with frequencies that depend on a row's length. "
+            "A packed row, a single sequence and vLLM would each compute something else. Supported are: "
+            f"{', '.join(_ROPE_TYPES)}."
+        )
+    if family.experts == "transposed" and _has_square_experts(text_config):
+        raise ModelError(
+            "The experts of this model are square, and transformers would load them without transposing them, in "
+            "silence. Choose another moe_intermediate_size."
+        )
+
+
+def _refuse_unknown_parts(config: Any, family: Family) -> None:
+    """Refuse a vision model that is put together of parts of which one is not known."""
+    text_config, vision_config = config.get_text_config(), config.vision_config
+    if text_config.model_type not in _KNOWN_WITHIN:
+        raise ModelError(
+            f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which it was never "
+            f"tested with. Choose one that has within it: {', '.join(_KNOWN_WITHIN)}."
+        )
+    if vision_config.model_type != family.tile_tower:
+        raise ModelError(
+            f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; known is only "
+            f"{family.tile_tower!r}."
+        )
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        raise ModelError(
+            f"This {family.model_type!r} takes features from vision_feature_layer = {config.vision_feature_layer} by "
+            f"vision_feature_select_strategy = {config.vision_feature_select_strategy!r}, which is not supported."
+        )
+    for name, value in vision_config.to_dict().items():
+        if "drop" in name and value:
+            raise ModelError(
+                f"The vision tower has {name} = {value}. Log-probabilities must not be drawn by chance, so set it to 0 "
+                "in override_config under vision_config."
+            )
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    """Return the kinds of rotary positions; some families have one for each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    layered = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(part.get("rope_type", "default")) for part in layered or [parameters]}
+
+
+def _has_square_experts(text_config: Any) -> bool:
+    inner = text_config.moe_intermediate_size
+    return text_config.hidden_size in (inner, 2 * inner)
 
 
 def _refuse_half_loaded(folder: Path, report: Mapping[str, Any]) -> None:

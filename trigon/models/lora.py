@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.families import Family
+from trigon.models.families import Family, family_of
 from trigon.types import NamedTensors
 
 ALL_LINEAR = "all-linear"
-"""As target_modules: every linear layer but the head."""
+"""As target_modules: every linear layer but the head; of a model with experts, those outside its MLPs."""
+
+# In a model with experts, peft 0.21 takes these names for theirs wherever they are, and rewrites what is asked of it.
+_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 _ADAPTER = "default"  # peft's name for the only adapter of a model; it stands in the names of parameters
 _PEFT_PREFIX = "base_model.model."  # begins every name in a file that peft wrote
@@ -63,8 +66,10 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     in bfloat16 most of LoRA's steps would be rounded away; where the model's dtype is narrower, compute under autocast
     or under a sharding that gathers weights in one dtype. Layers that were frozen before, such as a vision tower that
     is not to learn, get no adapter; freezing them afterwards keeps theirs at zero. Only linear layers are chosen, and
-    never the head, whose weight is read directly.
-    Raises: ModelError if the settings choose the head or nothing, or have a name or an exclusion that fits no layer.
+    never the head, whose weight is read directly. Experts are stacked and no linear layers: they stay as they are, and
+    so do the dense MLPs beside them.
+    Raises: ModelError if the settings choose the head, an MLP beside experts, or nothing, or have a name or an
+    exclusion that fits no layer.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -194,11 +199,19 @@ def _chosen(model: Any, settings: LoraSettings) -> list[str]:
     """Return the names of the layers that get an adapter."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    inner = [name for name in linear if modules[name] is not model.lm_head]
+    has_experts = family_of(model.config).experts != "none"
+    beside_experts = [name for name in linear if has_experts and name.endswith(_NAMES_OF_EXPERTS)]
+    inner = [name for name in linear if modules[name] is not model.lm_head and name not in beside_experts]
     targets, exclusions = settings.target_modules, settings.exclude_modules
     chosen = set(inner) if targets == ALL_LINEAR else set()
     for written, pattern in () if targets == ALL_LINEAR else _patterns(targets):
         fitting = _fitting(pattern, linear)
+        if has_experts and (written.endswith(_NAMES_OF_EXPERTS) or any(name in beside_experts for name in fitting)):
+            raise ModelError(
+                f"{written!r}, of LoRA's target_modules, fits MLPs of a {model.config.model_type!r} model, whose "
+                "experts are stacked into tensors that get no adapters. Name layers of the attention, or "
+                f"{ALL_LINEAR!r}, or train all weights."
+            )
         if not fitting:
             raise ModelError(f"No linear layer fits {written!r}, of LoRA's target_modules. {_known(inner)}")
         chosen.update(fitting)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.attention import plan_attention
+from trigon.models.attention import plan_attention, windows_of
 from trigon.models.families import Family
 from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
+from trigon.models.tiles import to_tiles
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
 
 
@@ -91,7 +92,7 @@ class Policy(nn.Module):
             inputs_embeds=embeddings,
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
             use_cache=False,
-            group_plan=plan_attention(packed.spans, device),
+            group_plan=plan_attention(packed.spans, device, windows_of(language.config)),
             **deepstack,
         ).last_hidden_state[0]
         targets, sources = (positions.to(device) for positions in shifted(packed.spans))
@@ -121,7 +122,8 @@ class Policy(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Return the parts that a sharded policy gathers one after the other: decoder layers and vision blocks."""
         tower = self.family.vision_tower(self.model)
-        return [*self.family.language_model(self.model).layers, *([] if tower is None else tower.blocks)]
+        blocks = () if tower is None else tower.get_submodule(self.family.vision_layers)
+        return [*self.family.language_model(self.model).layers, *blocks]
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward instead of keeping its activations. Sets train mode, which it needs."""
@@ -129,13 +131,12 @@ class Policy(nn.Module):
         self.train()
 
     def freeze_vision_tower(self) -> None:
-        """Keep the vision tower, its merger and adapters included, out of training. Does nothing for a text family.
+        """Keep the vision tower, its merger or projector and adapters, out of training. Nothing for a text family.
 
         Frozen before add_lora, it gets no adapters at all, which is faster.
         """
-        tower = self.family.vision_tower(self.model)
-        if tower is not None:
-            tower.requires_grad_(False)
+        for module in self.family.vision_modules(self.model):
+            module.requires_grad_(False)
 
     @property
     def has_adapters(self) -> bool:
@@ -143,10 +144,11 @@ class Policy(nn.Module):
         return bool(adapters_of(self.model))
 
     def named_weights(self) -> NamedTensors:
-        """Iterate over all weights under the names that `save_pretrained` writes; a tied head is left out, as there.
+        """Iterate over all weights as published checkpoints hold them; a tied head is left out.
 
         Adapters come merged into the weights beside which they learn, in these weights' dtype. Tensors are whole: a
-        sharded one is gathered, by all ranks at once, when its turn comes.
+        sharded one is gathered, by all ranks at once, when its turn comes. Otherwise they are views of what the model
+        holds; those of experts are not contiguous.
         """
         adapters = adapters_of(self.model)
         own = {half for adapter in adapters.values() for half in (adapter.lora_a, adapter.lora_b)}
@@ -159,12 +161,13 @@ class Policy(nn.Module):
             if adapter is not None:
                 lora_a, lora_b = whole(adapter.lora_a.detach()), whole(adapter.lora_b.detach())
                 weight = merged_weight(weight, lora_a, lora_b, adapter.scaling)
-            yield self.family.checkpoint_name(name), weight
+            yield from self.family.checkpoint_tensors(name, weight)
 
     def saved_tensors(self) -> NamedTensors:
         """Iterate over the live parameters that a checkpoint has to hold, sharded ones as they are.
 
-        All weights under named_weights' names; with LoRA the adapters alone, under peft's.
+        All weights under their names in a checkpoint, stacked experts as they are; with LoRA the adapters alone, under
+        peft's names.
         """
         if self.has_adapters:
             yield from adapter_tensors(self.model)
@@ -206,14 +209,16 @@ class Policy(nn.Module):
         layers.
         """
         tower: Any = self.family.vision_tower(self.model)
+        if self.family.tiles:
+            tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
+            return self.family.image_features(self.model, tiles.to(tower.device, tower.dtype)), []
         seen = tower(pixel_values.to(tower.device, tower.dtype), grid_thw=grid_thw.to(tower.device))
         return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []
 
     def _empty_image(self) -> tuple[Tensor, Tensor]:
-        vision = self.model.config.vision_config
-        merge = self.family.spatial_merge(self.model.config)
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return torch.zeros(merge * merge, width), torch.tensor([[1, merge, merge]])
+        side = self.family.patches_per_side(self.model.config)
+        values = self.family.values_per_patch(self.model.config)
+        return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -13,17 +13,38 @@ from pathlib import Path
 from typing import Any, Literal, assert_never, get_args
 
 import torch
+from safetensors.torch import save_file
 
 from trigon.errors import ModelError
+from trigon.models.families import Family, family_named
 from trigon.torchvision_stub import declare_operators
 
-TinyModelType = Literal["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3", "llama"]
+TinyModelType = Literal[
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "internvl",
+    "llava",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "gemma",
+    "gemma3_text",
+]
 
 VOCAB_ENTRIES = 1024
 MIN_IMAGE_TOKENS = 4
 MAX_IMAGE_TOKENS = 64
+TILE_SIZE, TILE_TOKENS = 56, 4
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
+
+# transformers 5.19 writes Qwen3-VL's experts without transposing them, and CLIP's names without what began them before.
+_PUBLISHED_OTHERWISE = ("qwen3_vl_moe", "llava")
 
 # Qwen's order: they follow the ordinary entries, and the last ids of the vocabulary are theirs.
 _SPECIAL_TOKENS = (
@@ -153,12 +174,13 @@ def make_tiny(
     declare_operators()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
+    family = family_named(model_type)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _train_tokenizer()
+    tokenizer = _train_tokenizer(model_type)
     _save_processors(folder, tokenizer, model_type)
 
     config = _model_config(tokenizer, model_type, tie_word_embeddings)
-    auto_class = AutoModelForImageTextToText if _has_vision(model_type) else AutoModelForCausalLM
+    auto_class = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class.from_config(config, dtype=torch.float32)
@@ -167,14 +189,43 @@ def make_tiny(
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
     )
     model.save_pretrained(folder)
+    _save_as_published(folder, model, family)
     return folder
 
 
-def _has_vision(model_type: TinyModelType) -> bool:
-    return model_type in ("qwen2_5_vl", "qwen3_vl")
+def _save_as_published(folder: Path, model: Any, family: Family) -> None:
+    """Write the weights again if published checkpoints hold them otherwise than transformers 5 writes them."""
+    if family.model_type in _PUBLISHED_OTHERWISE:
+        tensors = {
+            name: tensor.detach().contiguous()
+            for here, parameter in model.named_parameters()
+            for name, tensor in family.checkpoint_tensors(here, parameter)
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _train_tokenizer() -> Any:
+def _chat_layout(model_type: TinyModelType) -> dict[str, Any]:
+    """Return the tokenizer's arguments by which images get into a prompt.
+
+    InternVL's template writes one placeholder for an image, and its processor the tokens around it; LLaVA has none.
+    """
+    if model_type not in ("internvl", "llava"):
+        return {"chat_template": _CHAT_TEMPLATE}
+    bare = _CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    if model_type == "llava":
+        return {"chat_template": bare, "extra_special_tokens": {"image_token": "<|image_pad|>"}}
+    return {
+        "chat_template": bare,
+        "extra_special_tokens": {
+            "start_image_token": "<|vision_start|>",
+            "end_image_token": "<|vision_end|>",
+            "context_image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+        },
+    }
+
+
+def _train_tokenizer(model_type: TinyModelType) -> Any:
     """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens last."""
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
@@ -192,7 +243,7 @@ def _train_tokenizer() -> Any:
         vocab=learned["vocab"],
         merges=[tuple(pair) for pair in learned["merges"]],
         model_max_length=4096,
-        chat_template=_CHAT_TEMPLATE,
+        **_chat_layout(model_type),
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
     tokenizer.eos_token = "<|im_end|>"  # not before: the constructor would give it the first special id
@@ -202,23 +253,30 @@ def _train_tokenizer() -> Any:
 def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) -> None:
     """Write the tokenizer and, for a vision family, the image and video processors that its AutoProcessor wants."""
     from transformers import (
+        CLIPImageProcessor,
+        GotOcr2ImageProcessor,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+        LlavaProcessor,
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
 
     match model_type:
-        case "qwen2_5_vl":
+        case "qwen2_vl" | "qwen2_5_vl":
             sizes = _processor_sizes(patch_size=14)
-            processor = Qwen2_5_VLProcessor(
+            kind = Qwen2VLProcessor if model_type == "qwen2_vl" else Qwen2_5_VLProcessor
+            processor = kind(
                 image_processor=Qwen2VLImageProcessor(**sizes),
                 tokenizer=tokenizer,
                 video_processor=Qwen2VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
-        case "qwen3_vl":
+        case "qwen3_vl" | "qwen3_vl_moe":
             sizes = _processor_sizes(patch_size=16)
             processor = Qwen3VLProcessor(
                 image_processor=Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
@@ -226,7 +284,28 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 video_processor=Qwen3VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
-        case "qwen2" | "qwen3" | "llama":
+        case "internvl":
+            tile = {"size": {"height": TILE_SIZE, "width": TILE_SIZE}}
+            processor = InternVLProcessor(
+                image_processor=GotOcr2ImageProcessor(**tile, max_patches=4),
+                tokenizer=tokenizer,
+                video_processor=InternVLVideoProcessor(**tile),
+                image_seq_length=TILE_TOKENS,
+                chat_template=tokenizer.chat_template,
+            )
+        case "llava":
+            processor = LlavaProcessor(
+                image_processor=CLIPImageProcessor(
+                    size={"shortest_edge": TILE_SIZE}, crop_size={"height": TILE_SIZE, "width": TILE_SIZE}
+                ),
+                tokenizer=tokenizer,
+                patch_size=14,
+                vision_feature_select_strategy="default",
+                num_additional_image_tokens=1,
+                image_token="<|image_pad|>",
+                chat_template=tokenizer.chat_template,
+            )
+        case "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" | "llama" | "mistral" | "gemma" | "gemma3_text":
             processor = tokenizer
         case _:
             assert_never(model_type)
@@ -246,7 +325,22 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
     """Return the family's own config at toy widths. Heads are 32 wide, the least that vLLM's CPU attention takes."""
-    from transformers import LlamaConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen3Config, Qwen3VLConfig
+    from transformers import (
+        Gemma3TextConfig,
+        GemmaConfig,
+        InternVLConfig,
+        LlamaConfig,
+        LlavaConfig,
+        MistralConfig,
+        Qwen2_5_VLConfig,
+        Qwen2Config,
+        Qwen2MoeConfig,
+        Qwen2VLConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        Qwen3VLConfig,
+        Qwen3VLMoeConfig,
+    )
 
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -270,6 +364,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         "spatial_merge_size": 2,
         "initializer_range": INITIAL_STD,
     }
+    # Two of four experts for a token: some get none of a short row.
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": ROPE_THETA}
     tied = {"tie_word_embeddings": tie_word_embeddings}
     media = {
@@ -279,6 +375,24 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     }
     match model_type:
+        case "qwen2_vl":
+            # This family calls the width of its tower embed_dim, and what comes out of it hidden_size.
+            return Qwen2VLConfig(
+                text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
+                vision_config={
+                    "depth": 3,
+                    "embed_dim": 64,
+                    "hidden_size": text["hidden_size"],
+                    "mlp_ratio": 2,
+                    "num_heads": 2,
+                    "patch_size": 14,
+                    "temporal_patch_size": 2,
+                    "spatial_merge_size": 2,
+                    "initializer_range": INITIAL_STD,
+                },
+                **media,
+                **tied,
+            )
         case "qwen2_5_vl":
             # Windows of 2 x 2 image tokens: a drawing of 3 x 3 falls into four, so windows differ from full attention.
             return Qwen2_5_VLConfig(
@@ -287,10 +401,12 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **media,
                 **tied,
             )
-        case "qwen3_vl":
+        case "qwen3_vl" | "qwen3_vl_moe":
+            kind = Qwen3VLConfig if model_type == "qwen3_vl" else Qwen3VLMoeConfig
             # Six positions a side, one for each patch of a drawing of 96 x 96; others are interpolated.
-            return Qwen3VLConfig(
+            return kind(
                 text_config=text
+                | (experts | {"norm_topk_prob": True} if model_type == "qwen3_vl_moe" else {})
                 | {"head_dim": 32, "rope_parameters": rope | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
                 vision_config=vision
                 | {
@@ -302,11 +418,79 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **media,
                 **tied,
             )
+        case "internvl":
+            return InternVLConfig(
+                text_config=Qwen2Config(**text, rope_parameters=rope).to_dict(),
+                vision_config={
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": TILE_SIZE,
+                    "patch_size": 14,
+                    "initializer_range": INITIAL_STD,
+                },
+                image_token_id=media["image_token_id"],
+                image_seq_length=TILE_TOKENS,
+                **tied,
+            )
+        case "llava":
+            # What the last but one of the tower's layers says is shown to the language model.
+            return LlavaConfig(
+                text_config=LlamaConfig(**text, rope_parameters=rope).to_dict(),
+                vision_config={
+                    "model_type": "clip_vision_model",
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 2,
+                    "image_size": TILE_SIZE,
+                    "patch_size": 14,
+                    "projection_dim": 64,
+                },
+                image_token_index=media["image_token_id"],
+                image_seq_length=(TILE_SIZE // 14) ** 2,
+                vision_feature_layer=-2,
+                vision_feature_select_strategy="default",
+                **tied,
+            )
         case "qwen2":
             return Qwen2Config(**text, **tied, rope_parameters=rope)
+        case "qwen2_moe":
+            return Qwen2MoeConfig(**text, **tied, **experts, shared_expert_intermediate_size=128, rope_parameters=rope)
         case "qwen3":
             return Qwen3Config(**text, **tied, head_dim=32, rope_parameters=rope)
+        case "qwen3_moe":
+            # The first of its two layers is dense, as a config may say of any.
+            return Qwen3MoeConfig(
+                **text, **tied, **experts, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=rope
+            )
         case "llama":
-            return LlamaConfig(**text, **tied, rope_parameters=rope)
+            # As Llama 3.1 has it, which divides the slowest frequencies.
+            stretched = {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+            return LlamaConfig(**text, **tied, rope_parameters=rope | stretched)
+        case "mistral":
+            # A window as its first release had; it cuts off most of a prompt.
+            return MistralConfig(**text, **tied, head_dim=32, sliding_window=8, rope_parameters=rope)
+        case "gemma":
+            return GemmaConfig(**text, **tied, head_dim=32, rope_parameters=rope)
+        case "gemma3_text":
+            ropes = {"sliding_attention": rope, "full_attention": rope | {"rope_theta": 100 * ROPE_THETA}}
+            layers = ["sliding_attention", "full_attention"]
+            return Gemma3TextConfig(
+                **text,
+                **tied,
+                head_dim=32,
+                query_pre_attn_scalar=32,
+                sliding_window=8,
+                layer_types=layers,
+                rope_parameters=ropes,
+            )
         case _:
             assert_never(model_type)

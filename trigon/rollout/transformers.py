@@ -18,6 +18,7 @@ from trigon.errors import EngineError, ModelError
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of
+from trigon.models.tiles import to_tiles
 from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, NamedTensors, Prompt, SamplingParams, Vision
 
@@ -165,9 +166,13 @@ class TransformersEngine:
         """
         media: dict[str, Tensor] = {}
         if vision is not None:
-            pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[vision.kind]
-            media[pixel_values] = vision.pixel_values.to(self._device, self._model.dtype)
-            media[f"{vision.kind}_grid_thw"] = vision.grid_thw.to(self._device)
+            family, pixel_values = self._processors.family, vision.pixel_values
+            if family.tiles:
+                pixel_values = to_tiles(pixel_values, vision.grid_thw, family.patch_size(self._model.config))
+            else:
+                media[f"{vision.kind}_grid_thw"] = vision.grid_thw.to(self._device)
+            name = {"image": "pixel_values", "video": "pixel_values_videos"}[vision.kind]
+            media[name] = pixel_values.to(self._device, self._model.dtype)
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),

@@ -23,6 +23,7 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors, model_folder
+from trigon.models.tiles import to_tiles
 from trigon.rollout.seeds import sample_seed
 from trigon.torchvision_stub import declare_operators
 from trigon.types import Completion, FinishReason, NamedTensors, Prompt, SamplingParams, Vision
@@ -281,6 +282,7 @@ class VllmEngine:
             ) from error
         if self._device == "cpu":
             self._engine.apply_model(_repack_heads)
+            self._engine.apply_model(_repack_experts)
         self._check_names(names)
         self._version = version
         self._unusable = ""
@@ -368,14 +370,28 @@ class VllmEngine:
             return tokens_input(list(prompt.token_ids))
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-        kind = vision.kind
-        pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[kind]
-        inputs = {pixel_values: vision.pixel_values, f"{kind}_grid_thw": vision.grid_thw}
-        fields = {
-            pixel_values: MultiModalFieldConfig.flat_from_sizes(kind, vision.grid_thw.prod(-1)),
-            f"{kind}_grid_thw": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
-        }
-        if self._processors.family.video == "seconds" and kind == "video":
+        kind, family, hf_config = vision.kind, self._processors.family, self._processors.hf_config
+        inputs: dict[str, torch.Tensor]
+        if family.tiles:
+            counts = vision.grid_thw[:, 0]
+            inputs = {
+                "pixel_values": to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config)),
+                "image_num_patches": counts,
+                "image_token_id": torch.tensor(family.image_token_id(hf_config)),
+            }
+            fields = {
+                "pixel_values": MultiModalFieldConfig.flat_from_sizes(kind, counts),
+                "image_num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+                "image_token_id": MultiModalFieldConfig.shared(kind, len(counts), keep_on_cpu=True),
+            }
+        else:
+            pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[kind]
+            inputs = {pixel_values: vision.pixel_values, f"{kind}_grid_thw": vision.grid_thw}
+            fields = {
+                pixel_values: MultiModalFieldConfig.flat_from_sizes(kind, vision.grid_thw.prod(-1)),
+                f"{kind}_grid_thw": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+            }
+        if family.video == "seconds" and kind == "video":
             # In float64, in which vLLM counts on, so that its positions are those of models/positions.py.
             inputs["second_per_grid_ts"] = torch.tensor(vision.temporal_patch_seconds, dtype=torch.float64)
             fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
@@ -468,11 +484,14 @@ class VllmEngine:
 def _vision_arguments(processors: Processors, limit_images: int, shows_videos: bool) -> dict[str, Any]:
     assert processors.image_processor is not None
     size = processors.image_processor.size
+    limits: dict[str, Any] = {}
+    if not processors.family.tiles:
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     return {
         # vLLM plans by the number of videos, and does not mind a prompt with more.
         "limit_mm_per_prompt": {"video": int(shows_videos)} | ({"image": limit_images} if limit_images else {}),
         # How large an image can be: vLLM sizes its encoder cache by it, and never processes one itself.
-        "mm_processor_kwargs": {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
+        "mm_processor_kwargs": limits,
         "mm_device_do_normalize": False,  # the pixels that we hand over are normalised already
         "mm_processor_cache_gb": 0,  # every prompt brings its pixels along; there is nothing to look up
     }
@@ -576,6 +595,19 @@ def _repack_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Pack the stacked weights of experts again.
+
+    Not public in 0.32: on the CPU a layer of experts packs its weights when they are loaded first, and after a reload
+    leaves them as they came, while its kernel goes on to take them for packed: log-probabilities are off by 0.5 and
+    more (measured), silently.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _finish_reason(reason: str | None, prompt: Prompt) -> FinishReason:

@@ -1,0 +1,233 @@
+"""Models whose tower sees tiles: prompts and pixels are those of their own processors; strange parts are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import load_hugging_face
+from PIL import Image
+from safetensors.torch import save_file
+from test_model_families import (
+    SAMPLING,
+    changed_policy,
+    disagreement,
+    make_groups,
+    make_prompts,
+    open_engine,
+    oracle_logprobs,
+    packed_logprobs,
+)
+
+from trigon.data.prompts import PromptBuilder
+from trigon.data.vision import TileProcessor, image_processor_of
+from trigon.errors import ModelError
+from trigon.models.families import family_named
+from trigon.models.load import auto_class, load_model, load_processors
+from trigon.models.policy import Policy
+from trigon.types import Vision
+
+TILE_TYPES = ["internvl", "llava"]
+# One tile; several, wide and high, with a thumbnail of the whole; small and odd ones.
+SIZES = [(56, 56), (300, 60), (60, 200), (120, 110), (1, 1), (17, 90), (500, 400)]
+
+TinyModel = Callable[..., Path]
+
+
+def noise(size: tuple[int, int], seed: int = 0) -> Image.Image:
+    width, height = size
+    return Image.fromarray(np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture(params=TILE_TYPES)
+def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
+    return tiny_model(request.param)
+
+
+@pytest.mark.parametrize(
+    ("problem", "sizes"),
+    [
+        ("How many?", []),
+        ("<image>What is it?", [(56, 56)]),
+        ("Look: <image>\nand <image>. Alike?", [(300, 60), (17, 90)]),
+        ("<image><image><image>", [(1, 1), (500, 400), (60, 200)]),
+    ],
+)
+def test_prompts_equal_those_of_the_hugging_face_processor(
+    folder: Path, problem: str, sizes: list[tuple[int, int]]
+) -> None:
+    processors = load_processors(str(folder), min_pixels=100, max_pixels=200)  # for which a tile has no use
+    from transformers import AutoProcessor
+
+    images = [noise(size, seed) for seed, size in enumerate(sizes)]
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt="Be brief.",
+        max_prompt_length=4096,
+        max_image_pixels=1_000_000,
+        limit_images=0,
+    )
+    row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
+    prompt = builder.build(row, "train:0")
+    assert builder.count(row) == len(prompt.token_ids)
+
+    theirs = AutoProcessor.from_pretrained(folder)
+    content: list[dict[str, str]] = []
+    for number, text in enumerate(problem.split("<image>")):
+        content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": content},
+    ]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = theirs(text=[text], images=images or None, return_tensors="pt")
+    assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
+    if not images:
+        assert prompt.vision is None
+        return
+    assert isinstance(prompt.vision, Vision)
+    cut = [
+        tile[:, row : row + 14, column : column + 14].reshape(-1)
+        for tile in expected["pixel_values"]
+        for row in range(0, 56, 14)
+        for column in range(0, 56, 14)
+    ]
+    assert torch.equal(prompt.vision.pixel_values, torch.stack(cut))
+    assert int(prompt.vision.grid_thw[:, 0].sum()) == len(expected["pixel_values"])
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_size_alone_tells_the_number_of_tokens(folder: Path, size: tuple[int, int]) -> None:
+    processor = image_processor_of(load_processors(str(folder)))
+    assert isinstance(processor, TileProcessor)
+    vision = processor.process([noise(size)])
+    assert processor.tokens_of(vision) == (processor.image_tokens(*size),)
+    assert processor.calls == 1
+
+
+def test_hashes_are_of_the_content(folder: Path) -> None:
+    processor = image_processor_of(load_processors(str(folder)))
+    assert processor is not None
+    first, again, other = processor.process([noise((60, 200)), noise((60, 200)), noise((60, 200), seed=1)]).hashes
+    assert first == again != other
+
+
+def test_freezing_holds_tower_and_projector(folder: Path) -> None:
+    processors = load_processors(str(folder))
+    policy = Policy(
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    policy.freeze_vision_tower()
+    frozen = {name for name, weight in policy.model.named_parameters() if not weight.requires_grad}
+    assert frozen == {
+        name
+        for name, _ in policy.model.named_parameters()
+        if name.startswith(("model.vision_tower.", "model.multi_modal_projector."))
+    }
+
+
+@pytest.mark.parametrize(("model_type", "inside"), [("internvl", "qwen3"), ("internvl", "llama"), ("llava", "qwen2")])
+def test_another_known_language_model_inside_is_scored_and_sampled_alike(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, inside: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(model_type), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    text = json.loads((tiny_model(inside) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    family = family_named(model_type)
+    weights = {
+        name: tensor.detach().contiguous()
+        for here, parameter in random_model(folder).named_parameters()
+        for name, tensor in family.checkpoint_tensors(here, parameter)
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    processors = load_processors(str(folder))
+    policy = changed_policy(folder, processors)
+    oracle = load_hugging_face(folder, torch.float32)
+    oracle.load_state_dict(policy.model.state_dict())
+    groups, prompts = make_groups(processors), make_prompts(processors)
+    with torch.no_grad():
+        expected = oracle_logprobs(oracle, processors, groups)
+        torch.testing.assert_close(packed_logprobs(policy, processors, groups), expected, atol=1e-5, rtol=0)
+    engine = open_engine("vllm", folder, processors)
+    try:
+        with engine.awake(policy.named_weights(), version=1):
+            answers = engine.generate(prompts, SAMPLING, step=1)
+    finally:
+        engine.close()
+    assert disagreement(policy, processors, prompts, answers) <= 1e-4
+
+
+def random_model(folder: Path) -> Any:
+    """Return a model of the folder's config with weights drawn by chance, under transformers' names."""
+    processors = load_processors(str(folder))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return auto_class(processors.family).from_config(processors.hf_config, dtype=torch.float32)
+
+
+def refused(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> str:
+    """Return why a model with a changed config is refused."""
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    config = json.loads((copied / "config.json").read_text())
+    change(config)
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as refusal:
+        load_model(str(copied), dtype=torch.float32, device="meta")
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("inside", ["qwen3_moe", "mistral", "gemma", "gpt2"])
+def test_another_language_model_inside_is_refused(folder: Path, tmp_path: Path, inside: str) -> None:
+    why = refused(folder, tmp_path, lambda config: config.update(text_config={"model_type": inside}))
+    assert f"'{inside}'" in why
+
+
+def test_another_vision_tower_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    siglip = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
+    why = refused(tiny_model("llava"), tmp_path, lambda config: config.update(vision_config=siglip))
+    assert "is a 'siglip_vision_model'; known is only 'clip_vision_model'" in why
+
+
+@pytest.mark.parametrize(
+    "change", [{"vision_feature_layer": [-2, -1]}, {"vision_feature_select_strategy": "full"}], ids=str
+)
+def test_features_taken_in_another_way_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    assert "vision_feature_select_strategy = " in refused(folder, tmp_path, lambda config: config.update(change))
+
+
+def test_dropout_in_the_tower_is_refused(folder: Path, tmp_path: Path) -> None:
+    why = refused(folder, tmp_path, lambda config: config["vision_config"].update(attention_dropout=0.1))
+    assert "attention_dropout = 0.1" in why
+
+
+def test_a_tile_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    path = copied / "processor_config.json"
+    config = json.loads(path.read_text())
+    config["image_processor"]["size"] = config["image_processor"]["crop_size"] = {"height": 28, "width": 28}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="makes tiles of 28 x 28 pixels, the model sees 56 x 56"):
+        image_processor_of(load_processors(str(copied)))
