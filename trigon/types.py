@@ -34,7 +34,8 @@ class Vision:
 
     pixel_values: [patches, channels * temporal * patch * patch] float32, CPU; the patches of all of them, in order.
     grid_thw: [images or videos, 3] int64, CPU; (time, height, width) of each in patches, before merging. Time is 1 for
-    an image; for a video it counts temporal patches, each of which merges two frames.
+    an image; for a video it counts temporal patches, each of which merges two frames; for an image that is seen in
+    tiles of one size, the tiles.
     hashes: one content hash for each (of its pixel values), by which engines key their caches.
     temporal_patch_seconds: how many seconds of each video a temporal patch covers; none for images.
 
