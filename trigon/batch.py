@@ -7,7 +7,7 @@ only. To be called while the rollout engine is awake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -16,14 +16,14 @@ import torch
 
 from trigon.algorithms.select import verdicts
 from trigon.data.stream import PromptStream
-from trigon.errors import DataError, RewardError
+from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_groups
-from trigon.types import Completion, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,64 +44,82 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """groups: to be learned from. surplus: kept for the next step. metrics: of everything that was sampled."""
+    """groups: to be learned from. surplus: kept for the next step. metrics: of everything that was sampled.
+
+    num_sampled_tokens: of all responses, learned from or not. baselines: [G] float32, the reward of each prompt's
+    likeliest completion, nan where it could not be graded; None where they are not wanted.
+    """
 
     groups: list[RolloutGroup]
     surplus: list[RolloutGroup]
     metrics: Metrics
+    num_sampled_tokens: int
+    baselines: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws prompts, samples and scores them."""
+    """Draws prompts, samples and scores them. with_baselines: once more, greedily."""
 
     prompts: PromptStream
     rollout: RolloutEngine
     rewards: RewardPool
     sampling: SamplingParams
     report: Reporter
+    with_baselines: bool
 
     def fill(self, *, wanted: int, selection: Selection | None, kept: Sequence[RolloutGroup], step: int) -> Batch:
         """Return a batch of `wanted` groups, those kept from the step before first; fewer only after max_rounds.
 
         Raises: DataError if after max_rounds there is none; RewardError if no reply has the selection's key.
         """
+        drawn: set[str] = set()
         if selection is None:
-            groups, metrics = self._round(wanted, step)
-            return Batch(groups, [], metrics)
+            groups, metrics = self._round(wanted, step, drawn)
+            return self._batch(groups, [], metrics, count_response_tokens(groups), step)
         found = list(kept)
         metrics = {}
-        rounds = 0
+        rounds = num_sampled_tokens = 0
         while len(found) < wanted and not 0 < selection.max_rounds <= rounds:
             rounds += 1
-            groups, of_round = self._round(selection.prompts_per_round, step)
+            groups, of_round = self._round(selection.prompts_per_round, step, drawn)
+            num_sampled_tokens += count_response_tokens(groups)
             chosen, shares = _select(groups, selection)
             found += chosen
             metrics = merge(metrics, of_round, shares)
-        metrics = merge(metrics, {"filter/rounds": Sum(float(rounds)), "filter/groups": Sum(float(len(found)))})
+        # No more than the next step takes, so that nothing grows older than one step.
+        surplus = found[wanted : 2 * wanted] if selection.keep_surplus else []
+        used = min(len(found), wanted) + len(surplus)
+        counts = {
+            "filter/rounds": Sum(float(rounds)),
+            "filter/groups": Sum(float(len(found))),
+            "filter/dropped_groups": Sum(float(len(found) - used)),
+        }
+        metrics = merge(metrics, counts)
         if len(found) < wanted:
             self._report_shortage(len(found), wanted, rounds, metrics)
-        surplus = found[wanted:] if selection.keep_surplus else []
-        return Batch(found[:wanted], surplus, metrics)
+        return self._batch(found[:wanted], surplus, metrics, num_sampled_tokens, step)
 
-    def greedy_scores(self, groups: Sequence[RolloutGroup], *, step: int) -> torch.Tensor:
-        """Return the reward of each prompt's likeliest completion: [G] float32, nan where it could not be graded."""
+    def _batch(
+        self, groups: list[RolloutGroup], surplus: list[RolloutGroup], metrics: Metrics, num_tokens: int, step: int
+    ) -> Batch:
+        baselines = self._greedy_scores(groups, step) if self.with_baselines else None
+        if baselines is not None:
+            metrics = merge(metrics, {"grader/baselines_missing": Sum(float(baselines.isnan().sum()))})
+        return Batch(groups, surplus, metrics, num_tokens, baselines)
+
+    def _greedy_scores(self, groups: Sequence[RolloutGroup], step: int) -> torch.Tensor:
         greedy = replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
         prompts = [group.prompt for group in groups]
         answers = collect(prompts, self.rollout, self.rewards, greedy, step=step, phase=self.report.phase)
         scores = {answer.prompt.prompt_id: answer.rollouts[0].score for answer in answers}
-        return torch.tensor(
-            [
-                scores[prompt.prompt_id].overall
-                if prompt.prompt_id in scores and scores[prompt.prompt_id].outcome == "ok"
-                else torch.nan
-                for prompt in prompts
-            ]
-        )
+        graded = {name: score.overall for name, score in scores.items() if score.outcome == "ok"}
+        return torch.tensor([graded.get(prompt.prompt_id, torch.nan) for prompt in prompts])
 
-    def _round(self, num_prompts: int, step: int) -> tuple[list[RolloutGroup], Metrics]:
+    def _round(self, num_prompts: int, step: int, drawn: set[str]) -> tuple[list[RolloutGroup], Metrics]:
+        """drawn: the names of this step's prompts so far, to which those of this round are added."""
         with self.report.phase("data"):
-            prompts = self.prompts.take(num_prompts)
+            prompts = [_renamed(prompt, drawn) for prompt in self.prompts.take(num_prompts)]
         groups = collect(prompts, self.rollout, self.rewards, self.sampling, step=step, phase=self.report.phase)
         set_aside = {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))}
         return groups, merge(describe_groups(groups), set_aside)
@@ -120,10 +138,30 @@ class Sampler:
         self.report.warn(f"{problem}; the step learns from {found}")
 
 
+def count_response_tokens(groups: Sequence[RolloutGroup]) -> int:
+    """Return the tokens of all completions."""
+    return sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
+
+
+def _renamed(prompt: Prompt, drawn: set[str]) -> Prompt:
+    """Return a prompt under a name that is not among those drawn, and add it to them.
+
+    A step that comes to the end of the data can draw a prompt again, which would be seeded, and so answered, alike.
+    """
+    dataset, _, row = prompt.prompt_id.rpartition(":")
+    name, number = prompt.prompt_id, 1
+    while name in drawn:
+        number += 1
+        name = f"{dataset}:{row.partition('#')[0]}#{number}"
+    drawn.add(name)
+    return prompt if name == prompt.prompt_id else replace(prompt, prompt_id=name)
+
+
 def _select(groups: Sequence[RolloutGroup], selection: Selection) -> tuple[list[RolloutGroup], Metrics]:
     """Return the groups that are worth learning from, and the shares of those that are not."""
     values = torch.tensor(
-        [[rollout.score.parts.get(selection.key, torch.nan) for rollout in group.rollouts] for group in groups]
+        [[rollout.score.parts.get(selection.key, torch.nan) for rollout in group.rollouts] for group in groups],
+        dtype=torch.float64,  # in which a bound of 0.1 is the very number that a reward function returns
     )
     graded = [[rollout.score.outcome == "ok" for rollout in group.rollouts] for group in groups]
     valid = torch.tensor(graded)
@@ -134,6 +172,7 @@ def _select(groups: Sequence[RolloutGroup], selection: Selection) -> tuple[list[
         "filter/kept_fraction": mean_of(float(verdict == "kept") for verdict in judged),
         "filter/low_fraction": mean_of(float(verdict == "low") for verdict in judged),
         "filter/high_fraction": mean_of(float(verdict == "high") for verdict in judged),
+        "filter/ungraded_fraction": mean_of(float(verdict == "ungraded") for verdict in judged),
     }
 
 
@@ -172,24 +211,38 @@ def surplus_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
     ]
 
 
-def surplus_from(state: Sequence[dict[str, Any]], prompts: PromptStream) -> list[RolloutGroup]:
-    """Return the groups of surplus_state, their prompts built anew. Raises: as PromptStream.rebuilt."""
-    return [
-        RolloutGroup(
-            prompts.rebuilt(group["prompt_id"]),
-            tuple(
-                Rollout(
-                    Completion(
-                        token_ids=tuple(rollout["token_ids"]),
-                        sampling_logprobs=tuple(rollout["sampling_logprobs"]),
-                        finish_reason=rollout["finish_reason"],
-                        text=rollout["text"],
-                        policy_version=rollout["policy_version"],
-                    ),
-                    Score(rollout["overall"], rollout["parts"], rollout["outcome"], rollout["error"]),
-                )
-                for rollout in group["rollouts"]
-            ),
-        )
-        for group in state
-    ]
+def surplus_from(
+    state: Sequence[dict[str, Any]], prompts: PromptStream, *, n: int, warn: Callable[[str], None]
+) -> list[RolloutGroup]:
+    """Return the groups of surplus_state, their prompts built anew. warn: hears of those that can no longer be used.
+
+    n: completions of a group. Raises: as PromptStream.rebuilt.
+    """
+    groups = []
+    for group in state:
+        if len(group["rollouts"]) != n:
+            warn(
+                f"{group['prompt_id']}: its {len(group['rollouts'])} answers, kept from the step before, are dropped, "
+                f"since worker.rollout.n is {n} now"
+            )
+            continue
+        try:
+            prompt = prompts.rebuilt(group["prompt_id"])
+        except BadRow as problem:
+            warn(f"its answers, kept from the step before, are dropped: {problem}")
+            continue
+        groups.append(RolloutGroup(prompt, tuple(map(_rollout_from, group["rollouts"]))))
+    return groups
+
+
+def _rollout_from(state: dict[str, Any]) -> Rollout:
+    return Rollout(
+        Completion(
+            token_ids=tuple(state["token_ids"]),
+            sampling_logprobs=tuple(state["sampling_logprobs"]),
+            finish_reason=state["finish_reason"],
+            text=state["text"],
+            policy_version=state["policy_version"],
+        ),
+        Score(state["overall"], state["parts"], state["outcome"], state["error"]),
+    )

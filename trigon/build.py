@@ -54,6 +54,7 @@ from trigon.training.optim import Schedule
 from trigon.training.parallel import Alone, Ranks
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.step import LossTerms
+from trigon.training.trace import FOLDER, LocalTracer, Tracer
 from trigon.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Engines:
     reference: LogprobEngine | None
     rollout: RolloutEngine
     sizes: tuple[Sizes, ...]
+    tracer: Tracer
 
 
 def run_training(
@@ -158,6 +160,8 @@ def run_training(
                 store=store,
                 save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),
                 report=report,
+                traced_steps=frozenset(config.trainer.profile_steps),
+                tracer=engines.tracer,
                 should_stop=should_stop,
             ),
             checkpoint,
@@ -361,7 +365,8 @@ def open_engines(
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place, shows_videos=shows_videos)
         stack.callback(rollout.close)
-    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),))
+    tracer = LocalTracer(run_folder(config) / FOLDER, rank=None)
+    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer)
 
 
 def open_policy(config: Config, processors: Processors, dtype: torch.dtype, device: torch.device | str) -> Policy:
@@ -632,7 +637,7 @@ def open_workers(
 ) -> Engines:
     """Let every worker load its part of the models and start its rollout engine."""
     from trigon.distributed.crew import DISK_SECONDS
-    from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTrainEngine
+    from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTracer, WorkersTrainEngine
 
     with report.phase("load model and start rollout engine"):
         build = partial(open_member, as_workers_need(config), plan, shows_videos)
@@ -644,6 +649,7 @@ def open_workers(
         reference=WorkersReference(crew) if needs_reference(config) and not kl_is_full(config) else None,
         rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
         sizes=tuple(sizes),
+        tracer=WorkersTracer(crew, run_folder(config).absolute() / FOLDER),
     )
 
 

@@ -43,9 +43,12 @@ def outcomes_of(
 ) -> Outcomes:
     """Return what the groups' completions were worth. Raises: RewardError if gdpo misses a part of a reward."""
     rollouts = [group.rollouts for group in groups]
+    valid = torch.tensor([[rollout.score.outcome == "ok" for rollout in row] for row in rollouts])
+    if baselines is not None:  # an answer that has nothing to be compared with is as good as ungraded
+        valid &= baselines.isfinite()[:, None]
     return Outcomes(
         rewards=torch.tensor([[rollout.score.overall for rollout in row] for row in rollouts]),
-        valid=torch.tensor([[rollout.score.outcome == "ok" for rollout in row] for row in rollouts]),
+        valid=valid,
         lengths=torch.tensor([[len(rollout.completion.token_ids) for rollout in row] for row in rollouts]),
         penalties=penalties,
         parts=reward_parts(groups, credit.weights) if credit.estimator == "gdpo" else {},
@@ -62,7 +65,7 @@ def reward_parts(groups: Sequence[RolloutGroup], weights: Mapping[str, float] | 
     replies = [score.parts for row in scores for score in row if score.outcome == "ok"]
     names = sorted({name for parts in replies for name in parts} - {"overall"} if weights is None else weights)
     missing = sorted({name for name in names for parts in replies if name not in parts})
-    if missing or not names:
+    if missing or (replies and not names):
         lacking = f"some replies lack {', '.join(missing)}" if missing else "there is nothing but overall"
         found = ", ".join(sorted({name for parts in replies for name in parts}))
         raise RewardError(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from trigon.algorithms.advantages import estimate
 from trigon.algorithms.kl import AdaptiveKl
-from trigon.batch import Sampler, Selection, surplus_from, surplus_state
+from trigon.batch import Sampler, Selection, count_response_tokens, surplus_from, surplus_state
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.credit import Credit, attach, kl_of, mean_of_tokens, outcomes_of, overlong
@@ -27,6 +27,7 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_learned, describe_validation
 from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TrainGroup
 
 
@@ -78,6 +79,8 @@ class Run:
     store: CheckpointStore
     save_state: SaveState
     report: Reporter
+    traced_steps: frozenset[int]
+    tracer: Tracer
     should_stop: Callable[[], bool]
 
 
@@ -104,19 +107,20 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         validate(run, progress)
         return progress
     go_on_from(run, progress.step)
-    sampler = Sampler(run.prompts, run.rollout, run.rewards, run.sampling, run.report)
     credit = run.credit
+    sampler = Sampler(
+        run.prompts, run.rollout, run.rewards, run.sampling, run.report, with_baselines=credit.estimator == "remax"
+    )
     if progress.step == 0 and run.rhythm.validate_first:
         run.report.step(0, last, validate(run, progress))
 
-    for step in range(progress.step + 1, last + 1):
+    for step in traced(range(progress.step + 1, last + 1), run.traced_steps, run.tracer):
         run.store.check()
         with awake(run, version=step - 1):
             batch = sampler.fill(
                 wanted=run.plan.prompts_per_step, selection=run.selection, kept=progress.surplus, step=step
             )
             groups = batch.groups
-            baselines = sampler.greedy_scores(groups, step=step) if credit.estimator == "remax" else None
             probe = run.parity.probe(groups, run.rollout, run.sampling, step=step)
         with run.report.phase("parity"):
             metrics = merge(batch.metrics, run.parity.check(probe, run.trainer))
@@ -135,7 +139,7 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
             mean_kl = mean_of_tokens(kl)
             metrics = merge(metrics, {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(progress.kl.coefficient)})
             progress = replace(progress, kl=progress.kl.updated(mean_kl.value, sum(map(len, kl))))
-        outcomes = outcomes_of(groups, credit, penalties=penalties, baselines=baselines)
+        outcomes = outcomes_of(groups, credit, penalties=penalties, baselines=batch.baselines)
         advantages = estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
         trains = outcomes.valid & ~overlong(groups) if credit.mask_overlong else outcomes.valid  # [G, N]
         train_groups = attach(groups, advantages, trains, old=old, ref=ref)
@@ -154,9 +158,10 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         if is_due(step, run.rhythm.validate_every) or (step == last and run.rhythm.validate_last):
             validation = validate(run, progress)
             metrics, score = merge(metrics, validation), validation["val/reward_score"].value
-        num_tokens, num_response_tokens = count_tokens(groups)
         # Before the checkpoint: a run that dies between the two repeats the step, and writes its line again.
-        run.report.step(step, last, metrics, num_tokens=num_tokens, num_response_tokens=num_response_tokens)
+        run.report.step(
+            step, last, metrics, num_tokens=count_tokens(groups), num_response_tokens=batch.num_sampled_tokens
+        )
         if stopping or is_due(step, run.rhythm.save_every):
             with run.report.phase("save_checkpoint"):
                 run.store.save(step, write=run.save_state, progress=remembered(run, progress), score=score)
@@ -175,7 +180,11 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     run.prompts.load_state(checkpoint.progress["prompts"])
     # Only an adaptive coefficient has a history; a fixed one, and the target, are the configuration's.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
-    surplus = surplus_from(checkpoint.progress.get("surplus", []), run.prompts)
+    kept = checkpoint.progress.get("surplus", [])
+    if kept and (run.selection is None or not run.selection.keep_surplus):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
+        kept = []
+    surplus = surplus_from(kept, run.prompts, n=run.sampling.n, warn=run.report.warn)
     return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
 
 
@@ -220,10 +229,10 @@ def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[T
             yield groups[start : start + plan.prompts_per_update]
 
 
-def count_tokens(groups: Sequence[RolloutGroup]) -> tuple[int, int]:
-    """Return the tokens of all sequences, each with its prompt, and those of the responses alone."""
-    response = sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
-    return response + sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups), response
+def count_tokens(groups: Sequence[RolloutGroup]) -> int:
+    """Return the tokens of all sequences, each with its prompt."""
+    prompts = sum(len(group.prompt.token_ids) * len(group.rollouts) for group in groups)
+    return prompts + count_response_tokens(groups)
 
 
 def is_due(step: int, every: int) -> bool:

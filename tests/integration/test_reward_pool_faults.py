@@ -13,6 +13,8 @@ from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
+pytestmark = pytest.mark.alone
+
 GRADER = """
 import ctypes, os, signal, sys, threading, time
 
@@ -178,7 +180,6 @@ import time
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
-pytestmark = pytest.mark.alone
 pool = RewardPool({str(tmp_path / "grade.py")!r} + ":compute_score", kwargs={{}}, num_workers=1, timeout_seconds=500,
                   max_failed_fraction=1.0)
 pool.score([RewardRequest({response!r}, 1, "4", "?", "stop", {{}})])

@@ -122,9 +122,16 @@ def test_a_token_is_credited_with_what_follows_it():
     penalties = [[[0.1, 0.2, 0.3]]]
     found = advantages([[2.0]], "remax", lengths=[[3]], penalties=penalties)
     assert found[0][0] == pytest.approx([1.4, 1.5, 1.7])
-    # discounted by a half: -0.1 + (-0.2 + 1.7 / 2) / 2
-    found = advantages([[2.0]], "remax", lengths=[[3]], penalties=penalties, gamma=0.5)
-    assert found[0][0] == pytest.approx([-0.1 + (-0.2 + 1.7 / 2) / 2, -0.2 + 1.7 / 2, 1.7])
+    assert advantages([[2.0]], "remax", lengths=[[3]], penalties=penalties, gamma=0.5) == found
+
+
+def test_a_discount_credits_the_last_tokens_most():
+    # returns 2/4 2/2 2 | 0: mean 3.5/4, squares
+    returns = [0.5, 1.0, 2.0, 0.0]
+    mean = sum(returns) / 4
+    std = math.sqrt(sum((value - mean) ** 2 for value in returns) / 3)
+    found = advantages([[2.0, 0.0]], "reinforce_plus_plus", lengths=[[3, 1]], gamma=0.5)
+    assert found[0][0] + found[0][1] == pytest.approx([(value - mean) / std for value in returns], rel=1e-5)
 
 
 def test_penalties_are_taken_from_the_reward_of_the_whole_completion():

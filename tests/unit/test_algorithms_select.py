@@ -22,8 +22,12 @@ def test_the_bounds_themselves_are_outside():
 
 
 def test_ten_equal_numbers_have_that_number_for_a_mean():
-    # in float32 the mean of ten 0.1 is above 0.1
-    assert judged([[0.1] * 10], low=float(torch.tensor(0.1)), high=0.99) == ["low"]
+    # in float64 the mean of three 0.1 is above 0.1
+    for number in (0.1, 0.2, 0.3, 0.7, 0.9):
+        for count in (2, 3, 5, 7, 10):
+            values = torch.full((1, count), number, dtype=torch.float64)
+            assert verdicts(values, torch.ones(1, count, dtype=torch.bool), low=number, high=1.0) == ["low"]
+            assert verdicts(values, torch.ones(1, count, dtype=torch.bool), low=0.0, high=number) == ["high"]
 
 
 def test_ungraded_answers_do_not_count():

@@ -278,9 +278,23 @@ def test_weights_of_zero_teach_nothing():
     assert "nothing to learn" in problem(*gdpo, "algorithm.reward_weights={accuracy: 0}")
 
 
+def test_an_adaptive_weight_cannot_turn_its_sign():
+    adaptive = ("algorithm.kl_type=adaptive", "data.rollout_batch_size=512", "worker.actor.global_batch_size=128")
+    assert "could become negative; set kl_horizon above 409.6" in problem(*adaptive, "algorithm.kl_horizon=100")
+    assert warnings(*adaptive, "algorithm.kl_horizon=10000") == ()
+
+
+def test_where_every_answer_is_cut_none_is_left():
+    assert "which with worker.rollout.ignore_eos=true are all" in problem(
+        "algorithm.overlong_filtering=true", "worker.rollout.ignore_eos=true"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("algorithm.filter_surplus=keep", "no effect without algorithm.online_filtering=true"),
+        ("algorithm.gamma=0.9", "no effect without algorithm.adv_estimator=reinforce_plus_plus"),
         ("data.mini_rollout_batch_size=8", "no effect without algorithm.online_filtering=true"),
         ("worker.actor.cispo_cap=5", "no effect without worker.actor.loss_type=cispo"),
         ("worker.actor.loss_fixed_length=5", "no effect without worker.actor.loss_avg_mode=seq_fixed"),

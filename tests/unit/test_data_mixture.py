@@ -199,3 +199,14 @@ def test_every_prompt_that_was_taken_can_be_built_again_by_its_name(stream, six,
 def test_a_name_that_is_nobodys_is_refused(stream, six, prompt_id):
     with pytest.raises(CheckpointError, match="not among the training prompts"):
         stream(six).rebuilt(prompt_id)
+
+
+def test_made_up_names_are_nobody_elses(open_set):
+    parts = [open_set("train", 2), open_set("train", 2), open_set("train~2", 2)]
+    assert [part.name for part in mixed(parts, ()).parts] == ["train", "train~3", "train~2"]
+
+
+def test_a_dataset_may_have_a_hash_in_its_name(stream, open_set):
+    drawn = stream(open_set("set#2", 3))
+    [prompt] = drawn.take(1)
+    assert drawn.rebuilt(prompt.prompt_id).token_ids == prompt.token_ids

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from engines import KL_TERMS, make_engine, make_rollouts, to_train
-from test_loop import EVERYTHING, SAMPLING, SELECTION, crash_at_times, open_kit, open_run, settings
+from test_loop import CREDIT, EVERYTHING, SAMPLING, SELECTION, crash_at_times, open_kit, open_run, settings
 
 from trigon.algorithms.importance import Correction
 from trigon.distributed.crew import Traffic
@@ -48,7 +48,7 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
             kit,
             folder / "run",
             answer=crash_at_times,
-            **settings(2),
+            **(settings(2) | {"credit": replace(CREDIT, estimator="remax", kl_in_reward="kl")}),
             sampling=replace(SAMPLING, top_k=50),
             selection=replace(SELECTION, low=-1.0, high=2.0),
         ) as run,

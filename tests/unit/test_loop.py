@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
+from trigon.training.trace import LocalTracer
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 NUM_PROMPTS, NUM_VALIDATION = 10, 3
@@ -238,6 +240,8 @@ def open_run(kit: Kit, folder: Path, *, answer=right_at_times, token_logprob=FAK
             store=CheckpointStore(folder, keep=-1),
             save_state=partial(trainer.save_state, model_only=False),
             report=report,
+            traced_steps=frozenset(),
+            tracer=LocalTracer(folder / "profile", rank=None),
             should_stop=lambda: False,
         )
         yield replace(run, **changes)
@@ -662,6 +666,63 @@ def test_a_key_that_no_reply_has_is_named_with_the_nearest(kit, tmp_path):
         train(run, None)
 
 
+def test_a_step_that_comes_to_the_end_of_the_data_asks_its_prompts_anew(kit, tmp_path):
+    # Of 10 prompts about half are worth learning from: a step of 8 draws some of them twice, to be answered anew.
+    with open_run(
+        kit, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), selection=SELECTION, answer=mixed_at_times
+    ) as run:
+        train(run, None)
+    names = [row["prompt_id"] for row in rollouts_of(tmp_path)["step_000001.jsonl"][::3]]
+    assert len(set(names)) == len(names) == 8
+    assert any("#2" in name for name in names)
+
+
+def test_bounds_are_those_that_a_reward_function_returns(kit, tmp_path):
+    # Each answer is worth 0.5 exactly, or in part 0.1, which float32 cannot hold.
+    reward = "def main(answer: dict):\n    return {'overall': 0.1}\n"
+    (tmp_path / "tenth.py").write_text(reward)
+    rewards = RewardPool(
+        f"{tmp_path / 'tenth.py'}:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
+    )
+    selection = replace(SELECTION, key="overall", low=0.1, max_rounds=1)
+    with (
+        open_run(kit, tmp_path / "run", selection=selection, rewards=rewards) as run,
+        pytest.raises(DataError, match="100% of those sampled were at or below"),
+    ):
+        train(run, None)
+    rewards.close()
+
+
+def test_a_surplus_never_grows_older_than_a_step(kit, tmp_path):
+    selection = replace(SELECTION, low=-1.0, high=2.0, prompts_per_round=10, keep_surplus=True)
+    with open_run(kit, tmp_path, plan=plan_of(steps=4), selection=selection) as run:
+        train(run, None)
+    for step in range(1, 5):
+        rows = rollouts_of(tmp_path)[f"step_{step:06d}.jsonl"]
+        assert {step - 1 - row["policy_version"] for row in rows} <= {0, 1}
+    assert lines_of(tmp_path)[1]["filter/dropped_groups"] == 2.0  # 10 found, 4 learned from, 4 kept
+
+
+def test_what_was_kept_is_dropped_where_the_run_that_goes_on_cannot_use_it(kit, tmp_path):
+    def saved(folder: Path) -> Checkpoint:
+        with open_run(kit, folder, **keeping(6)) as run:
+            train(replace(run, should_stop=lambda: True), None)
+        assert newest(folder).progress["surplus"] != []
+        return newest(folder)
+
+    checkpoint = saved(tmp_path / "other n")
+    changed = keeping(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
+    with open_run(kit, tmp_path / "other n", **changed) as run:
+        train(run, checkpoint)
+        assert {len(group.sequences) for groups in told(run).learned for group in groups} == {2}
+
+    checkpoint = saved(tmp_path / "unfiltered")
+    with open_run(kit, tmp_path / "unfiltered", **(keeping(2) | {"selection": None})) as run:
+        train(run, checkpoint)
+    rows = rollouts_of(tmp_path / "unfiltered")["step_000002.jsonl"]
+    assert {row["policy_version"] for row in rows} == {1}
+
+
 def keeping(steps: int) -> dict[str, Any]:
     selection = replace(SELECTION, prompts_per_round=7, keep_surplus=True)
     return settings(steps) | {"selection": selection, "answer": mixed_at_times}
@@ -718,6 +779,27 @@ def test_remax_compares_with_a_greedy_answer(kit, tmp_path):
         assert baselines <= {0.5, 1.5}
 
 
+def test_an_answer_without_a_baseline_does_not_train(kit, tmp_path):
+    class NoGreedy(TellingEngine):
+        def generate(self, prompts, sampling, *, step, on_progress=None):
+            answers = super().generate(prompts, sampling, step=step, on_progress=on_progress)
+            return [[] if sampling.temperature == 0 and number == 1 else row for number, row in enumerate(answers)]
+
+    rollout = NoGreedy(
+        tokenizer=kit.processors.tokenizer,
+        stop_token_id=kit.processors.stop_token_ids[0],
+        answer=mixed_at_times,
+        token_logprob=FAKE_LOGPROB,
+    )
+    credit = replace(CREDIT, estimator="remax")
+    with open_run(kit, tmp_path, plan=plan_of(steps=1), credit=credit, rollout=rollout) as run:
+        train(run, None)
+        [groups] = told(run).learned
+    trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
+    assert trains == [{1.0}, {0.0}, {1.0}, {1.0}]
+    assert lines_of(tmp_path)[1]["grader/baselines_missing"] == 1.0
+
+
 def test_gdpo_asks_for_the_parts_it_is_to_weigh(kit, tmp_path):
     credit = replace(CREDIT, estimator="gdpo", weights={"beauty": 1.0})
     with open_run(kit, tmp_path, credit=credit) as run, pytest.raises(RewardError, match=r"lack beauty \(found: acc"):
@@ -731,6 +813,24 @@ def test_the_full_kl_is_asked_of_the_trainer(kit, tmp_path):
         train(run, None)
         assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
     assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # as the fake says
+
+
+def test_chosen_steps_leave_a_trace_with_their_phases(kit, tmp_path):
+    with open_run(kit, tmp_path, traced_steps=frozenset({2, 3, 9})) as run:
+        train(run, None)
+    traces = {path.name: path for path in (tmp_path / "profile").iterdir()}
+    assert sorted(traces) == ["step_000002.json.gz", "step_000003.json.gz"]
+    names = {
+        event.get("name")
+        for event in json.loads(gzip.decompress(traces["step_000002.json.gz"].read_bytes()))["traceEvents"]
+    }
+    assert {"phase gen", "phase reward", "phase update_actor"} <= names
+
+
+def test_a_traced_step_that_is_the_last_by_request_leaves_its_trace(kit, tmp_path):
+    with open_run(kit, tmp_path, traced_steps=frozenset({1}), should_stop=lambda: True) as run:
+        assert train(run, None).step == 1
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_000001.json.gz"]
 
 
 # -- guards and counts --------------------------------------------------------------------------------------------
@@ -762,7 +862,7 @@ def test_tokens_are_counted_with_and_without_prompts(kit, tmp_path):
     line = json.loads((tmp_path / "metrics.jsonl").read_text())["metrics"]
     assert line["perf/total_num_tokens"] == sum(lengths) + prompts
     assert line["response_length/mean"] == pytest.approx(sum(lengths) / 12)
-    assert count_tokens([]) == (0, 0)
+    assert count_tokens([]) == 0
 
 
 @pytest.mark.parametrize(

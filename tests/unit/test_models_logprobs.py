@@ -222,3 +222,54 @@ def test_the_full_kl_from_oneself_is_zero_and_flat() -> None:
     assert kl.abs().max() < 1e-15
     [gradient] = torch.autograd.grad(kl.sum(), (states,))
     assert gradient.abs().max() < 1e-15
+
+
+# -- under autocast -----------------------------------------------------------------------------------------------
+
+
+def test_a_confident_token_has_no_gradient_under_autocast_either() -> None:
+    # Its probability is 1 to the last bit, so that its gradient is 0, if forward and backward mean the same logits.
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(VOCABULARY, 64, generator=generator).requires_grad_()
+    states = (7.0 * weight.detach()[TARGETS]).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = chunked(states, weight, banned=())
+    assert scores.logprobs.abs().max() < 1e-6
+    ours = torch.autograd.grad(scores.logprobs.sum(), (states, weight))
+    assert max(float(gradient.abs().max()) for gradient in ours) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_under_autocast_gradients_are_those_of_the_rounded_logits(temperature: float) -> None:
+    states, weight = inputs(torch.float32)
+    theirs = other_predictions(torch.float32)
+    weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1))
+
+    def loss(scores: TokenLogprobs) -> Tensor:
+        assert scores.kl is not None
+        return weights[0] @ scores.logprobs + weights[1] @ scores.entropy + weights[2] @ scores.kl
+
+    def scored(states: Tensor, weight: Tensor, theirs: Predictions) -> TokenLogprobs:
+        return token_logprobs(
+            states,
+            weight,
+            TARGETS,
+            temperature=temperature,
+            banned_token_ids=BANNED,
+            chunk_tokens=4,
+            entropy_gradient=True,
+            against=theirs,
+        )
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = scored(states, weight, theirs)
+    rounded = loss(scores)
+    ours = torch.autograd.grad(rounded, (states, weight))
+    assert [gradient.dtype for gradient in ours] == [torch.float32] * 2
+    # The same by hand: everything in bfloat16 beforehand.
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in (states, weight)]
+    lower = Predictions(theirs.states.bfloat16(), theirs.head_weight.bfloat16())
+    expected = loss(scored(*low, lower))
+    assert rounded.item() == expected.item()
+    for our, their in zip(ours, torch.autograd.grad(expected, low), strict=True):
+        torch.testing.assert_close(our, their.float(), rtol=1e-2, atol=1e-2)

@@ -91,6 +91,7 @@ def test_a_step_reaches_folder_screen_and_trackers_with_its_timings(folder, stre
         "timing_s/gen": 3.0,
         "timing_s/update_actor": 0.75,
         "timing_s/validation": 10.0,
+        "timing_s/other": 0.25,
         "timing_s/step": 14.0,
         "perf/time_per_step": 4.0,
         "perf/total_num_tokens": 6000.0,

@@ -51,9 +51,17 @@ GIVEN = [
     ("C", "B", False),
     ("A dog", "A", False),  # an article, not a choice
     ("A or B", "A", False),
+    ("A. or B.", "A", False),
+    ("(A) and (B)", "A", False),
+    ("It is definitely not option B", "B", False),
+    ("The answer isn't B", "B", False),
+    ("B. a dog and a cat", "B", True),
+    ("(B) not a dog", "B", True),
     ("AB", "A", False),
     ("", "A", False),
     # several right answers
+    (".5", "0.5", True),
+    ("0.50", ".5", True),
     ("sofa", ["couch", "sofa"], True),
     ("chair", ["couch", "sofa"], False),
     ("sofa", [], False),

@@ -201,6 +201,37 @@ def test_the_full_kl_of_fresh_adapters_is_zero(tiny_model):
     assert min(float(tokens.max()) for row in engine.full_kl(rollouts) for tokens in row) > 1e-7
 
 
+@pytest.mark.parametrize("taught", [(0, 2), (2,), (1,), ()])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_groups_without_an_advantage_cost_nothing_and_change_nothing(tiny_model, model_type, taught):
+    folder = tiny_model(model_type)
+    rollouts = make_rollouts(folder)
+    first = to_train(rollouts)  # so that the optimizer has moments, by which it moves on without a gradient
+    nothing = to_train(rollouts, advantages=(0.0, 0.0, 0.0))
+    second = [group if number in taught else nothing[number] for number, group in enumerate(to_train(rollouts))]
+
+    skipping, thorough = make_engine(folder), make_engine(folder, terms=replace(KL_TERMS, kl_coefficient=0.0))
+    ref = thorough.logprobs(rollouts)
+    skipping.step(first)
+    thorough.step([with_ref(group, tokens) for group, tokens in zip(first, ref, strict=True)])
+    left_out = values(skipping.step(second))
+    metrics = values(thorough.step([with_ref(group, tokens) for group, tokens in zip(second, ref, strict=True)]))
+
+    assert left_out["actor/skipped_groups"] == 3 - len(taught)
+    assert metrics["actor/skipped_groups"] == 0
+    assert left_out["actor/packed_tokens"] < metrics["actor/packed_tokens"]
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/lr"):
+        assert left_out[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-7), key
+    assert (in_a_row(weights_of(skipping)) - in_a_row(weights_of(thorough))).norm() < 1e-5 * in_a_row(
+        weights_of(thorough)
+    ).norm()
+
+
+def with_ref(group: TrainGroup, ref: list[Tensor]) -> TrainGroup:
+    sequences = tuple(replace(part, ref_logprobs=tokens) for part, tokens in zip(group.sequences, ref, strict=True))
+    return replace(group, sequences=sequences)
+
+
 def test_token_and_seq_averaging_by_hand(tiny_model):
     # At a ratio of 1 a token's loss is -A. Answers of 3, 7, 1 | 5, 2, 4 | 6, 3, 2 tokens, advantages 1, -0.75, 0.25.
     folder = tiny_model("qwen2")
@@ -299,6 +330,18 @@ def test_the_kl_is_told_before_its_coefficient(tiny_model):
     metrics = values(engine.step(to_train(rollouts, ref=ref)))
     assert metrics["actor/kl_loss"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(-(14 * 1.0 - 12 * 0.75 + 7 * 0.25) / 33, abs=1e-6)
+
+
+def test_an_update_with_nothing_to_learn_from_moves_nothing(tiny_model):
+    folder = tiny_model("qwen2")
+    rollouts = make_rollouts(folder)
+    engine = make_engine(folder)
+    engine.step(to_train(rollouts))  # so that there are moments, by which the optimizer would move on
+    before = weights_of(engine)
+    everything = [(g, i) for g in range(3) for i in range(3)]
+    metrics = values(engine.step(to_train(rollouts, masked=everything)))
+    assert metrics["actor/skipped_updates"] == 1
+    assert_same(weights_of(engine), before)
 
 
 # -- gradients that are not finite --------------------------------------------------------------------------------

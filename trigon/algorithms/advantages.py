@@ -71,8 +71,8 @@ def estimate(
 ) -> list[list[Tensor]]:
     """Return the advantage of every token, for each completion of each group: float32 [R].
 
-    gamma: discount for each token between a reward and the token that is credited with it; only where advantages
-    differ from token to token. weights: of outcomes.parts, for gdpo; None: 1 each.
+    gamma: discount for each token between a reward and the token that is credited with it; reinforce_plus_plus only.
+    weights: of outcomes.parts, for gdpo; None: 1 each.
     Raises: ValueError if the estimator compares within groups and N < 2.
     """
     if estimator not in WITHOUT_A_GROUP and outcomes.rewards.shape[1] < 2:
@@ -99,7 +99,8 @@ def estimate(
         case "reinforce_plus_plus":
             return whitened(token_returns(outcomes, gamma), valid)
         case "remax":
-            return above_baseline(token_returns(outcomes, gamma), valid, outcomes.baselines)
+            # Not discounted, since the greedy completion's reward is not.
+            return above_baseline(token_returns(outcomes, 1.0), valid, outcomes.baselines)
         case _:
             assert_never(estimator)
     return [
@@ -248,12 +249,12 @@ def _discounted(length: int, reward: float, penalties: Tensor | None, gamma: flo
     rewards[-1] += reward
     if gamma == 1.0:
         return rewards.flip(0).cumsum(0).flip(0)
-    result = torch.empty(length)
     following = 0.0
-    for token in reversed(range(length)):
-        following = float(rewards[token]) + gamma * following
-        result[token] = following
-    return result
+    returns = []
+    for earned in reversed(rewards.tolist()):
+        following = earned + gamma * following
+        returns.append(following)
+    return torch.tensor(returns[::-1])
 
 
 def _only(row: Sequence[Tensor], kept: Sequence[bool]) -> list[Tensor]:

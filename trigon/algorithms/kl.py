@@ -54,7 +54,7 @@ class AdaptiveKl:
     horizon: float
 
     def updated(self, kl: float, num_sequences: int) -> AdaptiveKl:
-        """Return the controller after a step whose mean KL per sequence-token was kl."""
+        """Return the controller after a step of so many sequences, whose mean KL over all tokens was kl."""
         if self.horizon == 0 or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

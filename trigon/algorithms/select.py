@@ -17,9 +17,12 @@ def verdicts(values: Tensor, valid: Tensor, *, low: float, high: float) -> list[
     Dynamic sampling: DAPO, section 3.2 (arXiv:2503.14476).
     Args: values [G, N] float; valid [G, N] bool: which of them count. Returns: G verdicts.
     """
-    counts = valid.sum(dim=1)
-    # float64, since the mean of ten equal float32 numbers need not be that number.
-    means = torch.where(valid, values.double(), 0.0).sum(dim=1) / counts.clamp(min=1)
+    counts, values = valid.sum(dim=1), values.double()
+    means = torch.where(valid, values, 0.0).sum(dim=1) / counts.clamp(min=1)
+    # The rounded mean of equal numbers need not be that number, which may be the very bound.
+    lowest = torch.where(valid, values, torch.inf).amin(dim=1)
+    highest = torch.where(valid, values, -torch.inf).amax(dim=1)
+    means = torch.where(counts > 0, means.maximum(lowest).minimum(highest), means)
     return [
         "ungraded" if not count else "low" if mean <= low else "high" if mean >= high else "kept"
         for mean, count in zip(means.tolist(), counts.tolist(), strict=True)

@@ -131,6 +131,18 @@ def _algorithm(config: Config) -> list[str]:
             "algorithm.adv_estimator=gdpo normalizes each part of the reward, and a KL penalty is none of them; set "
             "algorithm.use_kl_loss=true, or algorithm.disable_kl=true"
         )
+    answers = config.data.rollout_batch_size * rollout.n
+    if algorithm.kl_type == "adaptive" and 0.2 * answers >= algorithm.kl_horizon:
+        problems.append(
+            f"algorithm.kl_horizon is {algorithm.kl_horizon:g}, but a step has data.rollout_batch_size x "
+            f"worker.rollout.n = {answers} answers: the weight would change by its whole size in one, and could become "
+            f"negative; set kl_horizon above {0.2 * answers:g}, say {10 * answers}"
+        )
+    if algorithm.overlong_filtering and rollout.ignore_eos:
+        problems.append(
+            "algorithm.overlong_filtering leaves out the answers that were cut, which with worker.rollout.ignore_eos="
+            "true are all; set one of them to false"
+        )
     if algorithm.reward_weights and not any(algorithm.reward_weights.values()):
         problems.append("algorithm.reward_weights are all 0, so that there is nothing to learn; raise one of them")
     if algorithm.online_filtering and algorithm.filter_low >= algorithm.filter_high:
@@ -275,22 +287,23 @@ def _doubts(config: Config) -> list[str]:
 
 def _without_effect(config: Config) -> list[str]:
     """Return what was asked for, but belongs to something that was not."""
-    algorithm, actor = config.algorithm, config.worker.actor
-    idle = [
-        ("data.mini_rollout_batch_size", config.data.mini_rollout_batch_size, "algorithm.online_filtering=true"),
-        ("worker.actor.cispo_cap", actor.cispo_cap, "worker.actor.loss_type=cispo"),
-        ("worker.actor.loss_fixed_length", actor.loss_fixed_length, "worker.actor.loss_avg_mode=seq_fixed"),
-        ("algorithm.reward_weights", algorithm.reward_weights or None, "algorithm.adv_estimator=gdpo"),
+    data, algorithm, actor = config.data, config.algorithm, config.worker.actor
+    with_filtering = ("algorithm.online_filtering=true", algorithm.online_filtering)
+    with_gdpo = ("algorithm.adv_estimator=gdpo", algorithm.adv_estimator == "gdpo")
+    with_discount = ("algorithm.adv_estimator=reinforce_plus_plus", algorithm.adv_estimator == "reinforce_plus_plus")
+    with_cispo = ("worker.actor.loss_type=cispo", actor.loss_type == "cispo")
+    with_fixed = ("worker.actor.loss_avg_mode=seq_fixed", actor.loss_avg_mode == "seq_fixed")
+    with_kl = ("algorithm.disable_kl=false", not algorithm.disable_kl)
+    wishes = [
+        ("data.mini_rollout_batch_size", data.mini_rollout_batch_size is not None, with_filtering),
+        ("algorithm.filter_surplus=keep", algorithm.filter_surplus == "keep", with_filtering),
+        ("algorithm.reward_weights", bool(algorithm.reward_weights), with_gdpo),
+        ("algorithm.gamma", algorithm.gamma != 1, with_discount),
+        ("algorithm.kl_type=adaptive", algorithm.kl_type == "adaptive", with_kl),
+        ("worker.actor.cispo_cap", actor.cispo_cap is not None, with_cispo),
+        ("worker.actor.loss_fixed_length", actor.loss_fixed_length is not None, with_fixed),
     ]
-    in_use = {
-        "algorithm.online_filtering=true": algorithm.online_filtering,
-        "worker.actor.loss_type=cispo": actor.loss_type == "cispo",
-        "worker.actor.loss_avg_mode=seq_fixed": actor.loss_avg_mode == "seq_fixed",
-        "algorithm.adv_estimator=gdpo": algorithm.adv_estimator == "gdpo",
-    }
-    return [
-        f"{key} has no effect without {owner}" for key, value, owner in idle if value is not None and not in_use[owner]
-    ]
+    return [f"{key} has no effect without {owner}" for key, wished, (owner, used) in wishes if wished and not used]
 
 
 def _is_local(path: str) -> bool:

@@ -119,7 +119,7 @@ RETIRED: Mapping[str, Retired] = {
         only=(0,),
         instead="there is no critic to warm up; set it to 0",
     ),
-    "trainer.ray_timeline": Retired("the timing/* metrics say what each step spent its time on"),
+    "trainer.ray_timeline": Retired("the timing_s/* metrics say what each step spent its time on"),
 }
 """A key, or a section with all it holds: why it has no effect."""
 

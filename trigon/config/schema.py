@@ -145,8 +145,8 @@ class AlgorithmConfig(Section):
     """How rewards become advantages; docs/algorithms.md has a section for each. EasyR1 has the first five."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a reward for each token before it, where advantages differ from token to token
-    (reinforce_plus_plus, remax). Lowering it credits the last tokens most."""
+    """Discount of a reward for each token before it (reinforce_plus_plus). Lowering it credits the last tokens
+    most."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each part of the reward that gdpo normalizes by itself; empty: 1 for all but `overall`. Ours."""
@@ -550,6 +550,10 @@ class TrainerConfig(Section):
     max_try_make_batch: int = 20
     """Rounds of online_filtering in one step, those that find nothing included; then the step trains on what there is;
     0 or below: no limit."""
+
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Training steps of which a trace is written into the run folder's `profile/`, for Perfetto; it makes them slower,
+    and takes tens of MB each. Ours."""
 
     val_freq: int = Field(default=-1, ge=-1)
     """Training steps between validations; 0 or -1: none but before and after."""

@@ -117,11 +117,14 @@ def mixed(parts: Sequence[PromptSet], weights: Sequence[float]) -> PromptSet | M
     """
     if len(parts) == 1 and tuple(weights) in ((), (1,)):
         return parts[0]
-    named, seen = [], Counter[str]()
+    named: list[PromptSet] = []
+    given = {part.name for part in parts}
     for part in parts:
-        seen[part.name] += 1
-        times = seen[part.name]
-        named.append(part if times == 1 else replace(part, name=f"{part.name}~{times}"))
+        name, number, taken = part.name, 1, {other.name for other in named}
+        while name in taken or (number > 1 and name in given):
+            number += 1
+            name = f"{part.name}~{number}"
+        named.append(replace(part, name=name))
     mixture = MixedPrompts(tuple(named), tuple(weights) or (1.0,) * len(named))
     for part, share, weight in zip(mixture.parts, mixture._shares(), mixture.weights, strict=True):
         if share == 0:

@@ -112,7 +112,8 @@ class PromptStream:
 
     def rebuilt(self, prompt_id: str) -> Prompt:
         """Return a prompt that was taken before. Raises: CheckpointError if there is none of that name."""
-        index = self._prompts.index_of(prompt_id.partition("#")[0])
+        dataset, _, row = prompt_id.rpartition(":")
+        index = self._prompts.index_of(f"{dataset}:{row.partition('#')[0]}")
         if index is None:
             raise CheckpointError(
                 f"the saved run kept answers to {prompt_id}, which is not among the training prompts; restore the "

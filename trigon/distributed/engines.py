@@ -101,6 +101,22 @@ class WorkersReference:
         )
 
 
+class WorkersTracer:
+    """Traces all workers, each into a file of its own. Satisfies trace.Tracer."""
+
+    def __init__(self, crew: Crew, folder: Path) -> None:
+        self._crew = crew
+        self._folder = folder
+
+    def start(self) -> None:
+        """See Tracer."""
+        self._crew.all(lambda actor, _: actor.start_trace.remote(self._folder), phase="trace")
+
+    def finish(self, step: int) -> None:
+        """See Tracer."""
+        self._crew.all(lambda actor, _: actor.finish_trace.remote(step), phase="trace", at_least_seconds=DISK_SECONDS)
+
+
 class WorkersRolloutEngine:
     """Satisfies RolloutEngine. tensor_parallel_size: consecutive ranks that make up one replica."""
 

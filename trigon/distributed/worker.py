@@ -37,6 +37,7 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.training.fsdp import ProcessRanks
 from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.protocol import LogprobEngine
+from trigon.training.trace import LocalTracer
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
@@ -90,6 +91,7 @@ class Worker:
         self._awake: list[ExitStack] = []
         self._write_state: Callable[[], None] | None = None
         self._ranks: ProcessRanks
+        self._tracer: LocalTracer
         self._member: Member | None = None
         faulthandler.enable()  # a crash leaves the stack in this worker's log
 
@@ -160,6 +162,17 @@ class Worker:
     def step(self, groups: bytes) -> Metrics:
         """Learn from this rank's groups, with all others; the metrics of all, merged, are those of the update."""
         return self._opened.trainer.step(self._with_pixels(decode_train(groups)))
+
+    # -- traces --
+
+    def start_trace(self, folder: Path) -> None:
+        """Begin to trace this worker."""
+        self._tracer = LocalTracer(folder, rank=self._rank)
+        self._tracer.start()
+
+    def finish_trace(self, step: int) -> None:
+        """End the trace, and write it."""
+        self._tracer.finish(step)
 
     # -- state --
 

@@ -147,6 +147,11 @@ class Family:
         self._require_vision()
         return int(hf_config.video_token_id)
 
+    def placeholder_token_ids(self, hf_config: Any) -> tuple[int, ...]:
+        """Return every token that stands in a prompt for features of the vision tower."""
+        videos = () if self.video == "none" else (self.video_token_id(hf_config),)
+        return (self.image_token_id(hf_config), *videos)
+
     def media_token_ids(self, hf_config: Any) -> tuple[int, ...]:
         """Return every token that only a processor may write and no policy may sample; none for a text family."""
         if not self.has_vision:

@@ -66,19 +66,34 @@ def token_logprobs(
 
     Banned tokens are left out of the distribution, just as the sampler leaves them out: their logit is minus infinity.
     Args: states: [S, D]; head_weight: [V, D], both of the model's dtype; targets: [S] int64.
-    Logits are a product in the model's dtype, and float32 from there on (float64 for float64). Gradient flows into
-    states and head_weight; through the entropy only if entropy_gradient. The weight's is summed over chunks in float32.
+    Logits are a product in the model's dtype, or under autocast in that, and float32 from there on (float64 for
+    float64). Gradient flows into states and head_weight; through the entropy only if entropy_gradient. The weight's is
+    summed over chunks in float32.
     """
+    device = states.device.type
     banned = torch.tensor(tuple(banned_token_ids), dtype=torch.int64, device=states.device)
-    logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        states, head_weight, targets, banned, temperature, chunk_tokens, entropy_gradient
-    )
-    kl = None
-    if against is not None:
-        kl = _ChunkedKl.apply(  # type: ignore[no-untyped-call]
-            states, head_weight, against.states, against.head_weight, banned, temperature, chunk_tokens
+    # Decided once: the backward runs where autocast is off, and has to meet the very logits of the forward again.
+    product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    settings = _Settings(temperature, chunk_tokens, product_dtype)
+    with torch.autocast(device, enabled=False):
+        logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+            states, head_weight, targets, banned, settings, entropy_gradient
         )
+        kl = None
+        if against is not None:
+            kl = _ChunkedKl.apply(  # type: ignore[no-untyped-call]
+                states, head_weight, against.states, against.head_weight, banned, settings
+            )
     return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """How logits are made: divided by a temperature, so many rows at a time, of a product in this dtype."""
+
+    temperature: float
+    chunk_tokens: int
+    product_dtype: torch.dtype
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -91,14 +106,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         banned: Tensor,
-        temperature: float,
-        chunk_tokens: int,
+        settings: _Settings,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _wide(states)
         logprobs, entropy, lse = (torch.empty(len(states), dtype=dtype, device=states.device) for _ in range(3))
-        for rows in _chunks(len(states), chunk_tokens):
-            logits = _logits(states[rows], weight, banned, temperature)
+        head = weight.to(settings.product_dtype)
+        for rows in _chunks(len(states), settings.chunk_tokens):
+            logits = _logits(states[rows], head, banned, settings)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0]
             top = logits.amax(1)
             unnormalized = (logits - top[:, None]).exp_()
@@ -108,7 +123,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             entropy[rows] = lse[rows] - torch.linalg.vecdot(unnormalized, logits) / total
         logprobs -= lse
         ctx.save_for_backward(states, weight, targets, banned, lse, entropy)
-        ctx.temperature, ctx.chunk_tokens, ctx.entropy_gradient = temperature, chunk_tokens, entropy_gradient
+        ctx.settings, ctx.entropy_gradient = settings, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -117,12 +132,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, targets, banned, lse, entropy = ctx.saved_tensors
         by_logprob, by_entropy = gradients
-        to_states, to_weight = ctx.needs_input_grad[:2]
-        states_gradient = torch.empty_like(states) if to_states else None
-        weight_gradient = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device) if to_weight else None
-        for rows in _chunks(len(states), ctx.chunk_tokens):
+        settings: _Settings = ctx.settings
+        head = weight.to(settings.product_dtype)
+        states_gradient, weight_gradient = _empty_gradients(ctx, states, weight)
+        for rows in _chunks(len(states), settings.chunk_tokens):
             # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p = _logits(states[rows], weight, banned, ctx.temperature).sub_(lse[rows, None])
+            log_p = _logits(states[rows], head, banned, settings).sub_(lse[rows, None])
             probability = log_p.exp()
             if ctx.entropy_gradient:
                 log_p[:, banned] = 0.0  # not 0 * inf, as above
@@ -131,12 +146,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 by_logits = probability.mul_(-by_logprob[rows, None])
             by_logits.scatter_add_(1, targets[rows, None], by_logprob[rows, None])
-            by_product = by_logits.div_(ctx.temperature).to(states.dtype)
-            _pull_back(by_product, states, weight, rows, states_gradient, weight_gradient)
+            _pull_back(by_logits, states, head, rows, settings, states_gradient, weight_gradient)
         return (
             states_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
-            *(None,) * 5,
+            *(None,) * 4,
         )
 
 
@@ -151,55 +165,66 @@ class _ChunkedKl(torch.autograd.Function):
         their_states: Tensor,
         their_weight: Tensor,
         banned: Tensor,
-        temperature: float,
-        chunk_tokens: int,
+        settings: _Settings,
     ) -> Tensor:
         kl = torch.empty(len(states), dtype=_wide(states), device=states.device)
-        for rows in _chunks(len(states), chunk_tokens):
-            ours = _logits(states[rows], weight, banned, temperature).log_softmax(1)
-            theirs = _logits(their_states[rows], their_weight, banned, temperature).log_softmax(1)
+        head, their_head = weight.to(settings.product_dtype), their_weight.to(settings.product_dtype)
+        for rows in _chunks(len(states), settings.chunk_tokens):
+            ours = _logits(states[rows], head, banned, settings).log_softmax(1)
+            theirs = _logits(their_states[rows], their_head, banned, settings).log_softmax(1)
             kl[rows] = torch.linalg.vecdot(ours.exp(), _gap(ours, theirs, banned))
         ctx.save_for_backward(states, weight, their_states, their_weight, banned, kl)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.settings = settings
         return kl
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, their_states, their_weight, banned, kl = ctx.saved_tensors
         (by_kl,) = gradients
-        to_states, to_weight = ctx.needs_input_grad[:2]
-        states_gradient = torch.empty_like(states) if to_states else None
-        weight_gradient = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device) if to_weight else None
-        for rows in _chunks(len(states), ctx.chunk_tokens):
+        settings: _Settings = ctx.settings
+        head, their_head = weight.to(settings.product_dtype), their_weight.to(settings.product_dtype)
+        states_gradient, weight_gradient = _empty_gradients(ctx, states, weight)
+        for rows in _chunks(len(states), settings.chunk_tokens):
             # d KL / d logit_j = p_j (log p_j - log q_j - KL)
-            ours = _logits(states[rows], weight, banned, ctx.temperature).log_softmax(1)
-            theirs = _logits(their_states[rows], their_weight, banned, ctx.temperature).log_softmax(1)
+            ours = _logits(states[rows], head, banned, settings).log_softmax(1)
+            theirs = _logits(their_states[rows], their_head, banned, settings).log_softmax(1)
             slope = _gap(ours, theirs, banned).sub_(kl[rows, None]).mul_(by_kl[rows, None])
-            by_product = ours.exp_().mul_(slope).div_(ctx.temperature).to(states.dtype)
-            _pull_back(by_product, states, weight, rows, states_gradient, weight_gradient)
+            _pull_back(ours.exp_().mul_(slope), states, head, rows, settings, states_gradient, weight_gradient)
         return (
             states_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
-            *(None,) * 5,
+            *(None,) * 4,
         )
 
 
+def _empty_gradients(ctx: Any, states: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return where the gradients of states and weight are to be gathered, None for what needs none."""
+    to_states, to_weight = ctx.needs_input_grad[:2]
+    return (
+        torch.empty_like(states) if to_states else None,
+        torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device) if to_weight else None,
+    )
+
+
 def _pull_back(
-    by_product: Tensor,
+    by_logits: Tensor,
     states: Tensor,
-    weight: Tensor,
+    head: Tensor,
     rows: slice,
+    settings: _Settings,
     states_gradient: Tensor | None,
     weight_gradient: Tensor | None,
 ) -> None:
-    """Carry the gradient of a chunk of states @ weight.T on to the states' rows, and add it to the weight's."""
+    """Carry the gradient of a chunk of logits on to the states' rows, and add it to the weight's. Overwrites it."""
+    by_product = by_logits.div_(settings.temperature).to(settings.product_dtype)
     if states_gradient is not None:
-        torch.mm(by_product, weight, out=states_gradient[rows])
+        states_gradient[rows] = by_product @ head
     if weight_gradient is not None:
-        if weight_gradient.dtype == states.dtype:
-            weight_gradient.addmm_(by_product.T, states[rows])
+        seen = states[rows].to(settings.product_dtype)
+        if weight_gradient.dtype == seen.dtype:
+            weight_gradient.addmm_(by_product.T, seen)
         else:
-            weight_gradient += by_product.T @ states[rows]
+            weight_gradient += by_product.T @ seen
 
 
 def _gap(ours: Tensor, theirs: Tensor, banned: Tensor) -> Tensor:
@@ -209,10 +234,11 @@ def _gap(ours: Tensor, theirs: Tensor, banned: Tensor) -> Tensor:
     return gap
 
 
-def _logits(states: Tensor, weight: Tensor, banned: Tensor, temperature: float) -> Tensor:
-    logits = (states @ weight.T).to(_wide(states))
-    if temperature != 1.0:
-        logits.div_(temperature)
+def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings) -> Tensor:
+    """Return logits [rows, V] in float32 or wider. head: the weight, in the product's dtype."""
+    logits = (states.to(settings.product_dtype) @ head.T).to(_wide(states))
+    if settings.temperature != 1.0:
+        logits.div_(settings.temperature)
     logits[:, banned] = -torch.inf
     return logits
 

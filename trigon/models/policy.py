@@ -74,7 +74,7 @@ class Policy(nn.Module):
         if packed.pixel_values is not None and packed.grid_thw is not None:
             features, layered = self._see(packed.pixel_values, packed.grid_thw)
             config = self.model.config
-            here = (token_ids == self.family.image_token_id(config)) | (token_ids == self.family.video_token_id(config))
+            here = torch.isin(token_ids, torch.tensor(self.family.placeholder_token_ids(config), device=device))
             here = here[None]
             if int(here.sum()) != len(features):
                 raise ModelError(

@@ -67,7 +67,7 @@ def prompt_positions(
             family.spatial_merge(hf_config)  # says that this family cannot take images
         return torch.arange(token_count)[None]
     blocks = [] if grid_thw is None else _blocks(grid_thw, family, hf_config, temporal_patch_seconds)
-    is_media = ((token_ids == family.image_token_id(hf_config)) | (token_ids == family.video_token_id(hf_config))).cpu()
+    is_media = torch.isin(token_ids.cpu(), torch.tensor(family.placeholder_token_ids(hf_config)))
     wanted = sum(block.num_tokens for block in blocks)
     if int(is_media.sum()) != wanted:
         what = "videos" if temporal_patch_seconds else "images"

@@ -20,6 +20,7 @@ from trigon.metrics import Max, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, duration, number
 from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
 from trigon.report.sinks import Sink, Trackers
+from trigon.training.trace import marked
 from trigon.types import RolloutGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
@@ -65,7 +66,7 @@ class Reporter:
         start = self._clock()
         self._depth += 1
         try:
-            with self._console.progress(name, total) as advance:
+            with marked(f"phase {name}"), self._console.progress(name, total) as advance:
                 yield advance
         finally:
             self._depth -= 1
@@ -103,6 +104,7 @@ class Reporter:
             "perf/time_per_step": Sum(training),
             "perf/cpu_memory_used_gb": Max(_peak_resident_bytes() / 2**30),
             **{f"timing_s/{name}": Sum(spent) for name, spent in self._seconds.items()},
+            "timing_s/other": Sum(seconds - sum(self._seconds.values())),
             **_gpu_memory(),
         }
         if num_tokens and num_response_tokens:
@@ -170,6 +172,7 @@ class Reporter:
             )
         spent = _total(lines, "timing_s/")
         whole = spent.pop("step", 0.0)
+        spent.pop("other", 0.0)  # it is what is left, and comes last
         tokens = _total(lines, "perf/total_num_tokens").get("", 0.0)
         rows = [
             (name, duration(seconds), f"{100 * seconds / whole:.0f} %")

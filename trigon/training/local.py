@@ -94,12 +94,15 @@ class LocalScorer:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """See step.Reference. Only what was offloaded moves."""
+        """See step.Reference. Only what was offloaded moves; what was gathered from other ranks is let go of."""
         if self._offload_params:
             self.policy.to(self.device)
-        yield
-        if self._offload_params:
-            self.policy.to("cpu")
+        try:
+            yield
+        finally:
+            self._ranks.after_pass(self.policy)
+            if self._offload_params:
+                self.policy.to("cpu")
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
@@ -215,9 +218,17 @@ class LocalTrainEngine:
 
     def _step(self, groups: Sequence[TrainGroup], reference: Reference | None) -> Metrics:
         self._wake(optimizer=True)
-        batches = pack_train(groups, max_tokens=self._update_max_tokens, positions=self._positions)
-        passes = passes_in_step([batch.packed.pixel_values is not None for batch in batches], self._ranks)
         denominators = self._count(groups)
+        taught = [group for group in groups if self._terms.regularized or teaches(group)]
+        batches = pack_train(taught, max_tokens=self._update_max_tokens, positions=self._positions)
+        shows_image = [batch.packed.pixel_values is not None for batch in batches]
+        if len(taught) < len(groups):
+            # A gradient of zero is not none: the optimizer moves on by its moments. So what is left out leaves a pass
+            # that reaches the same parameters.
+            had_image = any(group.prompt.vision is not None for group in groups)
+            if not batches or (had_image and not any(shows_image)):
+                shows_image.append(had_image)
+        passes = passes_in_step(shows_image, self._ranks)
         metrics: Metrics = {}
         same_parameters = len(set(passes)) == 1  # without an image the vision tower gets no gradient
         for index, touch_vision in enumerate(passes):
@@ -241,7 +252,8 @@ class LocalTrainEngine:
             group["lr"] = rate
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)))
         finite = norm < float("inf")  # False for nan as well
-        if finite:
+        learns = finite and denominators.tokens > 0  # else the optimizer would move on by its moments
+        if learns:
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
@@ -252,9 +264,10 @@ class LocalTrainEngine:
             "actor/pg_loss": Mean(loss),
             "actor/grad_norm": Mean(norm) if finite else Mean(0.0, 0.0),
             "actor/lr": Mean(rate),
-            "actor/skipped_updates": Sum(float(not finite and self._ranks.rank == 0)),
+            "actor/skipped_updates": Sum(float(not learns and self._ranks.rank == 0)),
             "actor/micro_batches": Sum(float(len(batches))),
             "actor/packed_tokens": Sum(float(sum(batch.packed.token_ids.numel() for batch in batches))),
+            "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
         }
         return {**metrics, **update_metrics}
 
@@ -407,6 +420,11 @@ class BelowAdapters:
         """See Policy.predictions."""
         with adapters_off(self.scorer.policy.model):
             return self.scorer.predictions(packed, touch_vision=touch_vision)
+
+
+def teaches(group: TrainGroup) -> bool:
+    """Tell whether any token of a group that trains has an advantage."""
+    return any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

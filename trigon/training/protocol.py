@@ -33,7 +33,8 @@ class TrainEngine(LogprobEngine, Protocol):
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 
-        An update whose gradient is not finite is skipped, and counted in actor/skipped_updates.
+        An update whose gradient is not finite, or that has no token to learn from, is skipped, and counted in
+        actor/skipped_updates.
         """
         ...
 

@@ -48,6 +48,11 @@ class LossTerms:
     entropy_coefficient: float
     correction: Correction | None
 
+    @property
+    def regularized(self) -> bool:
+        """Whether a token without an advantage has a gradient all the same."""
+        return self.kl_estimator is not None or self.entropy_coefficient > 0
+
 
 class Reference(Protocol):
     """A reference policy that is asked pass by pass, where whole distributions are compared."""

@@ -56,6 +56,10 @@ class Action:
     text: str
 
 
+# Parentheses belong to the call, but for those in quotation marks. Possessive, so that no answer can be slow.
+_CALL = re.compile(r"""(\w+)\s*\(((?:"[^"]*+"|'[^']*+'|[^()])*+)\)""")
+
+
 def compute_score(
     reward_input: dict[str, Any],
     format_weight: float = 0.1,
@@ -113,7 +117,7 @@ def read_action(answer: str) -> Action | None:
     if isinstance(value, list):
         place = _place(value)
         return None if place is None else Action("click", place, "")
-    called = re.fullmatch(r"(\w+)\s*\(([^()]*)\)", answer.strip())
+    called = _CALL.fullmatch(answer.strip())
     if called is None:
         point = re.fullmatch(r"\(([^()]*)\)", answer.strip())
         place = None if point is None else _place(_numbers(point[1]))

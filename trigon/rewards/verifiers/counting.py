@@ -23,6 +23,21 @@ seventeen eighteen nineteen twenty"""
 NUMBER_WORDS = {word: number for number, word in enumerate(_WORDS.split())} | {"none": 0}
 """English words for the numbers that are counted to."""
 
+_LARGER = {
+    "thirty",
+    "forty",
+    "fifty",
+    "sixty",
+    "seventy",
+    "eighty",
+    "ninety",
+    "dozen",
+    "hundred",
+    "thousand",
+    "million",
+}
+"""Words of larger numbers: whoever says one of them has not said the small number beside it."""
+
 # No digit, letter, point or comma stands before: of "v2" and "1.2.3" no part is a number. [-−]: hyphen and minus sign.
 _NUMBER = re.compile(r"(?<![\w.,])[-−]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
 
@@ -56,5 +71,7 @@ def count_in(text: str) -> Decimal | None:
     numbers = {Decimal(found.replace(",", "").replace("−", "-")) for found in _NUMBER.findall(text)}
     if not numbers and not re.search(r"\d", text):
         words = re.findall(r"[a-z]+", text.lower())
+        if _LARGER.intersection(words):
+            return None
         numbers = {Decimal(NUMBER_WORDS[word]) for word in words if word in NUMBER_WORDS}
     return numbers.pop() if len(numbers) == 1 else None

@@ -20,7 +20,9 @@ MAX_ANSWER_CHARACTERS = 1000
 """A longer answer is no short answer; it is not compared."""
 
 _ARTICLES = ("a", "an", "the")
-_TOKEN = re.compile(r"(?<!\w)-?\d+(?:,\d{3})*(?:\.\d+)?|\w+")
+_TOKEN = re.compile(r"(?<!\w)-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|\w+")
+_NEGATED = re.compile(r"\b(?:not|never|neither|nor)\b|n't\b", re.IGNORECASE)
+_SECOND_CHOICE = re.compile(r"(?:\bor\b|\band\b|[,/&])\s*\(?[a-z]\)?[.:]?$", re.IGNORECASE)  # "A. or B.", "(A) and (B)"
 _TRUE_CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")  # "B", "(B)", "B." and nothing else
 _GIVEN_CHOICE = re.compile(
     # "B", "(b)", "B."; "B. a dog", "(B) a dog", "B: a dog", not "a dog"; "the answer is B", "option (B)".
@@ -53,7 +55,9 @@ def is_same(given: str, truth: str) -> bool:
     """Say whether two short answers mean the same. A truth of one letter is a choice."""
     if wanted := _TRUE_CHOICE.fullmatch(truth.strip()):
         chosen = _GIVEN_CHOICE.fullmatch(" ".join(given.split()))
-        return chosen is not None and wanted[1].upper() == "".join(filter(None, chosen.groups())).upper()
+        if chosen is None or _SECOND_CHOICE.search(given.strip()) or (chosen[4] and _NEGATED.search(given)):
+            return False
+        return wanted[1].upper() == "".join(filter(None, chosen.groups())).upper()
     return normalized(given) == normalized(truth)
 
 
@@ -68,7 +72,7 @@ def _token(token: str) -> str:
     """Return a word, or a number as it is usually written: "1,000.50": "1000.5"; "three": "3"."""
     if token in NUMBER_WORDS:
         return str(NUMBER_WORDS[token])
-    if not token.lstrip("-")[0].isdecimal() or not re.fullmatch(r"-?[\d,]+(\.\d+)?", token):
+    if not re.fullmatch(r"-?[\d,]*(\.\d+)?", token):
         return token
     whole, _, fraction = token.replace(",", "").partition(".")
     digits = whole.lstrip("-").lstrip("0") or "0"
