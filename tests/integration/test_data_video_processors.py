@@ -23,7 +23,7 @@ from trigon.models.positions import completion_positions, positions_of
 from trigon.torchvision_stub import declare_operators
 from trigon.types import EncodedMedia, Prompt, Vision
 
-MODELS = ["qwen2_5_vl", "qwen3_vl"]
+MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 SAMPLING = Sampling(fps=2.0, max_frames=6)
 
 # Sides longer than the video lasts, so that transformers agrees where the text goes on; and temporal patches of whole

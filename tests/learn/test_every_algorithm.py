@@ -12,7 +12,10 @@ from typing import get_args
 import pytest
 
 from trigon.algorithms.advantages import AdvantageEstimator
+from trigon.algorithms.importance import CorrectionKind
+from trigon.algorithms.kl import SampledKl
 from trigon.algorithms.losses import PolicyLossType
+from trigon.algorithms.reduce import Averaging
 from trigon.cli.train import train
 from trigon.config.load import load_config
 
@@ -33,30 +36,59 @@ KL_IN_LOSS = ("algorithm.disable_kl=false", "algorithm.use_kl_loss=true", "algor
 KL_IN_REWARD = ("algorithm.disable_kl=false", "algorithm.use_kl_loss=false", "algorithm.kl_coef=0.01")
 TWO_UPDATES = ("worker.actor.global_batch_size=4",)  # so that ratios leave 1, and bounds act
 
+# Each has an advantage of its own or a loss of its own, and most a KL, an averaging or a correction besides.
 ALGORITHMS: dict[str, tuple[str, ...]] = {
-    **{f"adv {name}": (f"algorithm.adv_estimator={name}",) for name in get_args(AdvantageEstimator)},
-    **{f"loss {name}": (f"worker.actor.loss_type={name}", *TWO_UPDATES) for name in get_args(PolicyLossType)},
-    "dr_grpo whole": ("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_avg_mode=seq_fixed"),
-    "averaging seq": ("worker.actor.loss_avg_mode=seq", "worker.actor.entropy_coeff=0.001"),
-    **{
-        f"kl {name} in the loss": (*KL_IN_LOSS, f"algorithm.kl_penalty={name}")
-        for name in ("abs", "mse", "low_var_kl", "full")
-    },
-    "kl in the reward, token by token": (*KL_IN_REWARD, "algorithm.adv_estimator=reinforce_plus_plus"),
-    "full kl in the reward, adaptive": (*KL_IN_REWARD, "algorithm.kl_penalty=full", "algorithm.kl_type=adaptive"),
-    "truncated importance": ("algorithm.mismatch_correction=truncate", *TWO_UPDATES),
-    "masked sequences": ("algorithm.mismatch_correction=mask", "algorithm.mismatch_level=sequence"),
-    "rejected sequences": ("algorithm.mismatch_correction=reject", "algorithm.mismatch_level=sequence"),
-    "online filtering": (
-        "algorithm.online_filtering=true",
-        "algorithm.filter_key=accuracy",
-        "data.mini_rollout_batch_size=6",
-        "algorithm.filter_surplus=keep",
-        "algorithm.overlong_filtering=true",
-        "trainer.max_try_make_batch=3",
+    "grpo, default": ("algorithm.adv_estimator=grpo", "worker.actor.loss_type=default", *TWO_UPDATES),
+    "grpo, gspo, by answer": (
+        *("algorithm.adv_estimator=grpo", "worker.actor.loss_type=gspo", "worker.actor.loss_avg_mode=seq"),
+        *TWO_UPDATES,
+    ),
+    "grpo_batch, gspo_token, entropy": (
+        *(
+            "algorithm.adv_estimator=grpo_batch",
+            "worker.actor.loss_type=gspo_token",
+            "worker.actor.entropy_coeff=0.001",
+        ),
+        *TWO_UPDATES,
+    ),
+    "grpo_passk": ("algorithm.adv_estimator=grpo_passk",),
+    "grpo, cispo": ("algorithm.adv_estimator=grpo", "worker.actor.loss_type=cispo", *TWO_UPDATES),
+    "dr_grpo, sapo, fixed length": (
+        *("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_type=sapo", "worker.actor.loss_avg_mode=seq_fixed"),
+        *TWO_UPDATES,
+    ),
+    "rloo, truncated importance": (
+        *("algorithm.adv_estimator=rloo", "algorithm.mismatch_correction=truncate", "worker.actor.loss_avg_mode=token"),
+        *TWO_UPDATES,
+    ),
+    "reinforce_plus_plus, k1 in the reward": (
+        *(*KL_IN_REWARD, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.kl_penalty=kl"),
+    ),
+    "reinforce_plus_plus_baseline, k2 in the loss": (
+        *(*KL_IN_LOSS, "algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm.kl_penalty=mse"),
+    ),
+    "remax, k3 in the loss": (*KL_IN_LOSS, "algorithm.adv_estimator=remax", "algorithm.kl_penalty=low_var_kl"),
+    "opo, abs in the loss": (*KL_IN_LOSS, "algorithm.adv_estimator=opo", "algorithm.kl_penalty=abs"),
+    "gdpo, full KL in the loss": (*KL_IN_LOSS, "algorithm.adv_estimator=gdpo", "algorithm.kl_penalty=full"),
+    "full KL in the reward, adaptive; masked answers": (
+        *(*KL_IN_REWARD, "algorithm.kl_penalty=full", "algorithm.kl_type=adaptive"),
+        *("algorithm.mismatch_correction=mask", "algorithm.mismatch_level=sequence"),
+    ),
+    "online filtering; rejected answers": (
+        *("algorithm.online_filtering=true", "algorithm.filter_key=accuracy", "data.mini_rollout_batch_size=6"),
+        *("algorithm.filter_surplus=keep", "algorithm.overlong_filtering=true", "trainer.max_try_make_batch=3"),
+        *("algorithm.mismatch_correction=reject", "algorithm.mismatch_level=sequence"),
     ),
 }
 """What is switched on: the overrides."""
+
+CHOICES = {
+    "algorithm.adv_estimator": get_args(AdvantageEstimator),
+    "worker.actor.loss_type": get_args(PolicyLossType),
+    "worker.actor.loss_avg_mode": get_args(Averaging),
+    "algorithm.kl_penalty": (*get_args(SampledKl), "full"),
+    "algorithm.mismatch_correction": get_args(CorrectionKind),
+}
 
 
 def run(made: Path, folder: Path, *overrides: str) -> dict[str, list[float]]:
@@ -86,6 +118,12 @@ def run(made: Path, folder: Path, *overrides: str) -> dict[str, list[float]]:
     assert train(loaded) == 0
     lines = [json.loads(line)["metrics"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return {key: [line[key] for line in lines if key in line] for key in lines[-1]}
+
+
+def test_every_choice_is_tried():
+    tried = {override for overrides in ALGORITHMS.values() for override in overrides}
+    wanted = {f"{key}={choice}" for key, choices in CHOICES.items() for choice in choices}
+    assert wanted - tried == set()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -20,7 +20,6 @@ from trigon.metrics import Max, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, duration, number
 from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
 from trigon.report.sinks import Sink, Trackers
-from trigon.training.trace import marked
 from trigon.types import RolloutGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
@@ -63,6 +62,8 @@ class Reporter:
         Its wall-clock seconds become timing_s/<name> of the step reported next, a phase that comes again adding to it.
         A phase within another shows its progress, but its time counts as the outer one's.
         """
+        from trigon.training.trace import marked  # which brings torch along
+
         start = self._clock()
         self._depth += 1
         try:
