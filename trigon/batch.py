@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trigon.algorithms.select import verdicts
-from trigon.data.stream import PromptStream
+from trigon.data.stream import PromptStream, drawn_again
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.report.reporter import Reporter
@@ -146,15 +146,14 @@ def count_response_tokens(groups: Sequence[RolloutGroup]) -> int:
 def _renamed(prompt: Prompt, drawn: set[str]) -> Prompt:
     """Return a prompt under a name that is not among those drawn, and add it to them.
 
-    A step that comes to the end of the data can draw a prompt again, which would be seeded, and so answered, alike.
+    A step that comes to the end of the data can draw a prompt again, which the stream, counting by epoch, does not see.
     """
-    dataset, _, row = prompt.prompt_id.rpartition(":")
-    name, number = prompt.prompt_id, 1
-    while name in drawn:
-        number += 1
-        name = f"{dataset}:{row.partition('#')[0]}#{number}"
-    drawn.add(name)
-    return prompt if name == prompt.prompt_id else replace(prompt, prompt_id=name)
+    time = 1
+    while prompt.prompt_id in drawn:
+        time += 1
+        prompt = drawn_again(prompt, time)
+    drawn.add(prompt.prompt_id)
+    return prompt
 
 
 def _select(groups: Sequence[RolloutGroup], selection: Selection) -> tuple[list[RolloutGroup], Metrics]:

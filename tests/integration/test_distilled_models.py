@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import make_builder
 from oracle import group_of, load_hugging_face, padded_logprobs
 
 from trigon.data.packing import by_group, pack_rollouts
@@ -73,18 +74,7 @@ def distilled(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], t
 
 
 def builder_of(processors: Processors) -> PromptBuilder:
-    return PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=256,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-    )
+    return make_builder(processors, max_prompt_length=256)
 
 
 def test_nothing_of_a_text_is_lost(distilled: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import make_builder
 from oracle import load_hugging_face
 from PIL import Image
 from safetensors.torch import save_file
@@ -26,7 +27,6 @@ from test_model_families import (
     packed_logprobs,
 )
 
-from trigon.data.prompts import PromptBuilder
 from trigon.data.vision import TileProcessor, image_processor_of
 from trigon.errors import ModelError
 from trigon.models.families import family_named
@@ -73,18 +73,7 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
     from transformers import AutoProcessor
 
     images = [noise(size, seed) for seed, size in enumerate(sizes)]
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt="Be brief.",
-        max_prompt_length=4096,
-        max_image_pixels=1_000_000,
-        limit_images=0,
-    )
+    builder = make_builder(processors, system_prompt="Be brief.", max_prompt_length=4096)
     row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
     prompt = builder.build(row, "train:0")
     assert builder.count(row) == len(prompt.token_ids)

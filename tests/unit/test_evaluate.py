@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import datasets
 import pytest
+from builders import make_builder
 from PIL import Image
 
 from trigon.data.dataset import open_prompts
-from trigon.data.prompts import PromptBuilder
 from trigon.evaluate import VALIDATION_SEED_STEP, Evaluator
 from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
@@ -69,18 +69,7 @@ def prompts(processors, tmp_path, monkeypatch):
         Image.new("RGB", (56, 56), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
         rows.append({"images": [f"{number}.png"], "problem": "<image>How many?", "answer": str(number)})
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=512,
-        max_image_pixels=10**6,
-        limit_images=0,
-    )
+    builder = make_builder(processors)
     return open_prompts(
         str(tmp_path / "validation.jsonl"),
         builder,

@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from builders import make_builder
 from torch import Tensor
 
 from trigon.algorithms.kl import AdaptiveKl
@@ -25,7 +26,6 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.credit import Credit, kl_of, mean_of_tokens
 from trigon.data.dataset import PromptSet, open_prompts
-from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError, ParityError, RewardError
 from trigon.evaluate import Evaluator
@@ -137,18 +137,7 @@ class Kit:
 @contextmanager
 def open_kit(model: Path, folder: Path) -> Iterator[Kit]:
     processors = load_processors(str(model))
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=256,
-        max_image_pixels=10**6,
-        limit_images=0,
-    )
+    builder = make_builder(processors, max_prompt_length=256)
 
     def prompts_of(name: str, numbers: range) -> PromptSet:
         rows = [{"problem": f"What is {n} + 0?", "answer": str(n)} for n in numbers]

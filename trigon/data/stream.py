@@ -32,6 +32,20 @@ class _Position:
     taken: int
 
 
+def drawn_again(prompt: Prompt, time: int) -> Prompt:
+    """Return a prompt as it is called when it is drawn for the time-th time: "train:17#2".
+
+    To those who seed by its name it is another prompt, lest it be answered alike.
+    """
+    return replace(prompt, prompt_id=f"{_first_name(prompt.prompt_id)}#{time}")
+
+
+def _first_name(prompt_id: str) -> str:
+    """Return what a prompt was called when it was first drawn. A dataset's own name may hold a #."""
+    dataset, _, row = prompt_id.rpartition(":")
+    return f"{dataset}:{row.partition('#')[0]}"
+
+
 class PromptStream:
     """Draws prompts for ever, in an order that can be saved and continued. Not to be shared between threads."""
 
@@ -98,8 +112,7 @@ class PromptStream:
             (index, time), position = self._next(position, set_aside)
             try:
                 prompt = self._ahead.pop((position.epoch, position.offset)).result()
-                # Drawn again it is another prompt to those who seed by its name, lest it be answered alike.
-                prompts.append(prompt if time == 1 else replace(prompt, prompt_id=f"{prompt.prompt_id}#{time}"))
+                prompts.append(prompt if time == 1 else drawn_again(prompt, time))
                 position = replace(position, offset=position.offset + 1, taken=position.taken + 1)
             except UnusableRow as problem:
                 set_aside[index] = problem.reason
@@ -112,8 +125,7 @@ class PromptStream:
 
     def rebuilt(self, prompt_id: str) -> Prompt:
         """Return a prompt that was taken before. Raises: CheckpointError if there is none of that name."""
-        dataset, _, row = prompt_id.rpartition(":")
-        index = self._prompts.index_of(f"{dataset}:{row.partition('#')[0]}")
+        index = self._prompts.index_of(_first_name(prompt_id))
         if index is None:
             raise CheckpointError(
                 f"the saved run kept answers to {prompt_id}, which is not among the training prompts; restore the "

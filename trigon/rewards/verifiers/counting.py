@@ -10,6 +10,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from trigon.rewards.verifiers.math import weighted
 from trigon.rewards.verifiers.r1v import format_reward, given_answer, untagged
 
 REWARD_TYPE = "sequential"
@@ -49,11 +50,7 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.5) -> d
     """
     accuracy = accuracy_reward(reward_input["response"], reward_input["ground_truth"])
     form = format_reward(reward_input["response"])
-    return {
-        "overall": (1 - format_weight) * accuracy + format_weight * form,
-        "format": form,
-        "accuracy": accuracy,
-    }
+    return weighted(accuracy, form, format_weight)
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:

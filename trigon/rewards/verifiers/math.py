@@ -19,11 +19,7 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.1) -> d
     response = tidy(reward_input["response"])
     accuracy = accuracy_reward(response, reward_input["ground_truth"])
     form = format_reward(response)
-    return {
-        "overall": (1 - format_weight) * accuracy + format_weight * form,
-        "format": form,
-        "accuracy": accuracy,
-    }
+    return weighted(accuracy, form, format_weight)
 
 
 def tidy(response: str) -> str:
@@ -48,6 +44,11 @@ def accuracy_reward(response: str, ground_truth: object) -> float:
     if r"\boxed{" not in response:  # mathruler's reading of no box, "None", might just equal a ground truth
         return 0.0
     return 1.0 if is_same_answer(extract_boxed_content(response), ground_truth) else 0.0
+
+
+def weighted(accuracy: float, form: float, format_weight: float) -> dict[str, float]:
+    """Return a reply of two parts: overall = (1 - format_weight) * accuracy + format_weight * format."""
+    return {"overall": (1 - format_weight) * accuracy + format_weight * form, "format": form, "accuracy": accuracy}
 
 
 def is_same_answer(given: str, ground_truth: object) -> bool:

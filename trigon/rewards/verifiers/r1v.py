@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trigon.rewards.verifiers.math import is_same_answer
+from trigon.rewards.verifiers.math import is_same_answer, weighted
 
 REWARD_TYPE = "sequential"
 
@@ -19,11 +19,7 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.5) -> d
     """Return overall = (1 - format_weight) * accuracy + format_weight * format, and both parts."""
     accuracy = accuracy_reward(reward_input["response"], reward_input["ground_truth"])
     form = format_reward(reward_input["response"])
-    return {
-        "overall": (1 - format_weight) * accuracy + format_weight * form,
-        "format": form,
-        "accuracy": accuracy,
-    }
+    return weighted(accuracy, form, format_weight)
 
 
 def format_reward(response: str) -> float:

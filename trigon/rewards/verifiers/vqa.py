@@ -12,6 +12,7 @@ import unicodedata
 from typing import Any
 
 from trigon.rewards.verifiers.counting import NUMBER_WORDS
+from trigon.rewards.verifiers.math import weighted
 from trigon.rewards.verifiers.r1v import format_reward, given_answer, untagged
 
 REWARD_TYPE = "sequential"
@@ -35,11 +36,7 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.1) -> d
     """Return overall = (1 - format_weight) * accuracy + format_weight * format, and both parts."""
     accuracy = accuracy_reward(reward_input["response"], reward_input["ground_truth"])
     form = format_reward(reward_input["response"])
-    return {
-        "overall": (1 - format_weight) * accuracy + format_weight * form,
-        "format": form,
-        "accuracy": accuracy,
-    }
+    return weighted(accuracy, form, format_weight)
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
