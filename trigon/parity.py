@@ -6,6 +6,7 @@ show up as 0.1 and more.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,10 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.training.protocol import LogprobEngine
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
-PROBE_TOKENS = 16
+PROBE_TOKENS = 64
+"""Tokens that are compared, or a few more: enough to tell stale weights by, and no work that shows."""
+DRAWN_TOKENS = 16
+"""Tokens that are drawn where none of the step's can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +35,14 @@ class ParityCheck:
     ) -> RolloutGroup:
         """Return completions to compare, drawn from the whole vocabulary; to be called inside rollout.awake().
 
-        The first group of this step will do where top-p and top-k are off. Where they are on, its log-probabilities are
-        those of the truncated distribution, which the trainer does not model; a short completion is then drawn without
-        them, as where all groups are left from the step before.
+        The first completions of this step's first group will do where top-p and top-k are off. Where they are on, their
+        log-probabilities are those of the truncated distribution, which the trainer does not model; a short completion
+        is then drawn without them, as where all groups are left from the step before.
         """
         fresh = [group for group in groups if group.rollouts[0].completion.policy_version == step - 1]
         if fresh and sampling.top_p == 1.0 and sampling.top_k == -1:
-            return fresh[0]
-        plain = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
+            return RolloutGroup(fresh[0].prompt, _first(fresh[0].rollouts, PROBE_TOKENS))
+        plain = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=min(DRAWN_TOKENS, sampling.max_tokens))
         prompt = groups[0].prompt
         [completions] = rollout.generate([prompt], plain, step=step)
         if not completions:
@@ -67,3 +71,9 @@ class ParityCheck:
             "parity/logprobs_diff_mean": Mean(float(difference.sum()), float(difference.numel())),
             "parity/logprobs_diff_max": Max(float(difference.max())),
         }
+
+
+def _first(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
+    """Return as many of the first rollouts as it takes for so many tokens, or all."""
+    before = itertools.accumulate((len(rollout.completion.token_ids) for rollout in rollouts), initial=0)
+    return tuple(rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < num_tokens)

@@ -201,7 +201,8 @@ def warmed_up(config: Config, source: Path, folder: Path) -> Path:
     )
     skill = warm_start(
         policy,
-        examples,
+        examples.__getitem__,
+        num_examples=len(examples),
         max_updates=100,
         enough_skill=0.35,
         batch_size=4,

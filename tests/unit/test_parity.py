@@ -9,7 +9,7 @@ import torch
 from trigon.errors import ParityError
 from trigon.metrics import Max, Mean
 from trigon.models.load import load_processors
-from trigon.parity import PROBE_TOKENS, ParityCheck
+from trigon.parity import DRAWN_TOKENS, ParityCheck
 from trigon.rollout.fake import FakeEngine
 from trigon.training.fake import FakeTrainEngine
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
@@ -85,14 +85,19 @@ def engine(tokenizer):
     return Asked(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda p, v, s: "one two " * 40)
 
 
-def test_where_nothing_is_cut_the_first_group_of_the_step_is_the_probe(engine):
-    groups = [sampled([-1.0], [-2.0]), sampled([-3.0], [-4.0])]
-    assert ParityCheck(0.1).probe(groups, engine, PLAIN, step=4) is groups[0]
+@pytest.mark.parametrize(
+    ("lengths", "compared"), [([1, 1], 2), ([64, 5], 1), ([63, 5, 5], 2), ([30, 30, 30, 30], 3), ([200, 200], 1)]
+)
+def test_where_nothing_is_cut_the_first_completions_of_the_first_group_are_the_probe(engine, lengths, compared):
+    groups = [sampled(*([-1.0] * length for length in lengths)), sampled([-3.0], [-4.0])]
+    probe = ParityCheck(0.1).probe(groups, engine, PLAIN, step=4)
+    assert probe.prompt is groups[0].prompt
+    assert probe.rollouts == groups[0].rollouts[:compared]
     assert engine.asked == ()
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])
-@pytest.mark.parametrize(("max_tokens", "length"), [(40, PROBE_TOKENS), (5, 5)])
+@pytest.mark.parametrize(("max_tokens", "length"), [(40, DRAWN_TOKENS), (5, 5)])
 def test_where_sampling_is_cut_a_short_probe_is_drawn_from_the_whole_vocabulary(engine, cut, max_tokens, length):
     sampling = replace(PLAIN, max_tokens=max_tokens, **cut)
     with engine.awake(iter(()), version=6):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.cli.train import train
 from trigon.config.load import load_config
+from trigon.config.plan import num_workers
+from trigon.config.schema import Config
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 
@@ -30,19 +35,31 @@ def main(arguments: Sequence[str]) -> int:
     folder: Path = chosen.folder
     made = folder / "made" / f"{chosen.model_type}_seed{chosen.seed}"
     # Refuses a mistyped override before anything is made.
-    load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
+    planned = load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
     # A model this small gains nothing from a second thread, and with one its numbers are the same on every machine
     # with the same kernels. Read when torch is imported, so before that.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from trigon.cli.tiny import main as make_tiny
-
     if not (made / "model").is_dir():
-        status = make_tiny([str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)])
-        if status:
-            return status
+        tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
+        # In a process of its own, so that this one can meanwhile import what takes as long: vLLM and all that it uses.
+        with subprocess.Popen([sys.executable, "-m", "trigon.cli", "tiny", *tiny]) as making:
+            import_ahead(planned.config)
+        if making.returncode:
+            return making.returncode
     data = made / "data"
     files = str(data / "train.parquet"), str(data / "validation.parquet"), str(made / "model")
     return train(load_config(CONFIG, [*options(*files, chosen), *chosen.overrides]), export_to=folder / "model")
+
+
+def import_ahead(config: Config) -> None:
+    """Import what training in this process will want, if it is installed; if not, training will say so."""
+    import trigon.build  # noqa: F401
+
+    wants_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and num_workers(config) == 1
+    if wants_vllm and importlib.util.find_spec("vllm") is not None:
+        from trigon.rollout.vllm import import_ahead
+
+        import_ahead("cpu")
 
 
 def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:

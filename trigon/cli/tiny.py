@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 from trigon.report.console import Console
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
-WARM_START_SKILL, WARM_START_UPDATES, WARM_START_BATCH, WARM_START_RATE = 0.35, 120, 32, 2e-3
+WARM_START_SKILL, WARM_START_UPDATES = 0.35, 120
+WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 16, 3e-3, 10
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     folder: Path = chosen.folder
     with console.progress("draw the data", None):
-        train, _ = make_data(folder / "data", chosen.seed)
+        from trigon.data.synthetic import make_dataset
+
+        train, _ = make_dataset(folder / "data", num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=chosen.seed)
     # Aside first, so that an interrupted command leaves no half-made model to be taken for a whole one.
     aside = folder / ".making_model"
     shutil.rmtree(aside, ignore_errors=True)
@@ -49,18 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     aside.rename(folder / "model")
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
     return 0
-
-
-def make_data(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Write train.parquet, validation.parquet and validation_blank.parquet, and return the paths of the first two."""
-    from trigon.data.synthetic import make_dataset
-
-    make = functools.partial(make_dataset, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=seed)
-    _, blank = make(folder / ".blank", blank=True)
-    paths = make(folder)
-    blank.rename(folder / "validation_blank.parquet")
-    shutil.rmtree(folder / ".blank")
-    return paths
 
 
 def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
@@ -75,7 +65,7 @@ def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: C
     from trigon.models.positions import positions_of
     from trigon.models.tiny import make_tiny
     from trigon.training.optim import Schedule
-    from trigon.training.supervised import warm_start
+    from trigon.training.supervised import Example, warm_start
 
     make_tiny(folder, model_type=chosen.model_type, seed=chosen.seed)
     if chosen.skill <= 0 or chosen.max_updates <= 0:
@@ -94,14 +84,12 @@ def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: C
         limit_images=1,
     )
     prompts = open_prompts(str(train), builder, filter_overlong_prompts=False, max_bad_row_fraction=0.0, num_workers=1)
-    count = min(len(prompts), chosen.max_updates * WARM_START_BATCH)
-    with console.progress("read the data", count) as advance:
-        examples = []
-        for index in range(count):
-            prompt = prompts[index]
-            answer = f"<think>I see it in the picture.</think>\\boxed{{{prompt.answer}}}"
-            examples.append((prompt, (*processors.tokenizer.encode(answer), processors.stop_token_ids[0])))
-            advance(1)
+
+    def example(index: int) -> Example:
+        prompt = prompts[index]
+        answer = f"<think>I see it in the picture.</think>\\boxed{{{prompt.answer}}}"
+        return prompt, (*processors.tokenizer.encode(answer), processors.stop_token_ids[0])
+
     policy = Policy(
         load_model(str(folder), dtype=torch.float32, device="cpu"),
         processors.family,
@@ -111,11 +99,12 @@ def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: C
     with console.progress("warm up the model", None) as advance:
         skill = warm_start(
             policy,
-            examples,
+            example,
+            num_examples=min(len(prompts), chosen.max_updates * WARM_START_BATCH),
             max_updates=chosen.max_updates,
             enough_skill=chosen.skill,
             batch_size=WARM_START_BATCH,
-            schedule=Schedule(WARM_START_RATE, "constant", 20, chosen.max_updates, 0.0),
+            schedule=Schedule(WARM_START_RATE, "constant", WARM_START_WARMUP, chosen.max_updates, 0.0),
             positions=positions_of(processors.family, processors.hf_config),
             seed=chosen.seed,
             on_progress=lambda skill: advance(1),

@@ -24,26 +24,27 @@ CELL_PIXELS = 28
 NUM_ANSWERS = 6
 """Areas 1 to 6, equally frequent: chance is 1/6."""
 PROBLEM = "<image>Find the area of the shaded part."
+BLANK = "validation_blank.parquet"
 
 _SHADES = ((200, 30, 30), (30, 60, 200), (20, 130, 40), (160, 30, 160))
 
 
-def make_dataset(
-    folder: Path, *, num_train: int, num_validation: int, seed: int, blank: bool = False
-) -> tuple[Path, Path]:
-    """Write train.parquet and validation.parquet and return their paths. The same arguments give the same pixels.
+def make_dataset(folder: Path, *, num_train: int, num_validation: int, seed: int) -> tuple[Path, Path]:
+    """Write train.parquet, validation.parquet and BLANK, and return the paths of the first two.
 
     Columns: images (a list of one PNG), problem (with `<image>`), answer (text). No drawing of one file is in the
-    other, or twice in one.
-    blank: paint every drawing in one colour, the questions and answers staying as they are: what is left to guess from
-    is the text.
+    other, or twice in one. The same arguments give the same pixels.
+    BLANK has the questions and answers of validation.parquet, but every drawing in one colour: what is left to guess
+    from is the text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(itertools.islice(_distinct_rows(random.Random(seed)), num_train + num_validation))
-    paths = folder / "train.parquet", folder / "validation.parquet"
-    for path, part in zip(paths, (rows[:num_train], rows[num_train:]), strict=True):
-        _write(path, [(_png(_blank()) if blank else png, area) for png, area in part])
-    return paths
+    train, validation = folder / "train.parquet", folder / "validation.parquet"
+    _write(train, rows[:num_train])
+    _write(validation, rows[num_train:])
+    blank = _png(_blank())
+    _write(folder / BLANK, [(blank, area) for _, area in rows[num_train:]])
+    return train, validation
 
 
 def _distinct_rows(rng: random.Random) -> Iterator[tuple[bytes, int]]:

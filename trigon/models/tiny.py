@@ -252,50 +252,38 @@ def _train_tokenizer(model_type: TinyModelType) -> Any:
 
 def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) -> None:
     """Write the tokenizer and, for a vision family, the image and video processors that its AutoProcessor wants."""
-    from transformers import (
-        CLIPImageProcessor,
-        GotOcr2ImageProcessor,
-        InternVLProcessor,
-        InternVLVideoProcessor,
-        LlavaProcessor,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLProcessor,
-        Qwen2VLVideoProcessor,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
+    import transformers  # whose classes are imported one by one, as they are named
 
     match model_type:
         case "qwen2_vl" | "qwen2_5_vl":
             sizes = _processor_sizes(patch_size=14)
-            kind = Qwen2VLProcessor if model_type == "qwen2_vl" else Qwen2_5_VLProcessor
+            kind = transformers.Qwen2VLProcessor if model_type == "qwen2_vl" else transformers.Qwen2_5_VLProcessor
             processor = kind(
-                image_processor=Qwen2VLImageProcessor(**sizes),
+                image_processor=transformers.Qwen2VLImageProcessor(**sizes),
                 tokenizer=tokenizer,
-                video_processor=Qwen2VLVideoProcessor(**sizes),
+                video_processor=transformers.Qwen2VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
         case "qwen3_vl" | "qwen3_vl_moe":
             sizes = _processor_sizes(patch_size=16)
-            processor = Qwen3VLProcessor(
-                image_processor=Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+            processor = transformers.Qwen3VLProcessor(
+                image_processor=transformers.Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
                 tokenizer=tokenizer,
-                video_processor=Qwen3VLVideoProcessor(**sizes),
+                video_processor=transformers.Qwen3VLVideoProcessor(**sizes),
                 chat_template=_CHAT_TEMPLATE,
             )
         case "internvl":
             tile = {"size": {"height": TILE_SIZE, "width": TILE_SIZE}}
-            processor = InternVLProcessor(
-                image_processor=GotOcr2ImageProcessor(**tile, max_patches=4),
+            processor = transformers.InternVLProcessor(
+                image_processor=transformers.GotOcr2ImageProcessor(**tile, max_patches=4),
                 tokenizer=tokenizer,
-                video_processor=InternVLVideoProcessor(**tile),
+                video_processor=transformers.InternVLVideoProcessor(**tile),
                 image_seq_length=TILE_TOKENS,
                 chat_template=tokenizer.chat_template,
             )
         case "llava":
-            processor = LlavaProcessor(
-                image_processor=CLIPImageProcessor(
+            processor = transformers.LlavaProcessor(
+                image_processor=transformers.CLIPImageProcessor(
                     size={"shortest_edge": TILE_SIZE}, crop_size={"height": TILE_SIZE, "width": TILE_SIZE}
                 ),
                 tokenizer=tokenizer,
@@ -325,22 +313,7 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
     """Return the family's own config at toy widths. Heads are 32 wide, the least that vLLM's CPU attention takes."""
-    from transformers import (
-        Gemma3TextConfig,
-        GemmaConfig,
-        InternVLConfig,
-        LlamaConfig,
-        LlavaConfig,
-        MistralConfig,
-        Qwen2_5_VLConfig,
-        Qwen2Config,
-        Qwen2MoeConfig,
-        Qwen2VLConfig,
-        Qwen3Config,
-        Qwen3MoeConfig,
-        Qwen3VLConfig,
-        Qwen3VLMoeConfig,
-    )
+    import transformers  # whose classes are imported one by one, as they are named
 
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -377,7 +350,7 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
     match model_type:
         case "qwen2_vl":
             # This family calls the width of its tower embed_dim, and what comes out of it hidden_size.
-            return Qwen2VLConfig(
+            return transformers.Qwen2VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config={
                     "depth": 3,
@@ -395,14 +368,14 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
             )
         case "qwen2_5_vl":
             # Windows of 2 x 2 image tokens: a drawing of 3 x 3 falls into four, so windows differ from full attention.
-            return Qwen2_5_VLConfig(
+            return transformers.Qwen2_5_VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config=vision | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
                 **media,
                 **tied,
             )
         case "qwen3_vl" | "qwen3_vl_moe":
-            kind = Qwen3VLConfig if model_type == "qwen3_vl" else Qwen3VLMoeConfig
+            kind = transformers.Qwen3VLConfig if model_type == "qwen3_vl" else transformers.Qwen3VLMoeConfig
             # Six positions a side, one for each patch of a drawing of 96 x 96; others are interpolated.
             return kind(
                 text_config=text
@@ -419,8 +392,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **tied,
             )
         case "internvl":
-            return InternVLConfig(
-                text_config=Qwen2Config(**text, rope_parameters=rope).to_dict(),
+            return transformers.InternVLConfig(
+                text_config=transformers.Qwen2Config(**text, rope_parameters=rope).to_dict(),
                 vision_config={
                     "hidden_size": 64,
                     "intermediate_size": 128,
@@ -436,8 +409,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
             )
         case "llava":
             # What the last but one of the tower's layers says is shown to the language model.
-            return LlavaConfig(
-                text_config=LlamaConfig(**text, rope_parameters=rope).to_dict(),
+            return transformers.LlavaConfig(
+                text_config=transformers.LlamaConfig(**text, rope_parameters=rope).to_dict(),
                 vision_config={
                     "model_type": "clip_vision_model",
                     "hidden_size": 64,
@@ -455,14 +428,16 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **tied,
             )
         case "qwen2":
-            return Qwen2Config(**text, **tied, rope_parameters=rope)
+            return transformers.Qwen2Config(**text, **tied, rope_parameters=rope)
         case "qwen2_moe":
-            return Qwen2MoeConfig(**text, **tied, **experts, shared_expert_intermediate_size=128, rope_parameters=rope)
+            return transformers.Qwen2MoeConfig(
+                **text, **tied, **experts, shared_expert_intermediate_size=128, rope_parameters=rope
+            )
         case "qwen3":
-            return Qwen3Config(**text, **tied, head_dim=32, rope_parameters=rope)
+            return transformers.Qwen3Config(**text, **tied, head_dim=32, rope_parameters=rope)
         case "qwen3_moe":
             # The first of its two layers is dense, as a config may say of any.
-            return Qwen3MoeConfig(
+            return transformers.Qwen3MoeConfig(
                 **text, **tied, **experts, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=rope
             )
         case "llama":
@@ -474,16 +449,16 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 512,
             }
-            return LlamaConfig(**text, **tied, rope_parameters=rope | stretched)
+            return transformers.LlamaConfig(**text, **tied, rope_parameters=rope | stretched)
         case "mistral":
             # A window as its first release had; it cuts off most of a prompt.
-            return MistralConfig(**text, **tied, head_dim=32, sliding_window=8, rope_parameters=rope)
+            return transformers.MistralConfig(**text, **tied, head_dim=32, sliding_window=8, rope_parameters=rope)
         case "gemma":
-            return GemmaConfig(**text, **tied, head_dim=32, rope_parameters=rope)
+            return transformers.GemmaConfig(**text, **tied, head_dim=32, rope_parameters=rope)
         case "gemma3_text":
             ropes = {"sliding_attention": rope, "full_attention": rope | {"rope_theta": 100 * ROPE_THETA}}
             layers = ["sliding_attention", "full_attention"]
-            return Gemma3TextConfig(
+            return transformers.Gemma3TextConfig(
                 **text,
                 **tied,
                 head_dim=32,

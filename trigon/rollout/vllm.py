@@ -7,6 +7,8 @@ sees the very same pixels. Refuses to know trainers, rewards, and what the compl
 
 from __future__ import annotations
 
+import gc
+import importlib
 import itertools
 import os
 import random
@@ -114,6 +116,8 @@ class VllmEngine:
                 warnings.simplefilter("ignore", deprecated)  # what vLLM uses of torch is not the user's to mend
             vllm = _import_vllm(device)
             _register_in_process(vllm, processors.hf_config.architectures)
+            # vLLM collects garbage five times as it starts, each time looking at all that was ever imported.
+            gc.freeze()
             self._engine = vllm.LLMEngine.from_engine_args(
                 vllm.EngineArgs(
                     model=str(folder),
@@ -545,6 +549,16 @@ def _import_vllm(device: Literal["cpu", "cuda"]) -> Any:
             f"engine is to run on {device}. Install trigon's {'gpu' if device == 'cuda' else 'cpu'} extra."
         )
     return vllm
+
+
+def import_ahead(device: Literal["cpu", "cuda"]) -> None:
+    """Import now what an engine will import when it starts, which takes seconds. Raises: as starting it does."""
+    with _process_left_as_it_was(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as when it starts
+        vllm = _import_vllm(device)
+        vllm.LLMEngine, vllm.EngineArgs  # noqa: B018  (they are imported when they are named)
+        # Not public in 0.32: where vLLM's models and executors come in, by a name that its platform holds.
+        importlib.import_module({"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}[device])
 
 
 def _register_in_process(vllm: Any, architectures: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -25,8 +25,9 @@ SKILL_WINDOW = 4
 
 def warm_start(
     policy: Policy,
-    examples: Sequence[Example],
+    example: Callable[[int], Example],
     *,
+    num_examples: int,
     max_updates: int,
     enough_skill: float,
     batch_size: int,
@@ -37,6 +38,7 @@ def warm_start(
 ) -> float:
     """Train the policy in place to give the wanted answers, until it gives enough of them, and return how many.
 
+    example: makes that of a number below num_examples, when it is wanted; most never are.
     The loss is the mean negative log-probability of their tokens. The skill is the probability of a whole wanted
     answer,
     which is the accuracy of sampling at temperature 1: measured before each update, so on examples not yet trained on
@@ -51,8 +53,8 @@ def warm_start(
     recent: deque[float] = deque(maxlen=SKILL_WINDOW)
     for update in range(1, max_updates + 1):
         if len(order) < batch_size:
-            order = rng.sample(range(len(examples)), len(examples))
-        groups = [_as_group(examples[order.pop()]) for _ in range(batch_size)]
+            order = rng.sample(range(num_examples), num_examples)
+        groups = [_as_group(example(order.pop())) for _ in range(batch_size)]
         [batch] = pack_train(groups, max_tokens=sum(_length(group) for group in groups), positions=positions)
         logprobs = policy(batch.packed).logprobs
         whole = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())

@@ -1,0 +1,43 @@
+"""Environments of other trainers: each its own, beside the benchmarks, never a dependency of the project."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / ".peers"
+
+PACKAGES = {
+    "trl": ("trl==1.16.0", "transformers==5.23.0", "pillow"),
+    "ms-swift": ("ms-swift==4.6.0", "trl==1.16.0", "msgspec", "pillow"),
+}
+"""What each is installed from, besides the torch and torchvision of this environment."""
+
+
+def python_of(peer: str) -> Path:
+    """Return the interpreter of a peer's environment, which is made if it is not there; that takes minutes.
+
+    Raises: RuntimeError with pip's last words if it cannot be made.
+    """
+    folder = FOLDER / peer
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    if ready.exists():
+        return python
+    import torch
+    import torchvision
+
+    print(f"installing {peer} into {folder} (once, a few minutes)", file=sys.stderr, flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    own = [f"torch=={torch.__version__}", f"torchvision=={torchvision.__version__}"]
+    pins = folder / "pins.txt"
+    pins.write_text("\n".join(own), encoding="utf-8")
+    command = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(pins)]
+    if "+cpu" in torch.__version__:
+        command += ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    done = subprocess.run([*command, *own, *PACKAGES[peer]], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{peer} could not be installed:\n{done.stderr[-2000:]}")
+    ready.touch()
+    return python

@@ -1,0 +1,238 @@
+"""What the benchmarks share: the shapes of the work, a model of 40 M parameters, its folder and data, and a figure."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 8192
+GPU_ONLY = "needs a GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one step is made of. Lengths in tokens; every completion is exactly `response` long.
+
+    image_grid: rows and columns of image tokens; a token covers 28 x 28 pixels.
+    """
+
+    name: str
+    image_grid: tuple[int, int]
+    prompt: int
+    response: int
+    n: int
+    prompts: int
+
+    @property
+    def image_tokens(self) -> int:
+        rows, columns = self.image_grid
+        return rows * columns
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.n
+
+    @property
+    def token_ratio(self) -> float:
+        """How many times more tokens a padded batch has: n (P + R) / (P + n R)."""
+        return self.n * (self.prompt + self.response) / (self.prompt + self.n * self.response)
+
+
+SHORT = Shape("64 response tokens", (16, 16), prompt=322, response=64, n=8, prompts=2)
+LONG = Shape("160 response tokens", (16, 16), prompt=322, response=160, n=8, prompts=2)
+GEOMETRY = Shape("Geometry3K, 450 : 275", (17, 20), prompt=450, response=275, n=5, prompts=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the table. at_least, at_most: the bar; with neither it is for information."""
+
+    bar: int
+    what: str
+    value: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.at_least is None and self.at_most is None:
+            return ""
+        enough = self.at_least is None or self.value >= self.at_least
+        little = self.at_most is None or self.value <= self.at_most
+        return "pass" if enough and little else "falls short"
+
+    @property
+    def wanted(self) -> str:
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}{self.unit}"
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}{self.unit}"
+        return ""
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def figures_table(figures: Iterable[Figure]) -> str:
+    """Return figures as a Markdown table."""
+    rows = [
+        (figure.bar, figure.what, f"{figure.value:.3g}{figure.unit}", figure.wanted, figure.verdict, figure.note)
+        for figure in figures
+    ]
+    return table(rows, ("bar", "what", "measured", "wanted", "", "note"))
+
+
+def machine() -> str:
+    """Return what this was measured on."""
+    import torch
+    import transformers
+
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+
+
+def make_model(vocabulary: int, special: dict[str, int]) -> Any:
+    """Return a random Qwen2.5-VL, 40 M parameters at VOCABULARY, in which the vision tower has about as large a share
+    of the work as in the 7B model.
+
+    special: the ids of image_token_id, video_token_id, vision_start_token_id and vision_end_token_id.
+    """
+    from trigon.torchvision_stub import declare_operators
+
+    declare_operators()
+    import torch
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    text = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "vocab_size": vocabulary,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]},
+    }
+    vision = {
+        "depth": 4,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_heads": 4,
+        "out_hidden_size": 512,
+        "window_size": 112,
+        "fullatt_block_indexes": [1, 3],
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+
+
+def make_folder(folder: Path, *, vocabulary: int, shape: Shape) -> Path:
+    """Write that model as a Hugging Face folder that both sides can load, with a tokenizer of 1024 entries.
+
+    Images are resized to the shape's image tokens, whatever they are.
+    """
+    from trigon.models.tiny import make_tiny
+
+    make_tiny(folder)  # for its tokenizer, its processors and its chat template
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    special = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    model = make_model(vocabulary, special)
+    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    model.generation_config = type(model.generation_config)(**generation)
+    model.save_pretrained(folder)
+    processors = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))
+    pixels = shape.image_tokens * 28 * 28
+    for name in ("image_processor", "video_processor"):
+        processors[name]["size"] = {"shortest_edge": pixels, "longest_edge": pixels}
+    (folder / "processor_config.json").write_text(json.dumps(processors, indent=2), encoding="utf-8")
+    return folder
+
+
+def make_data(file: Path, *, model: Path, shape: Shape, rows: int) -> Path:
+    """Write drawings with questions of just so many tokens as Parquet, in Geometry3K's schema."""
+    from datasets import Dataset, Features, Sequence, Value
+    from datasets import Image as ImageFeature
+
+    features = Features({"problem": Value("string"), "images": Sequence(ImageFeature()), "answer": Value("string")})
+    question = question_of(model, shape)
+    examples = [
+        {
+            "problem": f"<image>{question}",
+            "images": [{"bytes": draw(row, shape), "path": None}],
+            "answer": str(row % 10),
+        }
+        for row in range(rows)
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(examples, features=features).to_parquet(file)
+    return file
+
+
+def draw(seed: int, shape: Shape) -> bytes:
+    """Return a drawing of lines and circles as PNG, of the size that gives the shape's image tokens."""
+    from PIL import Image, ImageDraw
+
+    rows, columns = shape.image_grid
+    width, height = columns * 28, rows * 28
+    image, rng = Image.new("RGB", (width, height), "white"), random.Random(seed)
+    pen = ImageDraw.Draw(image)
+    for _ in range(12):
+        x, y, size = rng.randrange(width), rng.randrange(height), rng.randrange(20, 200)
+        pen.line((x, y, rng.randrange(width), rng.randrange(height)), fill="black", width=2)
+        pen.ellipse((x, y, x + size, y + size), outline="black", width=2)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def question_of(model: Path, shape: Shape) -> str:
+    """Return a question with which the whole prompt, chat template and image tokens included, has the wanted length."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    words = "Find the length of the side . How many corners can you see ? What is the measure of the angle ? ".split()
+
+    def length(count: int) -> int:
+        text = " ".join(words[index % len(words)] for index in range(count))
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return len(ids) - 1 + shape.image_tokens
+
+    count = 1
+    while length(count) < shape.prompt:
+        count += 1
+    if length(count) != shape.prompt:
+        raise SystemExit(f"no question gives a prompt of exactly {shape.prompt} tokens ({length(count)})")
+    return " ".join(words[index % len(words)] for index in range(count))
+
+
+def share_of_digits(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The reward of both sides: the share of an answer's characters that are digits."""
+    return [{"overall": digits(answer["response"])} for answer in reward_inputs]
+
+
+def digits(text: str) -> float:
+    """Return the share of digits among a text's characters."""
+    return sum(character.isdigit() for character in text) / max(len(text), 1)

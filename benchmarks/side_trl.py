@@ -1,0 +1,97 @@
+"""TRL's side of whole_step.py, run with TRL's own environment: train, and before each step wait for a line on stdin.
+
+python benchmarks/side_trl.py FOLDER PROMPTS N RESPONSE STEPS      (as whole_step.py starts it)
+
+TRL's fastest setting that runs on a CPU: one micro-batch, no recomputation, SDPA, no reference; vLLM's CPU build dies
+in its weight hand-over, and its continuous batching takes no images.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def declare_operators() -> Any:
+    """Let torchvision's CUDA build import beside a torch for the CPU, which lacks the two operators that it extends."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
+    """Train, telling after each step what it took."""
+    library = None if hasattr(torch.ops.torchvision, "nms") else declare_operators()
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Stepwise(TrainerCallback):
+        started = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            sys.stdin.readline()
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            print(f"@step {json.dumps({'seconds': time.perf_counter() - self.started})}", flush=True)
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            length = logs.get("completions/mean_length")
+            if length is not None and length != response:
+                raise RuntimeError(f"the completions have {length} tokens in the mean, not {response}")
+
+    def share_of_digits(completions: list[Any], **_: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
+
+    data = Dataset.from_parquet(str(folder / "data.parquet"))
+    data = data.map(
+        lambda row: {"prompt": [{"role": "user", "content": row["problem"].removeprefix("<image>")}]},
+        remove_columns=["problem"],
+    )
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        use_vllm=False,
+        per_device_train_batch_size=prompts * n,
+        gradient_accumulation_steps=1,
+        num_generations=n,
+        max_completion_length=response,
+        generation_kwargs={"min_new_tokens": response},  # as many tokens as the other side
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        beta=0.0,
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=[share_of_digits],
+        args=config,
+        train_dataset=data,
+        callbacks=[Stepwise()],
+    )
+    trainer.train()
+    del library
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
