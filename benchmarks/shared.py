@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 8192
-GPU_ONLY = "needs a GPU"
+WORDS = "Find the length of the side . How many corners can you see ? What is the measure of the angle ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def machine() -> str:
             model = line.partition(":")[2].strip()
             break
     return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
+        f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
     )
 
 
@@ -212,7 +212,7 @@ def question_of(model: Path, shape: Shape) -> str:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    words = "Find the length of the side . How many corners can you see ? What is the measure of the angle ? ".split()
+    words = WORDS.split()
 
     def length(count: int) -> int:
         text = " ".join(words[index % len(words)] for index in range(count))

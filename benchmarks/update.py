@@ -2,7 +2,7 @@
 
     python benchmarks/update.py
 
-One prompt of 322 tokens, 256 of them an image, with 8 completions, on a random Qwen2.5-VL of about 35 M parameters,
+One prompt of 322 tokens, 256 of them an image, with 8 completions, on a random Qwen2.5-VL of 40 M parameters,
 float32 on one CPU thread. The padded side is a fair one: transformers' own forward with SDPA, right-padded, logits of
 response tokens only. Prints for each response length the best seconds of both, their ratio, and the largest
 difference of a log-probability and of a gradient (relative, the worst parameter), so that nothing is compared that
@@ -18,56 +18,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shared import SHORT, VOCABULARY, Figure, figures_table, make_model, table
 from torch import Tensor
 
 from trigon.models.attention import use_group_attention
 from trigon.models.families import family_of
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
-from trigon.torchvision_stub import declare_operators
 from trigon.types import GroupSpan, PackedGroups
 
-VOCABULARY = 8192
+PROMPT_TOKENS = SHORT.prompt
 IMAGE_GRID = (1, 32, 32)  # patches, so 256 image tokens
-PROMPT_TOKENS = 322
 IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = range(VOCABULARY - 4, VOCABULARY)
-
-
-def make_model() -> Any:
-    """Return a random Qwen2.5-VL whose vision tower takes about as large a share of the work as in the 7B model."""
-    declare_operators()
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
-
-    text = {
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "vocab_size": VOCABULARY,
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]},
-    }
-    vision = {
-        "depth": 4,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_heads": 4,
-        "out_hidden_size": 512,
-        "window_size": 112,
-        "fullatt_block_indexes": [1, 3],
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=VIDEO_TOKEN,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-    )
-    torch.manual_seed(0)
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+SPECIAL = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": VIDEO_TOKEN,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+MIXED = [16, 50, 84, 119, 153, 187, 222, 256]
+BARS = {"64": ([64] * 8, 3.5), "160": ([160] * 8, 2.3), "16 to 256": (MIXED, 0.0)}
+"""Completion lengths of a group, and the ratio that is wanted; 0: that of the tokens, n (P + R) / (P + n R)."""
 
 
 def make_group(completion_lengths: list[int]) -> tuple[list[int], list[list[int]], Tensor, Tensor]:
@@ -165,21 +136,43 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
     }
 
 
+def measure(*, repeats: int) -> tuple[list[Figure], str]:
+    """Return the figures of bar 1, and the table behind them."""
+    model = make_model(VOCABULARY, SPECIAL)
+    figures, rows = [], []
+    for name, (lengths, wanted) in BARS.items():
+        row = compare(model, lengths, repeats)
+        mean = sum(lengths) / len(lengths)
+        tokens = len(lengths) * (PROMPT_TOKENS + mean) / (PROMPT_TOKENS + sum(lengths))
+        note = f"logprobs within {row['logprob']:.0e}, gradients {row['gradient']:.0e}; token ratio {tokens:.2f}"
+        what = f"update against padded, {name} response tokens"
+        figures.append(Figure(1, what, row["ratio"], "x", at_least=wanted or round(tokens, 2), note=note))
+        rows.append(
+            (
+                name,
+                f"{row['padded']:.2f}",
+                f"{row['packed']:.2f}",
+                f"{row['ratio']:.2f}",
+                f"{row['logprob']:.1e}",
+                f"{row['gradient']:.1e}",
+            )
+        )
+    header = ("response tokens", "padded, s", "packed, s", "ratio", "log-prob difference", "relative gradient error")
+    size = (
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, prompt {PROMPT_TOKENS}, 8 completions:"
+    )
+    return figures, f"{size}\n\n{table(rows, header)}"
+
+
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model = make_model()
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, prompt {PROMPT_TOKENS}, 8 completions")
-    print("response tokens   padded s   packed s   ratio   |logprob diff|   gradient error")
-    for name, lengths in {"64": [64] * 8, "160": [160] * 8, "16 to 128": list(range(16, 129, 16))}.items():
-        row = compare(model, lengths, arguments.repeats)
-        print(
-            f"{name:>15}   {row['padded']:8.2f}   {row['packed']:8.2f}   {row['ratio']:5.2f}   "
-            f"{row['logprob']:14.1e}   {row['gradient']:14.1e}"
-        )
+    figures, tables = measure(repeats=arguments.repeats)
+    print(f"{tables}\n\n{figures_table(figures)}")
 
 
 if __name__ == "__main__":

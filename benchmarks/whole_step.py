@@ -98,10 +98,16 @@ def phases_of(run: Path) -> dict[str, float]:
     return {name: statistics.fmean(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in names}
 
 
-def host_share(phases: dict[str, float]) -> float:
+def profile_of(found: Comparison) -> dict[str, float]:
+    """Return the seconds of each phase of our step, and of what is in none; that we waited for our turn is in none."""
+    phases = {name: seconds for name, seconds in found.phases.items() if name not in ("step", "other")}
+    return phases | {"other": statistics.fmean(found.ours) - sum(phases.values())}
+
+
+def host_share(profile: dict[str, float]) -> float:
     """Return the share of a step that was spent neither in the engine nor in the trainer."""
     devices = ("gen", "weights", "update_actor", "old", "ref", "parity")
-    return 1.0 - sum(phases.get(name, 0.0) for name in devices) / phases["step"]
+    return 1.0 - sum(profile.get(name, 0.0) for name in devices) / sum(profile.values())
 
 
 def measure(*, steps: int) -> tuple[list[Figure], str]:
@@ -116,10 +122,10 @@ def measure(*, steps: int) -> tuple[list[Figure], str]:
             what = f"whole step against TRL, {shape.name}, vocabulary {vocabulary:,}"
             figures.append(Figure(2, what, found.ratio, "x", at_least=BARS[shape.name]))
             if shape is GEOMETRY and vocabulary == max(VOCABULARIES):
-                profile = found.phases
+                profile = profile_of(found)
                 share = 100 * host_share(profile)
                 figures.append(Figure(4, "share of a step outside engine and trainer", share, " %", at_most=5.0))
-    step = profile.pop("step")
+    step = sum(profile.values())
     parts = sorted(profile.items(), key=lambda part: -part[1])
     return figures, "\n\n".join(
         (

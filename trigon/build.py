@@ -5,6 +5,7 @@ What fails cheaply fails first: reward function, run folder and data before the 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -141,6 +142,8 @@ def run_training(
         if checkpoint is not None:
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
+        stack.callback(gc.unfreeze)
+        gc.freeze()  # what has been imported and built stays, and need not be looked through again and again
         progress = train(
             Run(
                 plan=plan,

@@ -22,6 +22,11 @@ from torch import Tensor
 
 from trigon.types import GroupSpan, TokenLogprobs
 
+CHUNK_BYTES = 128 * 2**20
+"""Of one chunk of logits in float32, of which a backward holds about four at once. On a CPU larger chunks are not
+faster (benchmarks/logprobs.py); on a GPU a chunk of 220 rows, which a vocabulary of 152,000 words gives, is wide enough
+that multiplying by the head takes about as long as reading it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
@@ -55,14 +60,14 @@ def token_logprobs(
     *,
     temperature: float,
     banned_token_ids: Sequence[int],
-    chunk_tokens: int,
     entropy_gradient: bool,
     against: Predictions | None = None,
+    chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
     """Return log-probability and entropy of each target under softmax(states @ head_weight.T / temperature).
 
     against: other predictions of the same tokens, at the same temperature; the exact KL(ours || theirs) is then
-    returned as well.
+    returned as well. chunk_tokens: rows of logits made at a time; None: as many as CHUNK_BYTES hold.
 
     Banned tokens are left out of the distribution, just as the sampler leaves them out: their logit is minus infinity.
     Args: states: [S, D]; head_weight: [V, D], both of the model's dtype; targets: [S] int64.
@@ -74,7 +79,8 @@ def token_logprobs(
     banned = torch.tensor(tuple(banned_token_ids), dtype=torch.int64, device=states.device)
     # Decided once: the backward runs where autocast is off, and has to meet the very logits of the forward again.
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    settings = _Settings(temperature, chunk_tokens, product_dtype)
+    rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * len(head_weight)))
+    settings = _Settings(temperature, rows, product_dtype)
     with torch.autocast(device, enabled=False):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             states, head_weight, targets, banned, settings, entropy_gradient

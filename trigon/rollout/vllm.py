@@ -15,7 +15,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -111,13 +111,14 @@ class VllmEngine:
         split = enable_chunked_prefill and device == "cuda"
         batched_tokens = max_num_batched_tokens if split else max(max_num_batched_tokens, max_model_len)
         self._encoder_tokens = batched_tokens  # vLLM's encoder cache has room for as many, and for a largest image
-        with _process_left_as_it_was(), warnings.catch_warnings():
+        with _process_left_as_it_was(), warnings.catch_warnings(), ExitStack() as undo:
             for deprecated in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", deprecated)  # what vLLM uses of torch is not the user's to mend
             vllm = _import_vllm(device)
             _register_in_process(vllm, processors.hf_config.architectures)
             # vLLM collects garbage five times as it starts, each time looking at all that was ever imported.
             gc.freeze()
+            undo.callback(gc.unfreeze)
             self._engine = vllm.LLMEngine.from_engine_args(
                 vllm.EngineArgs(
                     model=str(folder),

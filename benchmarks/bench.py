@@ -1,0 +1,79 @@
+"""All bars in one table: what `make bench` runs, in about 20 minutes on two quiet cores.
+
+    python benchmarks/bench.py [--bars 1 3 5] [--plot docs/scale.svg]
+
+Prints each benchmark's own tables as it goes, and at the end every figure with what is wanted of it: pass, or falls
+short. Ratios are taken within one run, both sides in turn. Peers are installed into environments of their own
+(peers.py) when they are first wanted; that comes on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shared import Figure, figures_table, machine
+
+Bar = Callable[[argparse.Namespace], tuple[list[Figure], str]]
+
+
+def update(_: argparse.Namespace) -> tuple[list[Figure], str]:
+    import update
+
+    return update.measure(repeats=3)
+
+
+def whole_step(_: argparse.Namespace) -> tuple[list[Figure], str]:
+    import whole_step
+
+    return whole_step.measure(steps=2)
+
+
+def logprobs(_: argparse.Namespace) -> tuple[list[Figure], str]:
+    import logprobs
+
+    return logprobs.measure(repeats=1), ""
+
+
+def start(_: argparse.Namespace) -> tuple[list[Figure], str]:
+    import start
+
+    return start.measure(), ""
+
+
+def scale(arguments: argparse.Namespace) -> tuple[list[Figure], str]:
+    import scale
+
+    return scale.measure(plot=arguments.plot)
+
+
+BARS: dict[str, Bar] = {"1": update, "2": whole_step, "3": logprobs, "5": start, "6": scale}
+"""By the bar that each answers; whole_step answers bar 4 as well."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bars", nargs="*", choices=BARS, default=list(BARS), help="which to measure (all)")
+    parser.add_argument("--plot", type=Path, help="draw what a step costs into this file")
+    arguments = parser.parse_args()
+    # One thread for everybody: both sides of a ratio, and all processes that are started. Read when torch is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    began = time.perf_counter()
+    figures: list[Figure] = []
+    for bar in arguments.bars:
+        start = time.perf_counter()
+        found, tables = BARS[bar](arguments)
+        figures += found
+        if tables:
+            print(f"{tables}\n", flush=True)
+        print(f"(bar {bar}: {time.perf_counter() - start:.0f} s)\n", flush=True)
+    print(f"{machine()}; {(time.perf_counter() - began) / 60:.0f} minutes\n")
+    print(figures_table(sorted(figures, key=lambda figure: figure.bar)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""What a step costs, against prompts, answers, response length and workers; and what the controller costs by itself.
+
+    python benchmarks/scale.py [--plot docs/scale.svg]
+
+The controller is measured with engines that do nothing (rollout/fake.py, training/fake.py) and everything else real:
+data and drawings, grader processes, advantages, reports. Its cost for each prompt should not grow with their number.
+The rest is the 40 M-parameter model of the other benchmarks with vLLM, in float32 with one thread a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from shared import SHORT, Figure, Shape, figures_table, make_data, make_folder, table
+from side_trigon import options
+
+from trigon import build
+from trigon.build import Engines, TrackerEnvironment, run_training
+from trigon.config.load import load_config
+from trigon.credit import attach, outcomes_of
+from trigon.rollout.fake import FakeEngine
+from trigon.training.fake import FakeTrainEngine
+from trigon.training.local import Sizes
+from trigon.training.trace import LocalTracer
+from trigon.types import Rollout, RolloutGroup, Score
+
+CONTROLLED = (64, 512, 2048, 8192)
+ANSWERS = 8
+FLAT = 1.5
+"""How much more a prompt may cost among the most than among the fewest, and still be called flat."""
+
+# One thing is changed at a time.
+SHAPES = {
+    "prompts": [replace(SHORT, prompts=prompts) for prompts in (1, 2, 4, 8)],
+    "answers to a prompt": [replace(SHORT, prompts=2, n=n) for n in (2, 4, 8, 16)],
+    "response tokens": [replace(SHORT, prompts=2, response=response) for response in (32, 64, 128, 256)],
+}
+WORKERS = (1, 2)
+
+
+# -- the controller -------------------------------------------------------------------------------------------------
+
+
+def controller(prompts: int, folder: Path) -> dict[str, float]:
+    """Return the seconds of each phase of a step with engines that do nothing."""
+    from trigon.data.synthetic import make_dataset
+    from trigon.models.tiny import make_tiny
+
+    model = make_tiny(folder / "model")
+    train, _ = make_dataset(folder / "data", num_train=prompts, num_validation=1, seed=0)
+    changes = (
+        f"data.train_files={train}",
+        "data.max_prompt_length=128",
+        "data.max_response_length=24",
+        f"data.rollout_batch_size={prompts}",
+        f"worker.actor.global_batch_size={prompts}",
+        f"worker.rollout.n={ANSWERS}",
+        "worker.rollout.ignore_eos=false",
+        f"worker.actor.model.model_path={model}",
+        f"trainer.save_checkpoint_path={folder / 'run'}",
+        f"trainer.max_steps={2 + 512 // prompts}",
+    )
+    loaded = load_config(None, [*options(folder, SHORT, 3), *changes])
+
+    def open_fakes(config: Any, processors: Any, *_: Any, **__: Any) -> Engines:
+        rollout = FakeEngine(
+            tokenizer=processors.tokenizer,
+            stop_token_id=processors.stop_token_ids[0],
+            answer=lambda prompt, version, seed: f"\\boxed{{{seed % 7}}}",
+        )
+        nothing = Sizes(parameters=0, trainable=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0)
+        return Engines("none", FakeTrainEngine(), None, rollout, (nothing,), LocalTracer(folder, rank=None))
+
+    real, build.open_engines = build.open_engines, open_fakes
+    try:
+        run_training(
+            loaded.config,
+            warnings=(),
+            trackers=TrackerEnvironment(None, None, None, None),
+            should_stop=lambda: False,
+            export_to=None,
+        )
+    finally:
+        build.open_engines = real
+    return phases_of(folder / "run")
+
+
+def phases_of(run: Path) -> dict[str, float]:
+    """Return the median seconds of each phase of a run's steps, the first left out."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line["metrics"] for line in lines if line["step"] > 1]
+    names = {key.removeprefix("timing_s/") for step in steps for key in step if key.startswith("timing_s/")}
+    return {name: statistics.median(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in names}
+
+
+def measure_controller(counts: Sequence[int]) -> tuple[list[Figure], list[tuple[int, dict[str, float]]]]:
+    """Return the figure of bar 6, and milliseconds a prompt by phase for each number of prompts."""
+    found = []
+    for prompts in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            phases = controller(prompts, Path(folder))
+        found.append((prompts, {name: 1000.0 * seconds / prompts for name, seconds in phases.items()}))
+    costs = [phases["step"] - phases["gen"] for _, phases in found]  # what the fake says is not the controller's
+    what = f"controller's cost of a prompt, {counts[-1]:,} against {counts[0]:,} prompts"
+    note = f"{costs[0]:.2f} ms, {costs[-1]:.2f} ms"
+    return [Figure(6, what, costs[-1] / costs[0], "x", at_most=FLAT, note=note)], found
+
+
+# -- engines --------------------------------------------------------------------------------------------------------
+
+
+def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, float]]:
+    """Return for each shape the seconds of sampling, and of one update, in one process that has its engines open."""
+    shapes = list(shapes)
+    widest = replace(
+        SHORT,
+        prompts=max(shape.prompts for shape in shapes),
+        n=max(shape.n for shape in shapes),
+        response=max(shape.response for shape in shapes),
+    )
+    make_folder(folder / "model", vocabulary=8192, shape=SHORT)
+    make_data(folder / "data.parquet", model=folder / "model", shape=SHORT, rows=widest.prompts)
+    config = load_config(None, options(folder, widest, 1)).config
+    found = []
+    with ExitStack() as stack:
+        processors = build.open_processors(config)
+        report = stack.enter_context(_quiet_reporter(config, folder))
+        prompts = build.look_at(config, config.data.train_files, (), build.open_builder(config, processors), report)
+        plan = build.make_plan(config, num_train_prompts=prompts.prompts_per_epoch)
+        store = build.CheckpointStore(folder / "run", keep=0, background=False, warn=report.warn)
+        opened = build.open_engines(config, processors, plan, store, report, stack, shows_videos=False)
+        rows = [prompts[index] for index in range(widest.prompts)]
+        for number, shape in enumerate([shapes[0], *shapes]):  # the first one warms up
+            sampling = replace(build.sampling_params(config), n=shape.n, max_tokens=shape.response)
+            with opened.rollout.awake(opened.trainer.weights(), version=number):
+                start = time.perf_counter()
+                answers = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
+                sampled = time.perf_counter() - start
+            groups = [
+                RolloutGroup(
+                    prompt, tuple(Rollout(each, Score(float(i % 2), {}, "ok", "")) for i, each in enumerate(row))
+                )
+                for prompt, row in zip(rows, answers, strict=False)
+            ]
+            credit = build.credit(config)
+            outcomes = outcomes_of(groups, credit, penalties=None, baselines=None)
+            advantages = build_advantages(outcomes, credit)
+            trained = attach(groups, advantages, outcomes.valid, old=None, ref=None)
+            start = time.perf_counter()
+            opened.trainer.step(trained)
+            found.append((shape, sampled, time.perf_counter() - start))
+    return found[1:]
+
+
+def build_advantages(outcomes: Any, credit: Any) -> list[list[torch.Tensor]]:
+    """Return the advantages of scored groups."""
+    from trigon.algorithms.advantages import estimate
+
+    return estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
+
+
+def _quiet_reporter(config: Any, folder: Path) -> Any:
+    from trigon.report.console import Console
+    from trigon.report.reporter import Reporter
+    from trigon.report.run_folder import RunFolder
+
+    return Reporter(RunFolder(folder / "run"), Console(progress=False, step_lines=False))
+
+
+# -- workers --------------------------------------------------------------------------------------------------------
+
+
+def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, float]:
+    """Return the seconds of each phase of a step with so many workers, one CPU thread each."""
+    shape = replace(SHORT, prompts=prompts)
+    make_folder(folder / "model", vocabulary=8192, shape=shape)
+    make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=prompts * steps)
+    command = [sys.executable, "-m", "trigon.cli", "train", *options(folder, shape, steps)]
+    command += [f"trainer.n_gpus_per_node={count}", f"trainer.max_steps={steps}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return phases_of(folder / "trigon")
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
+    """Return the figure of bar 6, and the tables; draw the plot, if one is wanted."""
+    figures, controlled = measure_controller(CONTROLLED)
+    names = sorted({name for _, phases in controlled for name in phases} - {"step", "gen", "save_checkpoint"})
+    rows = [
+        (f"{count:,}", *(f"{phases.get(name, 0.0):.2f}" for name in names), f"{phases['step'] - phases['gen']:.2f}")
+        for count, phases in controlled
+    ]
+    parts = [
+        f"The controller, {ANSWERS} answers to each prompt, milliseconds a prompt:",
+        table(rows, ("prompts a step", *names, "all but the fake's own")),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        measured = engines([shape for shapes in SHAPES.values() for shape in shapes], Path(folder))
+    of_shape = {shape: (sampled, updated) for shape, sampled, updated in measured}
+    for name, shapes in SHAPES.items():
+        key = {"prompts": "prompts", "answers to a prompt": "n", "response tokens": "response"}[name]
+        rows = [
+            (
+                getattr(shape, key),
+                f"{of_shape[shape][0]:.2f}",
+                f"{of_shape[shape][1]:.2f}",
+                f"{1000 * sum(of_shape[shape]) / (shape.sequences * shape.response):.2f}",
+            )
+            for shape in shapes
+        ]
+        parts += [
+            f"Against {name}:",
+            table(rows, (name, "sampling, s", "update, s", "milliseconds a response token")),
+        ]
+    by_workers = []
+    for count in WORKERS:
+        with tempfile.TemporaryDirectory() as folder:
+            by_workers.append((count, workers(count, Path(folder), prompts=4, steps=4)))
+    shown = ("gen", "weights", "parity", "update_actor", "step")
+    rows = [(count, *(f"{phases.get(name, 0.0):.2f}" for name in shown)) for count, phases in by_workers]
+    parts += ["Against workers, 4 prompts, seconds:", table(rows, ("workers", *shown))]
+    if plot is not None:
+        draw(plot, controlled, of_shape)
+    return figures, "\n\n".join(parts)
+
+
+def draw(
+    file: Path,
+    controlled: Sequence[tuple[int, dict[str, float]]],
+    of_shape: dict[Shape, tuple[float, float]],
+) -> None:
+    """Draw the cost of a prompt to the controller, and a step against what it is made of."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "trigon"
+    figure, axes = plt.subplots(1, 1 + len(SHAPES), figsize=(14, 3.4))
+    counts = [count for count, _ in controlled]
+    axes[0].plot(counts, [phases["step"] - phases["gen"] for _, phases in controlled], marker="o")
+    axes[0].set(xscale="log", xlabel="prompts a step", ylabel="controller, ms a prompt", ylim=(0, None))
+    for axis, (name, shapes) in zip(axes[1:], SHAPES.items(), strict=True):
+        key = {"prompts": "prompts", "answers to a prompt": "n", "response tokens": "response"}[name]
+        at = [getattr(shape, key) for shape in shapes]
+        axis.plot(at, [of_shape[shape][0] for shape in shapes], marker="o", label="sampling")
+        axis.plot(at, [of_shape[shape][1] for shape in shapes], marker="o", label="update")
+        axis.set(xlabel=name, ylabel="seconds", ylim=(0, None), xlim=(0, None))
+        axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plot", type=Path, help="draw them into this file as well")
+    torch.set_num_threads(1)
+    figures, tables = measure(plot=parser.parse_args().plot)
+    print(f"{tables}\n\n{figures_table(figures)}")
+
+
+if __name__ == "__main__":
+    main()
