@@ -10,7 +10,7 @@ PYTEST = bin/python -m pytest
 PARALLEL = -n auto --maxprocesses 4 --dist loadfile -m "not alone"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-oldest lint format clean
+.PHONY: help setup quickstart test test-unit test-oldest bench lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -30,6 +30,9 @@ test-unit: $(VENV)/.ready ## the unit tests only
 test-oldest: $(VENV_OLDEST)/.ready ## the whole suite with the oldest transformers that the pins admit
 	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL)
 	$(VENV_OLDEST)/$(PYTEST) -m alone
+
+bench: $(VENV)/.ready ## every benchmark, and one table of what is wanted and what was measured (20 minutes on 2 quiet cores)
+	$(VENV)/bin/python benchmarks/bench.py
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(VENV)/bin/ruff check

@@ -21,6 +21,7 @@ from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention, windows_of
 from trigon.models.families import Family, family_named
 from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
+from trigon.models.patches import project_patches_by_product
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -165,6 +166,7 @@ def load_model(
         _refuse_half_loaded(folder, report)
     family.language_model(model).config.use_cache = False
     use_group_attention(model, family)
+    project_patches_by_product(model, family)
     model.name_or_path = model_path  # as it was given, not where the Hub's copy lies
     return model.to(device).eval()
 

@@ -23,7 +23,7 @@ import re
 import socket
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
 from types import TracebackType
@@ -127,7 +127,7 @@ class RunFolder:
         folder = self.path / "rollouts"
         folder.mkdir(exist_ok=True)
         path = folder / f"{'step' if split == 'train' else 'validation'}_{step:06d}.jsonl"
-        _replace(path, b"".join(_json(asdict(row)) for row in rows))
+        _replace(path, b"".join(_json({name: getattr(row, name) for name in RolloutRow.__slots__}) for row in rows))
         return path
 
     def rewind(self, step: int) -> Path | None:
