@@ -98,8 +98,11 @@ class Failing(FakeEngine):
 
     fails: tuple[int, ...] = ()
 
-    def generate(self, prompts, sampling, *, step, on_progress=None):
-        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress)
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        def hear(index, row):
+            on_group(index, [] if index in self.fails else row)
+
+        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=hear)
         return [[] if index in self.fails else row for index, row in enumerate(rows)]
 
 
