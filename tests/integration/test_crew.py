@@ -126,6 +126,9 @@ def test_groups_are_heard_of_while_others_are_still_sampled(placed, tmp_path, ra
     # Each group has travelled once, and costs the same however it is put together with others.
     received = crew.traffic.told()["moved/received_bytes"].value
     assert received == sum(len(encode_completions([row])) for row in rows)
+    # Who asks for a generation that has not begun is not told of the one before.
+    later = crew.all(lambda actor, _: actor.vitals.remote(generation=2), phase="look")
+    assert [(vitals.samples, vitals.groups) for vitals in later] == [(0, ())] * 2
     again = engine.generate(prompts[:3], SAMPLING, step=8)
     assert [[completion.token_ids[-1] for completion in row] for row in again] == [[8, 8], [8, 8], []]
 

@@ -184,8 +184,7 @@ class Scoring:
         return [self._scores[place] for place in sorted(self._scores)]
 
     def _judge(self) -> None:
-        # 0.29 * 100 is a little less than 29
-        max_failed = int(self._max_failed_fraction * self._num_answers + 1e-9)
+        max_failed = int(self._max_failed_fraction * self._num_answers + 1e-9)  # 0.29 * 100 is a little less than 29
         if len(self._traces) <= max_failed:
             return
         first = min(self._traces)
