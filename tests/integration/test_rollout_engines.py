@@ -320,6 +320,20 @@ def test_progress_counts_every_completion_once(scene):
     assert min(heard) > 0
 
 
+def test_each_group_is_handed_over_once_as_soon_as_it_is_there(scene):
+    heard, counted = [], []
+
+    def on_group(index, row):
+        heard.append((index, row))
+        if len(heard) == 1:
+            assert sum(counted) < len(scene.prompts) * SAMPLING.n  # others are still being sampled
+
+    answers = scene.generate(on_progress=counted.append, on_group=on_group)
+    assert len(heard) == len(scene.prompts)
+    assert dict(heard) == dict(enumerate(answers))
+    assert scene.generate() == answers  # to listen changes nothing
+
+
 def test_no_prompts_no_completions(scene):
     assert scene.generate(prompts=[]) == []
 
@@ -357,12 +371,13 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(scene):
         scene.generate(replace(SAMPLING, max_tokens=MAX_MODEL_LEN - len(scene.prompts[0].token_ids)))
 
 
-def test_an_interrupted_call_leaves_nothing_behind(scene):
-    def interrupt(_):
+@pytest.mark.parametrize("listener", ["on_progress", "on_group"])
+def test_an_interrupted_call_leaves_nothing_behind(scene, listener):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     expected = scene.generate()
     with scene.awake():
         with pytest.raises(KeyboardInterrupt):
-            scene.engine.generate(scene.prompts, SAMPLING, step=2, on_progress=interrupt)
+            scene.engine.generate(scene.prompts, SAMPLING, step=2, **{listener: interrupt})
         assert scene.engine.generate(scene.prompts, SAMPLING, step=1) == expected

@@ -172,8 +172,11 @@ def test_a_prompt_whose_request_fails_twice_comes_back_empty_and_the_others_whol
 ):
     with engine.awake(iter(weights.items()), version=0):
         giving_up(engine, monkeypatch, prompt=1, times=100)
-        rows = engine.generate(prompts, SAMPLING, step=1)
+        heard = []
+        rows = engine.generate(prompts, SAMPLING, step=1, on_group=lambda *group: heard.append(group))
         assert [len(row) for row in rows] == [3, 0, 3]
+        assert len(heard) == 3
+        assert dict(heard) == dict(enumerate(rows))
         monkeypatch.undo()
         assert [len(row) for row in engine.generate(prompts, SAMPLING, step=1)] == [3, 3, 3]
 

@@ -84,9 +84,9 @@ class TellingEngine(FakeEngine):
             yield
         self.story.events.append("asleep")
 
-    def generate(self, prompts, sampling, *, step, on_progress=None):
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
         self.story.events.append(f"sample {len(prompts)} for {step}")
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress)
+        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 
 
 class TellingTrainer(FakeTrainEngine):
@@ -770,9 +770,15 @@ def test_remax_compares_with_a_greedy_answer(kit, tmp_path):
 
 def test_an_answer_without_a_baseline_does_not_train(kit, tmp_path):
     class NoGreedy(TellingEngine):
-        def generate(self, prompts, sampling, *, step, on_progress=None):
-            answers = super().generate(prompts, sampling, step=step, on_progress=on_progress)
-            return [[] if sampling.temperature == 0 and number == 1 else row for number, row in enumerate(answers)]
+        def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+            def left(number, row):
+                return [] if sampling.temperature == 0 and number == 1 else row
+
+            def hear(number, row):
+                on_group(number, left(number, row))
+
+            answers = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=hear)
+            return [left(number, row) for number, row in enumerate(answers)]
 
     rollout = NoGreedy(
         tokenizer=kit.processors.tokenizer,

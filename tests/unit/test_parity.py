@@ -75,9 +75,9 @@ class Asked(FakeEngine):
 
     asked = ()
 
-    def generate(self, prompts, sampling, *, step, on_progress=None):
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
         self.asked = (*self.asked, ([prompt.prompt_id for prompt in prompts], sampling, step))
-        return super().generate(prompts, sampling, step=step, on_progress=on_progress)
+        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 
 
 @pytest.fixture

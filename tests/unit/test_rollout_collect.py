@@ -1,11 +1,12 @@
-"""Prompts become scored groups: everything in order, and the reward function sees all there is to see."""
+"""Prompts become scored groups: everything in order, and the reward function sees all there is to see, in time."""
 
-from contextlib import contextmanager
+import time
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
-from trigon.errors import EngineError
+from trigon.errors import EngineError, RewardError
 from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
@@ -98,8 +99,11 @@ class Failing(FakeEngine):
 
     fails: tuple[int, ...] = ()
 
-    def generate(self, prompts, sampling, *, step, on_progress=None):
-        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress)
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        def hear(index, row):
+            on_group(index, [] if index in self.fails else row)
+
+        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=hear)
         return [[] if index in self.fails else row for index, row in enumerate(rows)]
 
 
@@ -121,3 +125,78 @@ def test_an_engine_that_fails_for_every_prompt_ends_the_run(tokenizer, rewards):
         pytest.raises(EngineError, match="failed to sample any of 4 prompts"),
     ):
         collect(prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
+
+
+# Tells by files what it has graded, and how many answers it was handed together.
+NOTING = """
+import pathlib
+
+REWARD_TYPE = {contract!r}
+
+def one(answer, together):
+    if answer["ground_truth"] in {bad!r}:
+        raise ValueError("no")
+    (pathlib.Path({notes!r}) / ("graded " + answer["ground_truth"])).touch()
+    return {{"overall": float(answer["ground_truth"]), "together": together}}
+
+def reward(answers):
+    return one(answers, 1) if REWARD_TYPE == "sequential" else [one(answer, len(answers)) for answer in answers]
+"""
+
+
+def noting(folder, contract, *, bad=(), max_failed_fraction=0.0):
+    (folder / "noting.py").write_text(NOTING.format(contract=contract, bad=bad, notes=str(folder)))
+    spec = f"{folder / 'noting.py'}:reward"
+    return closing(
+        RewardPool(spec, kwargs={}, num_workers=1, timeout_seconds=20, max_failed_fraction=max_failed_fraction)
+    )
+
+
+@pytest.mark.parametrize("contract", ["sequential", "batch"])
+def test_answers_are_graded_before_the_last_is_sampled(tokenizer, tmp_path, contract):
+    def answer(prompt, version, seed):
+        if prompt.answer == "3":  # the test's own time limit ends a wait in vain
+            while not (tmp_path / "graded 0").exists():
+                time.sleep(0.005)
+        return "1"
+
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    with noting(tmp_path, contract) as rewards, engine.awake(iter([]), version=0):
+        groups = collect(prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
+    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[i] * 3 for i in range(4)]
+    together = 1 if contract == "sequential" else 3  # a quarter of the twelve
+    assert {rollout.score.parts["together"] for group in groups for rollout in group.rollouts} == {together}
+
+
+def test_an_engine_that_fails_in_the_middle_leaves_the_graders_usable(tokenizer, rewards):
+    def answer(prompt, version, seed):
+        if prompt.answer == "2":
+            raise EngineError("out of memory")
+        return "1 1"
+
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    asked = prompts()
+    with engine.awake(iter([]), version=0):
+        with pytest.raises(EngineError, match="out of memory"):
+            collect(asked, engine, rewards, SAMPLING, step=1, phase=Phases())
+        groups = collect(asked[:2], engine, rewards, SAMPLING, step=1, phase=Phases())
+    assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_too_many_failures_end_the_sampling(tokenizer, tmp_path):
+    sampled = []
+
+    def answer(prompt, version, seed):
+        sampled.append(prompt.prompt_id)
+        time.sleep(0.01)
+        return "1"
+
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    many = prompts() * 200
+    with (
+        noting(tmp_path, "sequential", bad=("0",)) as rewards,
+        engine.awake(iter([]), version=0),
+        pytest.raises(RewardError, match="could not score 1 of 2400 answers"),
+    ):
+        collect(many, engine, rewards, SAMPLING, step=1, phase=Phases())
+    assert len(sampled) < 2400

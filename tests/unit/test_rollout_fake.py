@@ -86,6 +86,21 @@ def test_progress_counts_completions(tokenizer):
     assert heard == [2, 2, 2]
 
 
+def test_each_group_is_handed_over_before_the_next_is_sampled(tokenizer):
+    events = []
+
+    def answer(prompt, version, seed):
+        events.append(prompt.prompt_id)
+        return "3"
+
+    fake = engine(tokenizer, answer)
+    with fake.awake(weights(), version=0):
+        rows = fake.generate(
+            [prompt("a"), prompt("b")], SAMPLING, step=0, on_group=lambda index, row: events.append((index, row))
+        )
+    assert events == ["a", "a", (0, rows[0]), "b", "b", (1, rows[1])]
+
+
 def test_a_sleeping_engine_refuses(tokenizer):
     fake = engine(tokenizer)
     with pytest.raises(EngineError, match="sleeps"):

@@ -62,6 +62,10 @@ class Traffic:
         return metrics
 
 
+def _look(actor: Any, _: Placed) -> Any:
+    return actor.vitals.remote()
+
+
 @dataclass(slots=True)
 class Crew:
     """The workers of a run.
@@ -81,14 +85,16 @@ class Crew:
         call: Callable[[Any, Placed], Any],
         *,
         phase: str,
-        on_samples: Callable[[int], None] | None = None,
+        look: Callable[[Any, Placed], Any] = _look,
+        on_look: Callable[[int, Vitals], None] | None = None,
         at_least_seconds: float = 0.0,
     ) -> list[Any]:
         """Make one call to each worker at once, and return their results by rank.
 
         call: given a Ray actor and its place, makes the call: `lambda actor, _: actor.sleep.remote()`.
-        on_samples: hears of newly finished completions while the workers work. at_least_seconds: how long this call may
-        take even where deadline_seconds is less.
+        look: made to each worker now and then while the workers work, returns its Vitals. on_look: hears them, with the
+        rank, before that worker is looked at again. What was not heard when the call ends is not heard any more.
+        at_least_seconds: how long this call may take even where deadline_seconds is less.
         Raises: the worker's own TrigonError, named by its rank; WorkerError for anything else that ends one: an error,
         a crash, a kill, or a deadline passed.
         """
@@ -98,8 +104,6 @@ class Crew:
         deadline = max(self.deadline_seconds, at_least_seconds)
         started = time.monotonic()
         looks: dict[Any, int] = {}
-        samples: dict[int, int] = {}
-        told = 0
         while pending:
             done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_LOOK_SECONDS)
             _take(done, pending, results, failures)
@@ -108,11 +112,12 @@ class Crew:
                 raise self._explained(failures, phase)
             if pending and time.monotonic() - started > deadline:
                 raise self._hung(list(pending.values()), phase, deadline)
-            for rank, vitals in self._look(looks, list(pending.values())):
-                samples[rank] = vitals.samples
-            if on_samples is not None and sum(samples.values()) > told:
-                on_samples(sum(samples.values()) - told)
-                told = sum(samples.values())
+            for rank, vitals in self._seen(looks):
+                if on_look is not None:
+                    on_look(rank, vitals)
+            for worker in pending.values():
+                if worker.rank not in looks.values():
+                    looks[look(worker.handle, worker)] = worker.rank
         return [results[worker.rank] for worker in self.workers]
 
     def sent(self, payload: bytes, *, phase: str) -> Any:
@@ -125,11 +130,8 @@ class Crew:
         self.traffic.count(phase, received=len(payload))
         return payload
 
-    def _look(self, looks: dict[Any, int], workers: Sequence[Placed]) -> list[tuple[int, Vitals]]:
-        """Return how workers are, as far as they have answered, and ask those anew that were not asked yet.
-
-        looks: the questions that are still open, by reference.
-        """
+    def _seen(self, looks: dict[Any, int]) -> list[tuple[int, Vitals]]:
+        """Return (rank, how it is) for those that have answered. looks: the open questions; they are taken out."""
         answered, _ = ray.wait(list(looks), num_returns=len(looks), timeout=0) if looks else ([], [])
         found = []
         for reference in answered:
@@ -139,10 +141,6 @@ class Crew:
             except (RayActorError, RayTaskError):  # the call itself will tell, and better
                 continue
             found.append((rank, self._vitals[rank]))
-        asked = set(looks.values())
-        for worker in workers:
-            if worker.rank not in asked:
-                looks[worker.handle.vitals.remote(with_stack=False)] = worker.rank
         return found
 
     def _give_grace(self, pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
 from torch import Tensor
 
 from trigon.distributed.balance import spread, tokens_of
+from trigon.distributed.cluster import Placed
 from trigon.distributed.crew import DISK_SECONDS, Crew
 from trigon.distributed.wire import (
     decode_completions,
@@ -22,8 +24,10 @@ from trigon.distributed.wire import (
     encode_rollouts,
     encode_train,
 )
+from trigon.distributed.worker import Vitals
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
+from trigon.rollout.protocol import OnGroup
 from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
@@ -123,6 +127,7 @@ class WorkersRolloutEngine:
     def __init__(self, crew: Crew, *, tensor_parallel_size: int) -> None:
         self._crew = crew
         self._tensor_parallel_size = tensor_parallel_size
+        self._numbers = count(1)
 
     @contextmanager
     def awake(self, weights: NamedTensors, *, version: int) -> Iterator[None]:
@@ -140,30 +145,44 @@ class WorkersRolloutEngine:
         *,
         step: int,
         on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine."""
+        """See RolloutEngine. Groups come with each look at the workers, some time after they have ended."""
         crew, ranks_each = self._crew, self._tensor_parallel_size
         num_replicas = len(crew.workers) // ranks_each
         # Dealt out like cards: neighbours, which are often alike, go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
         payloads = [crew.sent(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares]
-        heard = 0
+        number = next(self._numbers)
+        num_samples = [0] * len(crew.workers)  # heard of, by rank
+        num_groups = [0] * len(crew.workers)
+        rows: dict[int, list[Completion]] = {}
 
-        def on_samples(finished: int) -> None:
-            nonlocal heard
-            heard += finished
-            if on_progress is not None:
+        def look(actor: Any, worker: Placed) -> Any:
+            return actor.vitals.remote(generation=number, since=num_groups[worker.rank])
+
+        def hear(rank: int, vitals: Vitals) -> None:
+            finished, num_samples[rank] = vitals.samples - num_samples[rank], vitals.samples
+            num_groups[rank] += len(vitals.groups)
+            if on_progress is not None and finished:
                 on_progress(finished)
+            for place, completions in vitals.groups:
+                index = shares[rank // ranks_each][place]
+                [rows[index]] = decode_completions(crew.received(completions, phase="rollout"))
+                if on_group is not None:
+                    on_group(index, rows[index])
 
-        replies = crew.all(
-            lambda actor, worker: actor.generate.remote(payloads[worker.rank // ranks_each], sampling, step),
+        crew.all(
+            lambda actor, worker: actor.generate.remote(
+                payloads[worker.rank // ranks_each], sampling, step, number=number
+            ),
             phase="rollout",
-            on_samples=on_samples,
+            look=look,
+            on_look=hear,
         )
-        answers = [decode_completions(crew.received(reply, phase="rollout")) for reply in replies[::ranks_each]]
-        rows = _in_order(shares, answers)
-        on_samples(sum(len(row) for row in rows) - heard)  # finished since the last look
-        return rows
+        for rank, vitals in enumerate(crew.all(look, phase="rollout")):  # what has ended since the last look
+            hear(rank, vitals)
+        return [rows[index] for index in range(len(prompts))]
 
     def close(self) -> None:
         """See RolloutEngine. The workers end with the context that started them."""

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +38,7 @@ from trigon.training.fsdp import ProcessRanks
 from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.protocol import LogprobEngine
 from trigon.training.trace import LocalTracer
-from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
@@ -65,14 +65,25 @@ class OpenMember(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How a worker is. memory_bytes, max_memory_bytes: resident, now and at most. samples: completions finished in
-    the generation in hand. stack: what it is doing, the innermost call last; empty unless asked for.
+    """How a worker is. memory_bytes, max_memory_bytes: resident, now and at most. stack: what it is doing, the
+    innermost call last; empty unless asked for. samples: completions finished in the generation asked for. groups: of
+    its prompts that have ended, the place and the encoded completions, in the order in which they ended.
     """
 
     memory_bytes: int
     max_memory_bytes: int
-    samples: int
     stack: str
+    samples: int
+    groups: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What has come of one call of generate so far; as Vitals tells it. number: 0 for none."""
+
+    number: int
+    samples: int = 0
+    groups: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class Join(Protocol):
@@ -86,7 +97,7 @@ class Worker:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._samples = 0
+        self._generation = _Generation(0)
         self._thread: int | None = None
         self._awake: list[ExitStack] = []
         self._write_state: Callable[[], None] | None = None
@@ -136,13 +147,26 @@ class Worker:
         """Undo the last wake."""
         self._awake.pop().close()
 
-    def generate(self, prompts: bytes, sampling: SamplingParams, step: int) -> bytes:
-        """Sample completions. Of ranks that sample the same prompts together the first answers, the others with b""."""
-        self._samples = 0
-        completions = self._opened.rollout.generate(
-            self._seen(decode_prompts(prompts)), sampling, step=step, on_progress=self._count
+    def generate(self, prompts: bytes, sampling: SamplingParams, step: int, *, number: int) -> None:
+        """Sample completions, which vitals() brings when it is asked for this number. Of ranks that sample the same
+        prompts together the first has them.
+        """
+        self._generation = generation = _Generation(number)
+        answers = self._opened.replica_rank == 0
+
+        def on_progress(finished: int) -> None:
+            generation.samples += finished
+
+        def on_group(place: int, completions: Sequence[Completion]) -> None:
+            generation.groups.append((place, encode_completions([completions])))
+
+        self._opened.rollout.generate(
+            self._seen(decode_prompts(prompts)),
+            sampling,
+            step=step,
+            on_progress=on_progress if answers else None,
+            on_group=on_group if answers else None,
         )
-        return encode_completions(completions) if self._opened.replica_rank == 0 else b""
 
     # -- training --
 
@@ -192,25 +216,26 @@ class Worker:
         self._opened.trainer.load_state(folder)
 
     @ray.method(concurrency_group="vitals")  # type: ignore[untyped-decorator]
-    def vitals(self, *, with_stack: bool) -> Vitals:
-        """Tell how this worker is, while another method runs."""
+    def vitals(self, *, with_stack: bool = False, generation: int = 0, since: int = 0) -> Vitals:
+        """Tell how this worker is, while another method runs; and what has come of a generation, less its first groups,
+        `since` of them. To be asked twice changes nothing.
+        """
+        latest = self._generation
+        asked = latest if latest.number == generation else _Generation(generation)  # it may not have begun
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         frame = sys._current_frames().get(self._thread) if with_stack and self._thread is not None else None
         return Vitals(
             memory_bytes=pages * resource.getpagesize(),
             max_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            samples=self._samples,
             stack="" if frame is None else "".join(traceback.format_stack(frame)),
+            samples=asked.samples,
+            groups=tuple(asked.groups[since:]),
         )
 
     @property
     def _opened(self) -> Member:
         assert self._member is not None, "open() comes first"
         return self._member
-
-    def _count(self, finished: int) -> None:
-        if self._opened.replica_rank == 0:  # the others finish the same ones
-            self._samples += finished
 
     def _seen(self, prompts: list[Prompt]) -> list[Prompt]:
         """Return prompts with the pixels of their images."""

@@ -1,7 +1,7 @@
 """Turns prompts into scored groups: the sampling half of a training step, and all of a validation.
 
-Knows the rollout protocol and the reward pool; no trainer, and no engine in particular. Answers are scored when all are
-there. An engine that handed over each completion as it ends would let scoring start sooner, behind this same signature.
+Knows the rollout protocol and the reward pool; no trainer, and no engine in particular. The answers of a prompt are
+scored as soon as all of them are there, while the engine samples those of others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,24 @@ def collect(
     """Sample sampling.n completions for each prompt, score them, and return one group for each prompt, in order.
 
     A prompt for which the engine failed is left out. The engine must be awake. Announces the phases "gen", whose
-    progress counts completions, and "reward".
+    progress counts completions, and "reward", which is what is left to score when all are sampled.
     Raises: EngineError, RewardError as engine and pool do; EngineError if the engine failed for every prompt.
     """
-    with phase("gen", total=len(prompts) * sampling.n) as advance:
-        completions = rollout.generate(prompts, sampling, step=step, on_progress=advance)
-    asked = [(prompt, row) for prompt, row in zip(prompts, completions, strict=True) if row]
-    if prompts and not asked:
-        raise EngineError(f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each.")
-    with phase("reward"):
-        scores = iter(rewards.score([_request(prompt, completion) for prompt, row in asked for completion in row]))
+    num_completions = len(prompts) * sampling.n
+    with rewards.scoring(num_answers=num_completions) as scoring:
+
+        def on_group(index: int, row: Sequence[Completion]) -> None:
+            scoring.add(index * sampling.n, [_request(prompts[index], completion) for completion in row])
+
+        with phase("gen", total=num_completions) as advance:
+            completions = rollout.generate(prompts, sampling, step=step, on_progress=advance, on_group=on_group)
+        asked = [(prompt, row) for prompt, row in zip(prompts, completions, strict=True) if row]
+        if prompts and not asked:
+            raise EngineError(f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each.")
+        with phase("reward"):
+            scored = scoring.result()
+    assert len(scored) == sum(len(row) for _, row in asked), "the engine returned other completions than it handed over"
+    scores = iter(scored)
     return [
         RolloutGroup(prompt, tuple(Rollout(completion, next(scores)) for completion in row)) for prompt, row in asked
     ]

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from trigon.errors import EngineError
+from trigon.rollout.protocol import OnGroup
 from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
 
@@ -52,6 +53,7 @@ class FakeEngine:
         *,
         step: int,
         on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine."""
         if not self._awake or self._version is None:
@@ -67,6 +69,8 @@ class FakeEngine:
             completions.append([self._complete(self._answer(prompt, self._version, seed), sampling) for seed in seeds])
             if on_progress is not None:
                 on_progress(sampling.n)
+            if on_group is not None:
+                on_group(len(completions) - 1, completions[-1])
         return completions
 
     def _complete(self, text: str, sampling: SamplingParams) -> Completion:

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
 
+OnGroup = Callable[[int, Sequence[Completion]], None]
+"""Hears the index of a prompt, and its completions."""
+
 
 class RolloutEngine(Protocol):
     """Samples completions under weights that are handed to it."""
@@ -28,6 +31,7 @@ class RolloutEngine(Protocol):
         *,
         step: int,
         on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Return sampling.n completions for each prompt, in submission order, whatever finishes first.
 
@@ -35,7 +39,9 @@ class RolloutEngine(Protocol):
 
         Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not depend on which
         other prompts are in flight. Media placeholder tokens are never sampled. on_progress hears the number of
-        newly finished completions. Raises: EngineError outside awake().
+        newly finished completions. on_group hears, in the calling thread, of each prompt once: as soon as all of its
+        completions are there, or it is known that there will be none; what it hears is what is returned for it.
+        Raises: EngineError outside awake().
         """
         ...
 

@@ -19,6 +19,7 @@ from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of
 from trigon.models.tiles import to_tiles
+from trigon.rollout.protocol import OnGroup
 from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, NamedTensors, Prompt, SamplingParams, Vision
 
@@ -88,6 +89,7 @@ class TransformersEngine:
         *,
         step: int,
         on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine.
 
@@ -110,6 +112,8 @@ class TransformersEngine:
             completions.append(self._complete(prompt, sampling, step=step))
             if on_progress is not None:
                 on_progress(sampling.n)
+            if on_group is not None:
+                on_group(len(completions) - 1, completions[-1])
         return completions
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ import torch
 from trigon.errors import EngineError
 from trigon.models.load import Processors, model_folder
 from trigon.models.tiles import to_tiles
+from trigon.rollout.protocol import OnGroup
 from trigon.rollout.seeds import sample_seed
 from trigon.torchvision_stub import declare_operators
 from trigon.types import Completion, FinishReason, NamedTensors, Prompt, SamplingParams, Vision
@@ -190,6 +191,7 @@ class VllmEngine:
         *,
         step: int,
         on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine. A request that vLLM gives up is tried once more. If the call is interrupted, all of its
         requests are dropped.
@@ -214,8 +216,12 @@ class VllmEngine:
         # batch, and differs in its last bits from one computed now.
         self._forget_caches()
         completions: list[list[Completion | None]] = [[None] * sampling.n for _ in prompts]
+        num_left = [sampling.n] * len(prompts)  # of each prompt's completions, to be sampled or lost
         asked: dict[str, _Request] = {}
         lost: set[int] = set()  # prompts of which a request failed twice
+
+        def group(row: int) -> list[Completion]:
+            return [] if row in lost else [_present(completion) for completion in completions[row]]
 
         def ask(request: _Request) -> None:
             prompt = prompts[request.row]
@@ -232,7 +238,7 @@ class VllmEngine:
                 for row, sample in itertools.product(range(len(prompts)), range(sampling.n)):
                     ask(_Request(row, sample, attempt=1))
                 while self._engine.has_unfinished_requests():
-                    num_done = 0
+                    done: list[int] = []  # prompts, one for each of their completions
                     for output in self._engine.step():
                         if not output.finished:
                             continue
@@ -246,15 +252,16 @@ class VllmEngine:
                             continue
                         else:
                             lost.add(request.row)
-                        num_done += 1
-                    if num_done and on_progress is not None:
-                        on_progress(num_done)
+                        done.append(request.row)
+                        num_left[request.row] -= 1
+                    if done and on_progress is not None:
+                        on_progress(len(done))
+                    for row in dict.fromkeys(done):
+                        if num_left[row] == 0 and on_group is not None:
+                            on_group(row, group(row))
             finally:
                 self._engine.abort_request(list(asked))
-        return [
-            [] if row in lost else [_present(completion) for completion in samples]
-            for row, samples in enumerate(completions)
-        ]
+        return [group(row) for row in range(len(prompts))]
 
     def close(self) -> None:
         """Free everything, vLLM's process group (that of torch.distributed) with it. Safe to call twice."""
