@@ -11,9 +11,21 @@ FOLDER = Path(__file__).parent / ".peers"
 
 PACKAGES = {
     "trl": ("trl==1.16.0", "transformers==5.23.0", "pillow"),
-    "ms-swift": ("ms-swift==4.6.0", "trl==1.16.0", "msgspec", "pillow"),
+    "ms-swift": ("ms-swift==4.6.0", "msgspec", "qwen-vl-utils", "pillow"),
 }
 """What each is installed from, besides the torch and torchvision of this environment."""
+
+
+# torchvision's CUDA build, which is what PyPI has, imports beside a torch for the CPU once there are the two operators
+# that it extends. Python runs this file at every start.
+OPERATORS = """
+import torch
+
+if not hasattr(torch.ops.torchvision, "nms"):
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 
 
 def python_of(peer: str) -> Path:
@@ -39,5 +51,8 @@ def python_of(peer: str) -> Path:
     done = subprocess.run([*command, *own, *PACKAGES[peer]], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{peer} could not be installed:\n{done.stderr[-2000:]}")
+    if "+cpu" in torch.__version__ and "+cpu" not in torchvision.__version__:
+        [packages] = folder.glob("lib/python*/site-packages")
+        (packages / "sitecustomize.py").write_text(OPERATORS, encoding="utf-8")
     ready.touch()
     return python

@@ -14,20 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-
-def declare_operators() -> Any:
-    """Let torchvision's CUDA build import beside a torch for the CPU, which lacks the two operators that it extends."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
 
 def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
     """Train, telling after each step what it took."""
-    library = None if hasattr(torch.ops.torchvision, "nms") else declare_operators()
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -90,7 +79,6 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         callbacks=[Stepwise()],
     )
     trainer.train()
-    del library
 
 
 if __name__ == "__main__":

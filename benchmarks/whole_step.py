@@ -32,8 +32,9 @@ VOCABULARIES = (1024, 32_000)
 class Side:
     """A trainer in a process of its own, that makes a step when it is asked to."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    def __init__(self, command: Sequence[str], log: Path, **variables: str) -> None:
+        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | quiet | variables
         self._log = log
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment
@@ -46,8 +47,9 @@ class Side:
         try:
             print("go", file=self._process.stdin, flush=True)
             for line in self._process.stdout:
-                if line.startswith("@step "):
-                    return float(json.loads(line.removeprefix("@step "))["seconds"])
+                told = line.rpartition("@step ")[2]
+                if told != line:
+                    return float(json.loads(told)["seconds"])
         except BrokenPipeError:
             pass
         raise RuntimeError(f"{self._process.args[1]} ended early:\n{self._log.read_text()[-3000:]}")
@@ -73,13 +75,75 @@ class Comparison:
         return statistics.median(self.theirs) / statistics.median(self.ours)
 
 
-def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int) -> Comparison:
+def open_trigon(folder: Path, shape: Shape, steps: int) -> Side:
+    """Return our side."""
+    return Side(
+        [sys.executable, str(HERE / "side_trigon.py"), str(folder), shape.name, str(steps)], folder / "log.ours"
+    )
+
+
+def open_trl(folder: Path, shape: Shape, steps: int) -> Side:
+    """Return TRL's side."""
+    counts = map(str, (shape.prompts, shape.n, shape.response, steps))
+    return Side([str(python_of("trl")), str(HERE / "side_trl.py"), str(folder), *counts], folder / "log.trl")
+
+
+def open_swift(folder: Path, shape: Shape, steps: int) -> Side:
+    """Return ms-swift's side, with its data in its own format. Its prompt has a system message of its own."""
+    from pyarrow import parquet
+
+    with (folder / "data.jsonl").open("w") as file:
+        for number, row in enumerate(parquet.read_table(folder / "data.parquet").to_pylist()):
+            image = folder / f"{number}.png"
+            image.write_bytes(row["images"][0]["bytes"])
+            chat = [{"role": "user", "content": row["problem"]}]
+            print(json.dumps({"messages": chat, "images": [str(image)]}), file=file)
+    options = {
+        "rlhf_type": "grpo",
+        "model": folder / "model",
+        "model_type": "qwen2_5_vl",
+        "template": "qwen2_5_vl",
+        "dataset": folder / "data.jsonl",
+        "external_plugins": HERE / "side_swift.py",
+        "reward_funcs": "digits",
+        "tuner_type": "full",
+        "torch_dtype": "float32",
+        "use_vllm": "false",
+        "num_generations": shape.n,
+        "per_device_train_batch_size": shape.sequences,
+        "gradient_accumulation_steps": 1,
+        "max_completion_length": shape.response,
+        "max_length": 2 * shape.prompt,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_steps": steps,
+        "learning_rate": 1e-6,
+        "beta": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "gradient_checkpointing": "false",
+        "freeze_vit": "false",
+        "attn_impl": "sdpa",
+        "report_to": "none",
+        "split_dataset_ratio": 0,
+        "dataloader_num_workers": 0,
+        "output_dir": folder / "swift",
+    }
+    command = [str(python_of("ms-swift").with_name("swift")), "rlhf"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    image_token = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["image_token_id"]
+    return Side(command, folder / "log.swift", IMAGE_TOKEN_ID=str(image_token))
+
+
+PEERS = {"TRL": open_trl, "ms-swift": open_swift}
+
+
+def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int, peer: str = "TRL") -> Comparison:
     """Let both sides take turns."""
     make_folder(folder / "model", vocabulary=vocabulary, shape=shape)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=shape.prompts * (steps + 2))
-    counts = [str(shape.prompts), str(shape.n), str(shape.response), str(steps + 1)]
-    ours = Side([sys.executable, str(HERE / "side_trigon.py"), str(folder), shape.name, str(steps + 1)], folder / "a")
-    theirs = Side([str(python_of("trl")), str(HERE / "side_trl.py"), str(folder), *counts], folder / "b")
+    ours, theirs = open_trigon(folder, shape, steps + 1), PEERS[peer](folder, shape, steps + 1)
     try:
         pairs = [(ours.step(), theirs.step()) for _ in range(steps + 1)][1:]
     finally:
@@ -140,11 +204,27 @@ def measure(*, steps: int) -> tuple[list[Figure], str]:
     )
 
 
+def measure_swift(*, steps: int) -> str:
+    """Return a table of ms-swift beside us, at the smaller vocabulary."""
+    rows = []
+    for shape in (SHORT, LONG):
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(shape, VOCABULARIES[0], Path(folder), steps=steps, peer="ms-swift")
+        seconds = [f"{statistics.median(side):.2f}" for side in (found.theirs, found.ours)]
+        rows.append((shape.name, f"{VOCABULARIES[0]:,}", *seconds, f"{found.ratio:.2f}"))
+    return table(rows, ("a step of 16 answers", "vocabulary", "ms-swift, s", "Trigon, s", "ratio"))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="steps of each side that count (%(default)s)")
-    figures, tables = measure(steps=parser.parse_args().steps)
+    parser.add_argument("--swift", action="store_true", help="compare with ms-swift instead, at two shapes")
+    arguments = parser.parse_args()
+    if arguments.swift:
+        print(measure_swift(steps=arguments.steps))
+        return
+    figures, tables = measure(steps=arguments.steps)
     print(f"{tables}\n\n{figures_table(figures)}")
 
 

@@ -29,7 +29,9 @@ def test_the_product_is_the_convolution(bias):
         torch.testing.assert_close(ours_.grad, plain_.grad)
 
 
-@pytest.mark.parametrize(("model_type", "replaced"), [("qwen2_vl", 1), ("qwen2_5_vl", 1), ("qwen3_vl", 1), ("llava", 0)])
+@pytest.mark.parametrize(
+    ("model_type", "replaced"), [("qwen2_vl", 1), ("qwen2_5_vl", 1), ("qwen3_vl", 1), ("llava", 0)]
+)
 def test_a_loaded_model_has_it_under_the_same_names(tiny_model, model_type, replaced):
     model = load_model(str(tiny_model(model_type)), dtype=torch.float32, device="cpu")
     found = [name for name, module in model.named_modules() if isinstance(module, PatchProjection)]
