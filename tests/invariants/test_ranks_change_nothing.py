@@ -203,7 +203,7 @@ def assert_metrics_alike(many: Sequence[Metrics], one: Sequence[Metrics], tolera
     assert ours == pytest.approx(theirs, rel=tolerance, abs=max(1e-6, tolerance / 100), nan_ok=True)
 
 
-ROWS = ("actor/micro_batches", "actor/packed_tokens")
+ROWS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill")
 
 
 def error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

@@ -257,6 +257,7 @@ class LocalTrainEngine:
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+        packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in batches))
         share = metrics.get("actor/pg_loss", Sum(0.0)).value
         [loss] = self._ranks.totals([share])
         update_metrics: dict[str, Metric] = {
@@ -266,7 +267,8 @@ class LocalTrainEngine:
             "actor/lr": Mean(rate),
             "actor/skipped_updates": Sum(float(not learns and self._ranks.rank == 0)),
             "actor/micro_batches": Sum(float(len(batches))),
-            "actor/packed_tokens": Sum(float(sum(batch.packed.token_ids.numel() for batch in batches))),
+            "actor/packed_tokens": Sum(packed_tokens),
+            "actor/packing_fill": Mean(packed_tokens, float(len(batches) * self._update_max_tokens)),
             "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
         }
         return {**metrics, **update_metrics}
