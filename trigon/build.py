@@ -37,6 +37,7 @@ from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
+from trigon.models.features import FeatureMemory
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.lora import LoraSettings, add_lora
@@ -491,7 +492,14 @@ def open_trainer(
         offload_optimizer=actor.offload.offload_optimizer and moves,
         ranks=place.ranks,
         reference=reference if kl_is_full(config) else None,
+        features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
     )
+
+
+def feature_memory(config: Config, *, shared: bool) -> FeatureMemory:
+    """Return what remembers a frozen vision tower's features. shared: by policy and reference, who have one each."""
+    max_bytes = int(config.worker.actor.model.vision_cache_gb * 2**30)
+    return FeatureMemory(max_bytes // 2 if shared else max_bytes)
 
 
 def open_reference(config: Config, processors: Processors, plan: Plan, place: Place) -> LocalScorer:
@@ -516,6 +524,12 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: Pl
         compute_dtype=dtype if place.is_alone else None,
         offload_params=offload and place.is_alone,
         ranks=place.ranks,
+        # As the policy sees images, so that the two agree bit for bit where their weights do.
+        features=(
+            feature_memory(config, shared=True)
+            if config.worker.actor.model.freeze_vision_tower and processors.family.has_vision
+            else None
+        ),
     )
 
 

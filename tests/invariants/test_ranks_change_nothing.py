@@ -75,6 +75,9 @@ ON_FOUR = (
     Lesson(((2,), (), (1, 0), ()), seed=40),
 )
 
+# The same groups dealt out anew, so that a rank sees what only the other remembers.
+DEALT_ANEW = (*ON_TWO, Lesson(((0, 2), (1,)), seed=20), Lesson(((0,), (1, 2)), seed=40))
+
 
 def alone(lessons: Sequence[Lesson]) -> tuple[Lesson, ...]:
     """The same groups, all for one process."""
@@ -101,9 +104,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What came of it on one rank; tensors as safetensors. metrics: of each update. logprobs: by seed, group, answer.
+    """What came of it on one rank; tensors as safetensors. metrics: of each update.
 
-    names: of the weights, in their order.
+    logprobs: by the lesson's seed, how often that came before, group and answer. names: of the weights, in their order.
     """
 
     metrics: tuple[Metrics, ...]
@@ -133,11 +136,12 @@ def learn(task: Task) -> Learned:
             break
         lesson = task.lessons[number]
         ours = lesson.deal[rank]
+        times = sum(other.seed == lesson.seed for other in task.lessons[:number])
         groups = make_rollouts(task.model, seed=lesson.seed, images=lesson.images)
         rollouts = [groups[index] for index in ours]
         old = engine.logprobs(rollouts)
         for index, group in zip(ours, old, strict=True):
-            said |= {f"{lesson.seed}/{index}/{answer}": logprobs for answer, logprobs in enumerate(group)}
+            said |= {f"{lesson.seed}/{times}/{index}/{answer}": logprobs for answer, logprobs in enumerate(group)}
         if has_kl:
             ref = [[1.05 * logprobs for logprobs in group] for group in reference.logprobs(rollouts)]
             train = to_train(rollouts, old=old, ref=ref)
@@ -203,7 +207,8 @@ def assert_metrics_alike(many: Sequence[Metrics], one: Sequence[Metrics], tolera
     assert ours == pytest.approx(theirs, rel=tolerance, abs=max(1e-6, tolerance / 100), nan_ok=True)
 
 
-ROWS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill")
+# So is what it remembers.
+ROWS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "actor/vision_remembered")
 
 
 def error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -291,7 +296,13 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
             "checkpointing": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),
-            "frozen tower": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "freeze": True}),
+            "frozen tower": (VL, DEALT_ANEW, FULL, {"max_tokens": ONE_GROUP, "freeze": True}),
+            "frozen tower, deepstack, forgetful": (
+                TIED,
+                DEALT_ANEW,
+                FULL,
+                {"freeze": True, "vision_cache_bytes": 9000, "terms": FULL_KL_TERMS},
+            ),
             "lora": (VL, ON_TWO, FULL, LORA | {"terms": KL_TERMS}),
             "lora, hybrid": (VL, ON_FOUR, HYBRID, LORA),
             "lora, tied, checkpointing": (TIED, ON_TWO, FULL, LORA | {"checkpointing": True}),
@@ -301,8 +312,8 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
 )
 def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, model, lessons, sharding, options):
     folder = tiny_model(model[0], tie_word_embeddings=model[1])
-    many = run(processes, Task(folder, lessons, sharding, options, saved={3: tmp_path / "many"}))
-    [one] = run(processes, Task(folder, alone(lessons), None, options, saved={3: tmp_path / "one"}))
+    many = run(processes, Task(folder, lessons, sharding, options, saved={len(lessons): tmp_path / "many"}))
+    [one] = run(processes, Task(folder, alone(lessons), None, options, saved={len(lessons): tmp_path / "one"}))
     assert_learned_alike(many, one, CLOSE)
     assert_states_alike(tmp_path / "many", tmp_path / "one", CLOSE)
     if "lora_rank" not in options:

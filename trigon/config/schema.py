@@ -247,6 +247,10 @@ class ModelConfig(Section):
     freeze_vision_tower: bool = False
     """Leave the vision tower as it is and train the rest: less memory and time."""
 
+    vision_cache_gb: float = Field(default=4.0, ge=0)
+    """GiB of host memory in which each worker remembers what a frozen vision tower, or one that LoRA leaves out, makes
+    of images; 0: none. Raising it computes fewer images again; results do not change. Ours."""
+
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
 

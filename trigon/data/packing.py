@@ -229,6 +229,7 @@ def _row(
             spans=tuple(spans),
             pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
             grid_thw=torch.cat([vision.grid_thw for vision in visions]) if visions else None,
+            vision_hashes=tuple(key for vision in visions for key in vision.hashes),
         ),
         owners=tuple(owners),
     )

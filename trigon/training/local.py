@@ -19,6 +19,7 @@ from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.data.packing import Positions, pack_train
 from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
+from trigon.models.features import FeatureMemory
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapter_config, adapters_off
 from trigon.models.policy import Policy, whole
@@ -72,10 +73,12 @@ class LocalScorer:
         compute_dtype: torch.dtype | None,
         offload_params: bool,
         ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
+        features: FeatureMemory | None = None,
     ) -> None:
         """max_tokens: token budget of a packed row. offload_params: keep the weights on the CPU between calls.
 
         compute_dtype: of the forward; None where the policy sees to that by itself, as one that is sharded does.
+        features: for a policy whose vision tower never changes; see Policy.remember_features.
         """
         self.policy = policy
         self.device = device
@@ -84,6 +87,8 @@ class LocalScorer:
         self._compute_dtype = compute_dtype
         self._offload_params = offload_params
         self._ranks = ranks
+        if features is not None:
+            policy.remember_features(features, most=lambda number: int(ranks.largest([number])[0]))
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the context in which the policy computes: autocast, unless all weights have the dtype already."""
@@ -154,12 +159,13 @@ class LocalTrainEngine:
         offload_optimizer: bool,
         ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
         reference: LocalScorer | None = None,
+        features: FeatureMemory | None = None,
     ) -> None:
         """policy: where it computes, on device, or sharded over ranks.
 
         reference: with what the full KL compares; None: nothing does, or LoRA's adapters are left out for it.
         update_max_tokens, score_max_tokens: token budgets of a packed row with and without gradient.
-        compute_dtype: as in LocalScorer.
+        compute_dtype, features: as in LocalScorer.
         offload_params, offload_optimizer: keep them on the CPU while the rollout engine has the device.
         """
         self._policy = policy
@@ -173,6 +179,7 @@ class LocalTrainEngine:
         self._offload_optimizer = offload_optimizer
         self._strategy = strategy
         self._ranks = ranks
+        self._features = features
         self._optimizer = make_optimizer(
             policy.parameters(),
             strategy=strategy,
@@ -189,6 +196,7 @@ class LocalTrainEngine:
             compute_dtype=compute_dtype,
             offload_params=False,  # weights() decides when the policy leaves the device
             ranks=ranks,
+            features=features,
         )
         self._reference: Reference | None = reference or (self.below_adapters() if policy.has_adapters else None)
 
@@ -271,6 +279,9 @@ class LocalTrainEngine:
             "actor/packing_fill": Mean(packed_tokens, float(len(batches) * self._update_max_tokens)),
             "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
         }
+        remembered, shown = (0, 0) if self._features is None else self._features.told()
+        if shown:
+            update_metrics["actor/vision_remembered"] = Mean(float(remembered), float(shown))
         return {**metrics, **update_metrics}
 
     def weights(self) -> NamedTensors:
@@ -320,6 +331,7 @@ class LocalTrainEngine:
             )
         self._wake(optimizer=True)
         load_tensors(self._saved_weights(), folder / self._weights_folder, group=self._ranks.state_group)
+        self._policy.forget_features()
         self._load_optimizer_tensors(folder / OPTIMIZER_FOLDER)
         self._updates = int(state["updates"])
 
