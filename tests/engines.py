@@ -58,6 +58,7 @@ def make_engine(
     sharding: Sharding | None = None,
     compared_with: Path | None = None,
     vision_cache_bytes: int = 2**20,
+    logprob_chunk: int = 1024,
 ) -> LocalTrainEngine:
     """compared_with: the model that is the reference of the full KL.
 
@@ -73,6 +74,7 @@ def make_engine(
             processors.family,
             temperature=0.7,
             banned_token_ids=processors.banned_token_ids,
+            logprob_chunk=logprob_chunk,
         )
 
     def make_policy(device: torch.device) -> Policy:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from engines import (
     CLIPPED,
+    CPU,
     FULL_KL_TERMS,
     KL_TERMS,
     TERMS,
@@ -30,7 +31,9 @@ from torch import Tensor
 from trigon.algorithms.importance import Correction
 from trigon.metrics import Metrics, merge, values
 from trigon.models.families import family_named
-from trigon.training.fsdp import Sharding
+from trigon.training.budget import Lengths, fit_budgets
+from trigon.training.fsdp import ProcessRanks, Sharding
+from trigon.training.memory import HostMemory
 
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
@@ -91,7 +94,8 @@ def alone(lessons: Sequence[Lesson]) -> tuple[Lesson, ...]:
 class Task:
     """To make an engine of a model, or load one, and to learn. options: make_engine's.
 
-    saved: where to save the state once so many lessons were learned.
+    saved: where to save the state once so many lessons were learned. measured: to find out first how many tokens a pass
+    may take, which is ONE_GROUP.
     """
 
     model: Path
@@ -99,6 +103,7 @@ class Task:
     sharding: Sharding | None
     options: Mapping[str, Any] = field(default_factory=dict)
     loaded: Path | None = None
+    measured: bool = False
     saved: Mapping[int, Path] = field(default_factory=dict)
 
 
@@ -124,6 +129,10 @@ def learn(task: Task) -> Learned:
     engine = make_engine(task.model, sharding=task.sharding, compared_with=compared_with, **task.options)
     reference = engine.below_adapters() if "lora_rank" in task.options else engine
     has_kl = task.options.get("terms", TERMS).kl_estimator is not None
+    if task.measured:
+        ranks = ProcessRanks(CPU)
+        lengths = Lengths(30, ONE_GROUP - 30, image_pixels=None, update_tokens=ONE_GROUP, step_tokens=ONE_GROUP)
+        fit_budgets(engine, None, HostMemory(shared_by=ranks.size), lengths, ranks, known=None)
     if task.loaded is not None:
         engine.load_state(task.loaded)
 
@@ -325,6 +334,24 @@ def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, mo
         }
         assert weights.keys() == stored.keys()
         assert all(torch.equal(weights[name], stored[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("lessons", "sharding", "options"),
+    [
+        pytest.param(ON_TWO, FULL, {}, id="on 2"),
+        pytest.param(
+            ON_TWO, FULL, {"freeze": True, "lora_rank": 2, "terms": FULL_KL_TERMS}, id="frozen, lora, full kl"
+        ),
+        pytest.param(ON_FOUR, HYBRID, {}, id="on 4, hybrid"),
+    ],
+)
+def test_ranks_that_measured_their_memory_learn_as_those_that_were_told_bit_for_bit(
+    processes, tiny_vlm, lessons, sharding, options
+):
+    measured = run(processes, Task(tiny_vlm, lessons, sharding, options, measured=True))
+    told = run(processes, Task(tiny_vlm, lessons, sharding, options | {"max_tokens": ONE_GROUP}))
+    assert measured == told
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from trigon.distributed.balance import spread, tokens_of
+from trigon.data.packing import tokens_of
+from trigon.distributed.balance import spread
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
 
 

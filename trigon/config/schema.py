@@ -551,6 +551,10 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU where there is one. Ours."""
 
+    auto_micro_batch: bool = False
+    """Measure before the first step how many tokens a pass may take on this device, and let that decide instead of
+    worker.actor.micro_batch_size_per_device_for_update and micro_batch_size_per_device_for_experience. Ours."""
+
     max_try_make_batch: int = 20
     """Rounds of online_filtering in one step, those that find nothing included; then the step trains on what there is;
     0 or below: no limit."""

@@ -80,6 +80,16 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
     return [_micro_batch(row.packed, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
 
 
+def tokens_of(group: RolloutGroup | TrainGroup) -> int:
+    """Return how many tokens a group has in a row: its prompt once, and every completion."""
+    match group:
+        case RolloutGroup(prompt=prompt, rollouts=rollouts):
+            lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+        case TrainGroup(prompt=prompt, sequences=sequences):
+            lengths = [len(sequence.token_ids) for sequence in sequences]
+    return len(prompt.token_ids) + sum(lengths)
+
+
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
     """Give per-token results back: [S] for each row -> for each group, for each of its completions, its own [R]."""
     found: dict[tuple[int, int], Tensor] = {}

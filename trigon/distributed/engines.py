@@ -13,7 +13,8 @@ from typing import Any, Never, TypeVar
 
 from torch import Tensor
 
-from trigon.distributed.balance import spread, tokens_of
+from trigon.data.packing import tokens_of
+from trigon.distributed.balance import spread
 from trigon.distributed.crew import DISK_SECONDS, Crew
 from trigon.distributed.wire import (
     decode_completions,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.reduce import Denominators, count_denominators
-from trigon.data.packing import Positions, pack_train
+from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
 from trigon.models.features import FeatureMemory
@@ -113,6 +113,15 @@ class LocalScorer:
         """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
         return self._scored(groups, against=None)
 
+    def rehearse(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
+        """Make the pass of logprobs, or of full_kl, over groups in one row, however long, for nothing."""
+        with nullcontext() if against is None else against.awake():
+            self._scored(groups, against=against, max_tokens=sum(map(tokens_of, groups)))
+
+    def use_budget(self, max_tokens: int) -> None:
+        """Pack rows of another token budget from now on."""
+        self._max_tokens = max_tokens
+
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return what logprobs does, but of each token the KL of the policy's whole distribution from a reference's."""
         with reference.awake():
@@ -123,12 +132,14 @@ class LocalScorer:
         with self.precision():
             return self.policy.predictions(packed, touch_vision=touch_vision)
 
-    def _scored(self, groups: Sequence[RolloutGroup], *, against: Reference | None) -> list[list[Tensor]]:
+    def _scored(
+        self, groups: Sequence[RolloutGroup], *, against: Reference | None, max_tokens: int | None = None
+    ) -> list[list[Tensor]]:
         with self.awake():
             return score_rollouts(
                 self.policy,
                 groups,
-                max_tokens=self._max_tokens,
+                max_tokens=self._max_tokens if max_tokens is None else max_tokens,
                 positions=self._positions,
                 precision=self.precision,
                 device=self.device,
@@ -283,6 +294,60 @@ class LocalTrainEngine:
         if shown:
             update_metrics["actor/vision_remembered"] = Mean(float(remembered), float(shown))
         return {**metrics, **update_metrics}
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
+        """Return what makes an update's pass over groups in one row, however long, for nothing.
+
+        Gradients add up until the context ends, and are forgotten then. Of several ranks all are to make the same.
+        """
+        reference = self._reference if self._terms.kl_estimator == "full" else None
+        self._wake(optimizer=False)
+
+        def rehearse(groups: Sequence[TrainGroup]) -> None:
+            [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=self._positions)
+            self._ranks.before_forward(self._policy, settle=False)
+            micro_batch_backward(
+                self._policy,
+                to_device(batch, self._device),
+                self._terms,
+                Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
+                self._scorer.precision,
+                reference=reference,
+                touch_vision=batch.packed.pixel_values is not None,
+                gradient_scale=1.0,
+            )
+
+        try:
+            with nullcontext() if reference is None else reference.awake():
+                yield rehearse
+                # What waits between the copies of a sharded policy would be added to the first update.
+                self._ranks.before_forward(self._policy, settle=True)
+                idle_backward(self._policy, self._scorer.precision, reference=reference, touch_vision=True)
+        finally:
+            self._ranks.after_pass(self._policy)
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def rehearse(self, groups: Sequence[RolloutGroup]) -> None:
+        """Make the pass of logprobs, with a reference at hand that of full_kl, over groups in one row, for nothing."""
+        self._wake(optimizer=False)
+        self._scorer.rehearse(groups, against=self._reference)
+
+    def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
+        """Pack rows of other token budgets from now on."""
+        self._update_max_tokens = update_max_tokens
+        self._scorer.use_budget(score_max_tokens)
+
+    @property
+    def policy(self) -> Policy:
+        """What it trains."""
+        return self._policy
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What the optimizer's states take of this rank's device during an update."""
+        elsewhere = next(self._policy.parameters()).device.type != self._device.type  # with the weights, always
+        return 0 if elsewhere else self.sizes().optimizer_bytes
 
     def weights(self) -> NamedTensors:
         """See TrainEngine. Once all have been taken, what is to be offloaded leaves the device."""
