@@ -747,7 +747,7 @@ def open_workers(
 
     return Engines(
         device=described(config, crew),
-        trainer=WorkersTrainEngine(crew),
+        trainer=WorkersTrainEngine(crew, regularized=loss_terms(config).regularized),
         reference=WorkersReference(crew) if needs_reference(config) and not kl_is_full(config) else None,
         rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
         sizes=tuple(sizes),

@@ -339,7 +339,6 @@ def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, mo
 @pytest.mark.parametrize(
     ("lessons", "sharding", "options"),
     [
-        pytest.param(ON_TWO, FULL, {}, id="on 2"),
         pytest.param(
             ON_TWO, FULL, {"freeze": True, "lora_rank": 2, "terms": FULL_KL_TERMS}, id="frozen, lora, full kl"
         ),
@@ -349,6 +348,7 @@ def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, mo
 def test_ranks_that_measured_their_memory_learn_as_those_that_were_told_bit_for_bit(
     processes, tiny_vlm, lessons, sharding, options
 ):
+    options = options | {"logprob_chunk": 100}  # so that the passes that are measured are short
     measured = run(processes, Task(tiny_vlm, lessons, sharding, options, measured=True))
     told = run(processes, Task(tiny_vlm, lessons, sharding, options | {"max_tokens": ONE_GROUP}))
     assert measured == told

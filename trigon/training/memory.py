@@ -77,7 +77,7 @@ class HostMemory:
     """
 
     device_name = "CPU"
-    most_tokens = 8192  # more no longer fit into its caches, nor did fewer
+    most_tokens = 8192  # a core is busy with far fewer; more cost memory only
 
     def __init__(self, *, shared_by: int) -> None:
         """shared_by: how many ranks have a part of this machine each. Raises: ConfigError where it does not tell."""
