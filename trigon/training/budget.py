@@ -119,7 +119,7 @@ def find_budgets(
         return known
     fitting = _Fitting(trainer.policy, memory, lengths, ranks)
     with trainer.rehearsing() as update:
-        update(fitting.smallest)  # from here on there are gradients, as in every pass of an update but the first
+        fitting.try_first(update, what="an update's pass")  # from here on there are gradients, as in most such passes
         update_tokens, update_bytes = fitting.largest(
             update, to_come=trainer.optimizer_bytes, most=lengths.update_tokens, what="an update's pass"
         )
@@ -170,10 +170,10 @@ class _Fitting:
         self._group = made_up_group(policy, lengths, self._answers)
         self._long_group = made_up_group(policy, lengths, 2 * self._answers)
 
-    @property
-    def smallest(self) -> list[TrainGroup]:
-        """What any kind of pass is tried on first."""
-        return [self._group]
+    def try_first(self, make: Pass, *, what: str) -> None:
+        """Make a pass as small as any that is measured. Raises: ConfigError if there is not enough memory for it."""
+        if self._peak(make, [self._group]) is None:
+            raise self._refusal(what, math.inf, self._memory.free_bytes())
 
     def largest(self, make: Pass, *, to_come: int, most: int, what: str) -> tuple[int, int]:
         """Return the most tokens of a pass, and the bytes of the device that are then taken.
