@@ -227,6 +227,16 @@ def test_the_host_tells_its_memory_and_each_rank_its_share():
     assert 0 < whole.free_bytes() <= whole.total_bytes
 
 
+def test_a_machine_that_does_not_tell_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "other").write_text("MemTotal:        1024 kB\n")
+    with pytest.raises(ConfigError, match=r"auto_micro_batch.*absent does not tell.*set it to false"):
+        HostMemory(shared_by=1, meminfo=tmp_path / "absent")
+    memory = HostMemory(shared_by=2, meminfo=tmp_path / "other")
+    assert memory.total_bytes == 512 * 1024
+    with pytest.raises(ConfigError, match="MemAvailable"):
+        memory.free_bytes()
+
+
 def test_tensors_are_counted_while_they_live_and_no_view_nor_what_was_there_before():
     weight = torch.ones(1000, requires_grad=True)
     weight.grad = torch.zeros(1000)

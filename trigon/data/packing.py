@@ -17,6 +17,7 @@ Knows lengths and the passports. Refuses to know models: positions are handed in
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -191,16 +192,16 @@ def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
     The most costly first, each goes into the fullest bin that still has room.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []  # (what is left, the bin's number), ascending
     for index in _largest_first(costs):
-        fitting = [number for number, left in enumerate(room) if left >= costs[index]]
-        if fitting:
-            fullest = min(fitting, key=lambda number: room[number])
-            bins[fullest].append(index)
-            room[fullest] -= costs[index]
+        fullest = bisect_left(room, (costs[index], 0))
+        if fullest == len(room):
+            left, number = capacity, len(bins)
+            bins.append([])
         else:
-            bins.append([index])
-            room.append(capacity - costs[index])
+            left, number = room.pop(fullest)
+        bins[number].append(index)
+        insort(room, (left - costs[index], number))
     return bins
 
 

@@ -79,9 +79,13 @@ class HostMemory:
     device_name = "CPU"
     most_tokens = 8192  # a core is busy with far fewer; more cost memory only
 
-    def __init__(self, *, shared_by: int) -> None:
-        """shared_by: how many ranks have a part of this machine each. Raises: ConfigError where it does not tell."""
+    def __init__(self, *, shared_by: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+        """shared_by: how many ranks have a part of this machine each. meminfo: where Linux tells how much there is.
+
+        Raises: ConfigError where that cannot be read.
+        """
         self._shared_by = shared_by
+        self._meminfo = meminfo
         self.total_bytes = self._told("MemTotal") // shared_by
 
     def free_bytes(self) -> int:
@@ -95,15 +99,13 @@ class HostMemory:
             work()
         return tally.peak
 
-    @staticmethod
-    def _told(name: str) -> int:
-        file = Path("/proc/meminfo")
+    def _told(self, name: str) -> int:
         try:
-            fields = dict(line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
+            fields = dict(line.split(":", 1) for line in self._meminfo.read_text(encoding="ascii").splitlines())
             return int(fields[name].removesuffix("kB")) * 1024
         except (OSError, KeyError, ValueError) as error:
             raise ConfigError(
-                f"trainer.auto_micro_batch needs to know this machine's memory, which {file} does not tell ({error}); "
+                f"trainer.auto_micro_batch needs to know this machine's memory, which {self._meminfo} does not tell ({error}); "
                 "set it to false, and worker.actor.micro_batch_size_per_device_for_update by hand"
             ) from error
 
