@@ -105,8 +105,9 @@ class HostMemory:
             return int(fields[name].removesuffix("kB")) * 1024
         except (OSError, KeyError, ValueError) as error:
             raise ConfigError(
-                f"trainer.auto_micro_batch needs to know this machine's memory, which {self._meminfo} does not tell ({error}); "
-                "set it to false, and worker.actor.micro_batch_size_per_device_for_update by hand"
+                "trainer.auto_micro_batch needs to know this machine's memory, which "
+                f"{self._meminfo} does not tell ({error}); set it to false, and "
+                "worker.actor.micro_batch_size_per_device_for_update by hand"
             ) from error
 
 
