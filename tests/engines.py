@@ -12,6 +12,7 @@ from oracle import make_group, make_prompt
 from torch import Tensor
 
 from trigon.algorithms.losses import LossSettings
+from trigon.models.features import FeatureMemory
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -56,11 +57,14 @@ def make_engine(
     lora_rank: int = 0,
     sharding: Sharding | None = None,
     compared_with: Path | None = None,
+    vision_cache_bytes: int = 2**20,
+    logprob_chunk: int = 1024,
 ) -> LocalTrainEngine:
     """compared_with: the model that is the reference of the full KL.
 
     sharding: None in a process that is alone; else this process is one of the ranks of its process group.
     dtype: of the weights. compute_dtype: the same if None; a sharded policy knows its own.
+    vision_cache_bytes: where the vision tower is frozen.
     """
     processors = processors_of(folder)
 
@@ -70,6 +74,7 @@ def make_engine(
             processors.family,
             temperature=0.7,
             banned_token_ids=processors.banned_token_ids,
+            logprob_chunk=logprob_chunk,
         )
 
     def make_policy(device: torch.device) -> Policy:
@@ -100,8 +105,9 @@ def make_engine(
             offload_params=False,
             ranks=ranks,
         )
+    policy = placed(make_policy)
     return LocalTrainEngine(
-        placed(make_policy),
+        policy,
         terms=terms,
         strategy=strategy,
         schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
@@ -117,6 +123,7 @@ def make_engine(
         offload_optimizer=False,
         ranks=ranks,
         reference=reference,
+        features=FeatureMemory(vision_cache_bytes) if policy.has_frozen_vision else None,
     )
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import TYPE_CHECKING, Literal, Protocol, assert_never
 
 import torch
 
@@ -38,6 +39,7 @@ from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
+from trigon.models.features import FeatureMemory
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.lora import LoraSettings, add_lora
@@ -50,7 +52,9 @@ from trigon.report.run_folder import LOCK, RunFolder
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
+from trigon.training.budget import Budgets, Lengths, fit_budgets
 from trigon.training.local import LocalScorer, LocalTrainEngine, Sizes
+from trigon.training.memory import memory_of
 from trigon.training.optim import Schedule
 from trigon.training.parallel import Alone, Ranks
 from trigon.training.protocol import LogprobEngine, TrainEngine
@@ -73,12 +77,18 @@ REMEMBERED_PIXEL_BYTES = 4 * 2**30
 """Host memory in which a worker remembers processed images, so that a step processes each of them once."""
 
 
+class Fit(Protocol):
+    """Measures how many tokens a pass may take, and lets trainer and reference go by it; see budget.fit_budgets."""
+
+    def __call__(self, lengths: Lengths, known: Budgets | None) -> Budgets: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """What a run learns and samples with.
 
     device: what they run on, as a person says it. sizes: of each worker's part, by rank; of the whole where there is
-    one.
+    one. fit: finds how many tokens their passes may take.
     """
 
     device: str
@@ -87,6 +97,7 @@ class Engines:
     rollout: RolloutEngine
     sizes: tuple[Sizes, ...]
     tracer: Tracer
+    fit: Fit
 
 
 def run_training(
@@ -138,6 +149,8 @@ def run_training(
             if crew is None
             else open_workers(config, plan, crew, store, report, shows_videos=videos)
         )
+        if config.trainer.auto_micro_batch and not config.trainer.val_only:
+            plan = fit_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         report.ledger(ledger(config, plan, val_prompts, engines))
         if checkpoint is not None:
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
@@ -369,7 +382,12 @@ def open_engines(
         rollout = open_rollout(config, processors, place, shows_videos=shows_videos)
         stack.callback(rollout.close)
     tracer = LocalTracer(run_folder(config) / FOLDER, rank=None)
-    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer)
+
+    def fit(lengths: Lengths, known: Budgets | None) -> Budgets:
+        memory = memory_of(place.device, shared_by=1)
+        return fit_budgets(trainer, reference, memory, lengths, place.ranks, known=known)
+
+    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer, fit)
 
 
 def open_policy(config: Config, processors: Processors, dtype: torch.dtype, device: torch.device | str) -> Policy:
@@ -494,7 +512,14 @@ def open_trainer(
         offload_optimizer=actor.offload.offload_optimizer and moves,
         ranks=place.ranks,
         reference=reference if kl_is_full(config) else None,
+        features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
     )
+
+
+def feature_memory(config: Config, *, shared: bool) -> FeatureMemory:
+    """Return what remembers a frozen vision tower's features. shared: by policy and reference, who have one each."""
+    max_bytes = int(config.worker.actor.model.vision_cache_gb * 2**30)
+    return FeatureMemory(max_bytes // 2 if shared else max_bytes)
 
 
 def open_reference(config: Config, processors: Processors, plan: Plan, place: Place) -> LocalScorer:
@@ -519,6 +544,12 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: Pl
         compute_dtype=dtype if place.is_alone else None,
         offload_params=offload and place.is_alone,
         ranks=place.ranks,
+        # As the policy sees images, so that the two agree bit for bit where their weights do.
+        features=(
+            feature_memory(config, shared=True)
+            if config.worker.actor.model.freeze_vision_tower and processors.family.has_vision
+            else None
+        ),
     )
 
 
@@ -575,6 +606,71 @@ def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path)
     """Write what a checkpoint needs of the engines, and what makes its weights a whole model: config and processors."""
     copy_side_files(source, folder / "huggingface")
     return trainer.save_state(folder, model_only=config.trainer.save_model_only)
+
+
+def fit_plan(
+    config: Config,
+    plan: Plan,
+    engines: Engines,
+    folder: RunFolder,
+    report: Reporter,
+    console: Console,
+    *,
+    resumes: bool,
+) -> Plan:
+    """Return the plan with as many tokens in a pass as the device has memory for.
+
+    What was measured is kept in the run folder, and holds for as long as nothing changes that it depends on: other
+    budgets would pack other rows, and change the last bits of a run that goes on.
+    """
+    lengths = lengths_of(config, plan)
+    found, known = folder.read_budgets(), None
+    measured_for = json.loads(json.dumps(circumstances(config, lengths)))  # as it comes back from the file
+    if found is not None and found.keys() == {"budgets", "measured_for"} and found["measured_for"] == measured_for:
+        known = Budgets(**found["budgets"])
+    with report.phase("measure memory"):
+        budgets = engines.fit(lengths, known)
+    if budgets != known:
+        folder.write_budgets({"budgets": asdict(budgets), "measured_for": measured_for})
+        if resumes:
+            report.warn("token budgets were measured anew, so that rounding differs from that of the run so far")
+    console.print(
+        f"auto micro-batch: {budgets.update_tokens:,} tokens an update pass ({readable(budgets.update_bytes)} of "
+        f"{readable(budgets.device_bytes)}), {budgets.experience_tokens:,} a pass without gradient "
+        f"({readable(budgets.experience_bytes)}){', as measured before' if budgets == known else ''}"
+    )
+    return replace(
+        plan, tokens_per_update_pass=budgets.update_tokens, tokens_per_experience_pass=budgets.experience_tokens
+    )
+
+
+def lengths_of(config: Config, plan: Plan) -> Lengths:
+    """Return what the groups of a run have at most."""
+    data = config.data
+    group = data.max_prompt_length + config.worker.rollout.n * data.max_response_length
+    return Lengths(
+        prompt_tokens=data.max_prompt_length,
+        response_tokens=data.max_response_length,
+        image_pixels=data.max_pixels,
+        update_tokens=plan.prompts_per_update * group,
+        step_tokens=plan.prompts_per_step * group,
+    )
+
+
+def circumstances(config: Config, lengths: Lengths) -> dict[str, object]:
+    """Return what the memory of a pass depends on, besides the device."""
+    actor = config.worker.actor
+    return {
+        "model": model_path(config),
+        "workers": num_workers(config),
+        "lengths": asdict(lengths),
+        "terms": asdict(loss_terms(config)),
+        "strategy": actor.optim.strategy,
+        "actor.model": actor.model.model_dump(exclude={"vision_cache_gb"}),
+        "actor.fsdp": actor.fsdp.model_dump(),
+        "actor.offload": actor.offload.model_dump(),
+        "ref": config.worker.ref.model_dump() if needs_reference(config) else None,
+    }
 
 
 def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
@@ -646,13 +742,20 @@ def open_workers(
         build = partial(open_member, as_workers_need(config), plan, shows_videos)
         sizes = crew.all(lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS)
     check_space(config, store, sizes)
+
+    def fit(lengths: Lengths, known: Budgets | None) -> Budgets:
+        shared_by = config.trainer.n_gpus_per_node
+        found: list[Budgets] = crew.all(lambda actor, _: actor.fit.remote(lengths, known, shared_by), phase="fit")
+        return found[0]
+
     return Engines(
         device=described(config, crew),
-        trainer=WorkersTrainEngine(crew),
+        trainer=WorkersTrainEngine(crew, regularized=loss_terms(config).regularized),
         reference=WorkersReference(crew) if needs_reference(config) and not kl_is_full(config) else None,
         rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
         sizes=tuple(sizes),
         tracer=WorkersTracer(crew, run_folder(config).absolute() / FOLDER),
+        fit=fit,
     )
 
 

@@ -210,7 +210,8 @@ class PackedGroups:
     prompt's positions. spans: one for each group, in row order. Responses are counted along the row: S is the total
     number of completion tokens, and every [S] tensor of a micro-batch lists them in row order.
     pixel_values, grid_thw: the groups' Vision concatenated ([patches, D] and [images and videos, 3]), or None when no
-    group has one.
+    group has one. They stay on the CPU until the policy looks at them.
+    vision_hashes: the content hash of each image or video; empty: not known, so that nothing can be remembered of them.
     """
 
     token_ids: Tensor
@@ -218,6 +219,7 @@ class PackedGroups:
     spans: tuple[GroupSpan, ...]
     pixel_values: Tensor | None
     grid_thw: Tensor | None
+    vision_hashes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,8 @@ from runs import assert_learned, finish, lines, log_of, num_lines, rollouts, sta
 pytestmark = pytest.mark.alone
 
 STEPS = 4
-OF_PACKING = ("actor/micro_batches", "actor/packed_tokens", "moved/")  # what must differ where rows are packed apart
+# what must differ where rows are packed apart
+OF_PACKING = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "moved/")
 MARK = "TRIGON_TEST_RUN"
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from engines import (
     CLIPPED,
+    CPU,
     FULL_KL_TERMS,
     KL_TERMS,
     TERMS,
@@ -30,7 +31,9 @@ from torch import Tensor
 from trigon.algorithms.importance import Correction
 from trigon.metrics import Metrics, merge, values
 from trigon.models.families import family_named
-from trigon.training.fsdp import Sharding
+from trigon.training.budget import Lengths, fit_budgets
+from trigon.training.fsdp import ProcessRanks, Sharding
+from trigon.training.memory import HostMemory
 
 FULL = Sharding(
     full_shard=True, ranks_per_copy=None, param_dtype=torch.float32, reduce_dtype=torch.float32, cpu_offload=False
@@ -75,6 +78,9 @@ ON_FOUR = (
     Lesson(((2,), (), (1, 0), ()), seed=40),
 )
 
+# The same groups dealt out anew, so that a rank sees what only the other remembers.
+DEALT_ANEW = (*ON_TWO, Lesson(((0, 2), (1,)), seed=20), Lesson(((0,), (1, 2)), seed=40))
+
 
 def alone(lessons: Sequence[Lesson]) -> tuple[Lesson, ...]:
     """The same groups, all for one process."""
@@ -88,7 +94,8 @@ def alone(lessons: Sequence[Lesson]) -> tuple[Lesson, ...]:
 class Task:
     """To make an engine of a model, or load one, and to learn. options: make_engine's.
 
-    saved: where to save the state once so many lessons were learned.
+    saved: where to save the state once so many lessons were learned. measured: to find out first how many tokens a pass
+    may take, which is ONE_GROUP.
     """
 
     model: Path
@@ -96,14 +103,15 @@ class Task:
     sharding: Sharding | None
     options: Mapping[str, Any] = field(default_factory=dict)
     loaded: Path | None = None
+    measured: bool = False
     saved: Mapping[int, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What came of it on one rank; tensors as safetensors. metrics: of each update. logprobs: by seed, group, answer.
+    """What came of it on one rank; tensors as safetensors. metrics: of each update.
 
-    names: of the weights, in their order.
+    logprobs: by the lesson's seed, how often that came before, group and answer. names: of the weights, in their order.
     """
 
     metrics: tuple[Metrics, ...]
@@ -121,6 +129,10 @@ def learn(task: Task) -> Learned:
     engine = make_engine(task.model, sharding=task.sharding, compared_with=compared_with, **task.options)
     reference = engine.below_adapters() if "lora_rank" in task.options else engine
     has_kl = task.options.get("terms", TERMS).kl_estimator is not None
+    if task.measured:
+        ranks = ProcessRanks(CPU)
+        lengths = Lengths(30, ONE_GROUP - 30, image_pixels=None, update_tokens=ONE_GROUP, step_tokens=ONE_GROUP)
+        fit_budgets(engine, None, HostMemory(shared_by=ranks.size), lengths, ranks, known=None)
     if task.loaded is not None:
         engine.load_state(task.loaded)
 
@@ -133,11 +145,12 @@ def learn(task: Task) -> Learned:
             break
         lesson = task.lessons[number]
         ours = lesson.deal[rank]
+        times = sum(other.seed == lesson.seed for other in task.lessons[:number])
         groups = make_rollouts(task.model, seed=lesson.seed, images=lesson.images)
         rollouts = [groups[index] for index in ours]
         old = engine.logprobs(rollouts)
         for index, group in zip(ours, old, strict=True):
-            said |= {f"{lesson.seed}/{index}/{answer}": logprobs for answer, logprobs in enumerate(group)}
+            said |= {f"{lesson.seed}/{times}/{index}/{answer}": logprobs for answer, logprobs in enumerate(group)}
         if has_kl:
             ref = [[1.05 * logprobs for logprobs in group] for group in reference.logprobs(rollouts)]
             train = to_train(rollouts, old=old, ref=ref)
@@ -203,7 +216,8 @@ def assert_metrics_alike(many: Sequence[Metrics], one: Sequence[Metrics], tolera
     assert ours == pytest.approx(theirs, rel=tolerance, abs=max(1e-6, tolerance / 100), nan_ok=True)
 
 
-ROWS = ("actor/micro_batches", "actor/packed_tokens")
+# So is what it remembers.
+ROWS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "actor/vision_remembered")
 
 
 def error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -291,7 +305,13 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
             "tiles on 2": (TILES, ON_TWO, FULL, {"max_tokens": ONE_GROUP}),
             "layers kept gathered": (VL, ON_TWO, GATHERED, {"max_tokens": ONE_GROUP}),
             "checkpointing": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "checkpointing": True}),
-            "frozen tower": (VL, ON_TWO, FULL, {"max_tokens": ONE_GROUP, "freeze": True}),
+            "frozen tower": (VL, DEALT_ANEW, FULL, {"max_tokens": ONE_GROUP, "freeze": True}),
+            "frozen tower, deepstack, forgetful": (
+                TIED,
+                DEALT_ANEW,
+                FULL,
+                {"freeze": True, "vision_cache_bytes": 9000, "terms": FULL_KL_TERMS},
+            ),
             "lora": (VL, ON_TWO, FULL, LORA | {"terms": KL_TERMS}),
             "lora, hybrid": (VL, ON_FOUR, HYBRID, LORA),
             "lora, tied, checkpointing": (TIED, ON_TWO, FULL, LORA | {"checkpointing": True}),
@@ -301,8 +321,8 @@ BF16_WEIGHTS = {"strategy": "adamw_bf16", "dtype": torch.bfloat16, "max_tokens":
 )
 def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, model, lessons, sharding, options):
     folder = tiny_model(model[0], tie_word_embeddings=model[1])
-    many = run(processes, Task(folder, lessons, sharding, options, saved={3: tmp_path / "many"}))
-    [one] = run(processes, Task(folder, alone(lessons), None, options, saved={3: tmp_path / "one"}))
+    many = run(processes, Task(folder, lessons, sharding, options, saved={len(lessons): tmp_path / "many"}))
+    [one] = run(processes, Task(folder, alone(lessons), None, options, saved={len(lessons): tmp_path / "one"}))
     assert_learned_alike(many, one, CLOSE)
     assert_states_alike(tmp_path / "many", tmp_path / "one", CLOSE)
     if "lora_rank" not in options:
@@ -314,6 +334,24 @@ def test_ranks_learn_what_one_process_learns(processes, tiny_model, tmp_path, mo
         }
         assert weights.keys() == stored.keys()
         assert all(torch.equal(weights[name], stored[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("lessons", "sharding", "options"),
+    [
+        pytest.param(
+            ON_TWO, FULL, {"freeze": True, "lora_rank": 2, "terms": FULL_KL_TERMS}, id="frozen, lora, full kl"
+        ),
+        pytest.param(ON_FOUR, HYBRID, {}, id="on 4, hybrid"),
+    ],
+)
+def test_ranks_that_measured_their_memory_learn_as_those_that_were_told_bit_for_bit(
+    processes, tiny_vlm, lessons, sharding, options
+):
+    options = options | {"logprob_chunk": 100}  # so that the passes that are measured are short
+    measured = run(processes, Task(tiny_vlm, lessons, sharding, options, measured=True))
+    told = run(processes, Task(tiny_vlm, lessons, sharding, options | {"max_tokens": ONE_GROUP}))
+    assert measured == told
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,16 @@ from trigon.algorithms.losses import LossSettings, PolicyLossType
 from trigon.algorithms.reduce import Averaging
 from trigon.batch import Selection
 from trigon.config.checks import ALONE_WILL_DO
+from trigon.config.plan import make_plan
 from trigon.config.schema import ActorConfig, AlgorithmConfig, Config
 from trigon.credit import Credit
-from trigon.errors import ConfigError
+from trigon.errors import CheckpointError, ConfigError
 from trigon.loop import Rhythm
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
+from trigon.training.budget import Budgets, Lengths
+from trigon.training.fake import FakeTrainEngine
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams
 
@@ -261,3 +267,78 @@ def test_what_to_do_next_depends_on_what_came_of_the_run():
     assert "trigon export /runs/x" in said(None, 5)
     assert "export" not in said(Path("/model"), 5)
     assert "export" not in said(None, 0)
+
+
+FOUND = Budgets(
+    update_tokens=36_864,
+    update_bytes=43 * 2**30,
+    experience_tokens=98_304,
+    experience_bytes=61 * 2**30,
+    device="Emulated",
+    device_bytes=139 * 2**30,
+)
+
+
+def fitted(wishes: Config, folder: RunFolder, *, resumes: bool = False) -> tuple[tuple[int, int], list[tuple]]:
+    """Return the token budgets of the plan, and with what the engines were asked."""
+    asked: list[tuple] = []
+
+    def fit(lengths: Lengths, known: Budgets | None) -> Budgets:
+        asked.append((lengths, known))
+        return FOUND
+
+    engine = FakeTrainEngine()
+    engines = build.Engines("", engine, None, None, (), None, fit)
+    console = Console(progress=False, step_lines=False)
+    plan = build.fit_plan(
+        wishes,
+        make_plan(wishes, num_train_prompts=1000),
+        engines,
+        folder,
+        Reporter(folder, console),
+        console,
+        resumes=resumes,
+    )
+    return (plan.tokens_per_update_pass, plan.tokens_per_experience_pass), asked
+
+
+def wishes_that_measure(**model) -> Config:
+    return config(
+        data={"max_prompt_length": 100, "max_response_length": 30, "rollout_batch_size": 8, "max_pixels": 5000},
+        worker={"actor": {"global_batch_size": 4, "model": {"model_path": "some/model", **model}}, "rollout": {"n": 5}},
+        trainer={"auto_micro_batch": True},
+    )
+
+
+def test_measured_budgets_are_the_plan_s_are_told_and_hold_for_a_run_that_goes_on(tmp_path, capsys):
+    with RunFolder(tmp_path) as folder:
+        budgets, asked = fitted(wishes_that_measure(), folder)
+        assert budgets == (36_864, 98_304)
+        assert asked == [(Lengths(100, 30, 5000, update_tokens=4 * 250, step_tokens=8 * 250), None)]
+        told = " ".join(capsys.readouterr().out.split())
+        assert (
+            "auto micro-batch: 36,864 tokens an update pass (43.0 GiB of 139.0 GiB), 98,304 a pass without gradient "
+            "(61.0 GiB)"
+        ) in told
+
+        _, asked = fitted(wishes_that_measure(vision_cache_gb=1.0), folder, resumes=True)  # on which nothing depends
+        assert asked[0][1] == FOUND
+        output = " ".join(capsys.readouterr().out.split())
+        assert "as measured before" in output
+        assert "anew" not in output
+
+        _, asked = fitted(wishes_that_measure(enable_gradient_checkpointing=False), folder, resumes=True)
+        assert asked[0][1] is None
+        assert "measured anew" in "".join(capsys.readouterr())
+
+
+def test_budgets_that_cannot_be_read_are_refused(tmp_path):
+    with RunFolder(tmp_path) as folder:
+        (tmp_path / "auto_micro_batch.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"auto_micro_batch.json is no JSON.*remove it"):
+            fitted(wishes_that_measure(), folder)
+        (tmp_path / "auto_micro_batch.json").write_text("[1]")
+        with pytest.raises(CheckpointError, match="remove it"):
+            folder.read_budgets()
+        (tmp_path / "auto_micro_batch.json").write_text('{"of another": "version"}')
+        assert fitted(wishes_that_measure(), folder)[1][0][1] is None

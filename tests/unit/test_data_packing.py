@@ -90,10 +90,43 @@ def test_groups_share_a_row_as_they_came() -> None:
     assert row.packed.grid_thw.tolist() == [[1, 2, 2]] * 3
 
 
-def test_each_group_goes_into_the_fullest_row_with_room() -> None:
-    # costs 6, 5, 4, 3, 2 in rows of 10: 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
-    groups = [rollout_group(name, 1, [cost - 1]) for name, cost in enumerate([2, 3, 4, 5, 6])]
-    assert owners(groups, 10) == [[(0, 0), (1, 0), (3, 0)], [(2, 0), (4, 0)]]
+def groups_that_cost(*costs: int) -> list[RolloutGroup]:
+    return [rollout_group(name, 1, [cost - 1]) for name, cost in enumerate(costs)]
+
+
+def costs_of(groups: Sequence[RolloutGroup], max_tokens: int) -> list[int]:
+    rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
+    return [len(row.packed.token_ids) for row in rows]
+
+
+def test_each_group_goes_into_the_emptiest_row() -> None:
+    # costs 6, 5, 4, 2 take two rows of 10 by best fit, 6+4 | 5+2; evenly 6+2 | 5+4
+    assert owners(groups_that_cost(2, 4, 5, 6), 10) == [[(0, 0), (3, 0)], [(1, 0), (2, 0)]]
+
+
+def test_where_that_does_not_fit_each_goes_into_the_fullest_row_with_room() -> None:
+    # evenly 6+3 | 5+4, and the last 2 fits nowhere; by best fit 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
+    assert owners(groups_that_cost(2, 3, 4, 5, 6), 10) == [[(0, 0), (1, 0), (3, 0)], [(2, 0), (4, 0)]]
+
+
+def test_no_row_is_nearly_empty() -> None:
+    # best fit in rows of 20: 11+8 | 13+5 | 5
+    assert sorted(costs_of(groups_that_cost(13, 11, 8, 5, 5), 20)) == [13, 13, 16]
+
+
+def test_nor_is_any_where_the_emptiest_row_has_no_room_for_the_last() -> None:
+    # best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5; in rows of 18, which suffice, four that are full
+    assert sorted(costs_of(groups_that_cost(11, 10, 9, 8, 8, 7, 6, 5, 5), 20)) == [16, 17, 18, 18]
+
+
+def test_parts_of_a_split_group_are_about_equally_large() -> None:
+    # five answers of 3 behind a prompt of 4, in rows of 16: not 16 and 7, but 13 and 10
+    assert costs_of([rollout_group(1, 4, [3] * 5)], 16) == [13, 10]
+
+
+def test_unless_unequal_parts_take_fewer_rows() -> None:
+    # halves of 13 and 10 for two groups take four rows, since no two of them fit; 16 and 7, 16 and 7 take three
+    assert costs_of([rollout_group(1, 4, [3] * 5), rollout_group(2, 4, [3] * 5)], 16) == [16, 14, 16]
 
 
 def test_a_group_that_is_too_large_is_split_and_repeats_only_its_prompt() -> None:
@@ -142,6 +175,44 @@ def test_nothing_is_lost_doubled_or_over_budget(seed: int) -> None:
     assert all(len(row.packed.token_ids) <= 24 for row in rows)
     again = pack_rollouts(groups, max_tokens=24, positions=positions)
     assert [row.owners for row in again] == [row.owners for row in rows]
+
+
+def best_fit(costs: Sequence[int], capacity: int) -> list[int]:
+    """The sums of the rows that best fit finds: the least number of them that packing may take."""
+    sums: list[int] = []
+    for cost in sorted(costs, reverse=True):
+        fitting = [number for number, total in enumerate(sums) if total + cost <= capacity]
+        if fitting:
+            sums[max(fitting, key=lambda number: sums[number])] += cost
+        else:
+            sums.append(cost)
+    return sums
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_are_as_few_as_by_best_fit_and_about_equally_full(seed: int) -> None:
+    draw = random.Random(seed)
+    largest = draw.choice([30, 60, 150])
+    costs = [draw.randint(largest // 4, largest) for _ in range(draw.randint(1, 50))]
+    by_best_fit = best_fit(costs, 100)
+    rows = costs_of(groups_that_cost(*costs), 100)
+    assert sum(rows) == sum(costs)
+    assert len(rows) == len(by_best_fit)
+    assert all(row <= 100 or row in costs for row in rows)
+    assert max(rows) <= max(by_best_fit)
+    if sum(costs) / len(rows) + max(costs) <= 100:  # then the emptiest row always has room
+        assert max(rows) - min(rows) <= max(costs)
+    if max(costs) <= 60:
+        assert min(rows) >= 0.5 * max(rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_splitting_evenly_takes_no_more_rows_than_best_fit(seed: int) -> None:
+    draw = random.Random(seed)
+    shapes = [(draw.randint(1, 12), [draw.randint(1, 12) for _ in range(draw.randint(1, 9))]) for _ in range(9)]
+    parts = [prompt + cost for prompt, answers in shapes for cost in (best_fit(answers, 24 - prompt))]
+    groups = [rollout_group(name, *shape) for name, shape in enumerate(shapes)]
+    assert len(costs_of(groups, 24)) <= len(best_fit(parts, 24))
 
 
 def test_results_find_their_way_back() -> None:

@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from trigon.distributed.balance import spread, tokens_of
+from trigon.data.packing import tokens_of
+from trigon.distributed.balance import spread
+from trigon.distributed.engines import update_costs
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
 
 
@@ -63,3 +65,15 @@ def test_a_groups_cost_is_its_prompt_once_and_every_completion():
     sequences = tuple(TrainSequence((1,) * length, *[torch.zeros(length)] * 3, None, None) for length in (2, 4))
     assert tokens_of(RolloutGroup(prompt, rollouts)) == 9
     assert tokens_of(TrainGroup(prompt, sequences)) == 9
+
+
+def test_a_group_that_has_no_pass_in_an_update_costs_next_to_nothing():
+    prompt = Prompt("p", (1, 2, 3), None, "", None, {}, ())
+
+    def group(advantage: float, mask: float) -> TrainGroup:
+        ones = torch.ones(4)
+        return TrainGroup(prompt, (TrainSequence((1,) * 4, mask * ones, advantage * ones, ones, None, None),))
+
+    groups = [group(0.5, 1.0), group(0.0, 1.0), group(0.5, 0.0)]
+    assert update_costs(groups, regularized=False) == [7, 1, 1]
+    assert update_costs(groups, regularized=True) == [7, 7, 7]

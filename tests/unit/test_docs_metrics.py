@@ -39,7 +39,7 @@ def as_regex(pattern: str) -> re.Pattern[str]:
 
 @pytest.fixture(scope="module")
 def told(tiny_model, tmp_path_factory) -> set[str]:
-    """Return the keys of a short run with everything switched on, and of two real updates."""
+    """Return the keys of a short run with everything switched on, and of three real updates."""
     folder = tmp_path_factory.mktemp("told")
     (folder / "kit").mkdir()
     with (
@@ -62,6 +62,8 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
     engine = make_engine(model, terms=replace(KL_TERMS, correction=Correction("truncate", "token", 0.5, 2.0)))
     for old in (None, engine.logprobs(rollouts)):
         keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
+    frozen = tiny_model("qwen2_5_vl")
+    keys |= values(make_engine(frozen, freeze=True).step(to_train(make_rollouts(frozen)))).keys()
     traffic = Traffic()
     for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
         traffic.count(phase, sent=1)

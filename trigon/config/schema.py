@@ -247,6 +247,10 @@ class ModelConfig(Section):
     freeze_vision_tower: bool = False
     """Leave the vision tower as it is and train the rest: less memory and time."""
 
+    vision_cache_gb: float = Field(default=4.0, ge=0)
+    """GiB of host memory in which each worker remembers what a frozen vision tower, or one that LoRA leaves out, makes
+    of images; 0: none. Raising it computes fewer images again; results do not change. Ours."""
+
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
 
@@ -546,6 +550,10 @@ class TrainerConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU where there is one. Ours."""
+
+    auto_micro_batch: bool = False
+    """Measure before the first step how many tokens a pass may take on this device, and let that decide instead of
+    worker.actor.micro_batch_size_per_device_for_update and micro_batch_size_per_device_for_experience. Ours."""
 
     max_try_make_batch: int = 20
     """Rounds of online_filtering in one step, those that find nothing included; then the step trains on what there is;

@@ -4,15 +4,20 @@ A group costs its prompt once and each completion, P + R1 + ... + Rn tokens. One
 into parts, each with the prompt (and its images) again. A completion that does not fit behind its prompt gets a row
 of its own, however long: nothing is dropped or cut.
 
+There are as few rows as best fit finds, and then all are about equally full, since the fullest row decides the memory
+of a step, and one that is nearly empty costs the time of a pass for little. The parts of one group are evened out in
+the same way, unless that would take more rows.
+
 The order is settled by lengths alone, so the same groups always give the same rows: parts are placed from the most
-costly to the least (equal ones as they came), each in the fullest row that still has room. Rows are then ordered by
-the first group that they hold, groups within a row as they came, completions within a part as they came.
+costly to the least (equal ones as they came). Rows are then ordered by the first group that they hold, groups within a
+row as they came, completions within a part as they came.
 
 Knows lengths and the passports. Refuses to know models: positions are handed in as a function.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +29,9 @@ from trigon.types import GroupSpan, MicroBatch, PackedGroups, Prompt, RolloutGro
 
 Positions = Callable[[Prompt], Tensor]
 """Gives the positions of a prompt's tokens, [1 or 3, P] int64 on the CPU."""
+
+_Fit = Callable[[Sequence[int], int], list[list[int]]]
+"""Given costs and a capacity, returns bins of indices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +81,16 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
     return [_micro_batch(row.packed, [groups[group].sequences[index] for group, index in row.owners]) for row in rows]
 
 
+def tokens_of(group: RolloutGroup | TrainGroup) -> int:
+    """Return how many tokens a group has in a row: its prompt once, and every completion."""
+    match group:
+        case RolloutGroup(prompt=prompt, rollouts=rollouts):
+            lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+        case TrainGroup(prompt=prompt, sequences=sequences):
+            lengths = [len(sequence.token_ids) for sequence in sequences]
+    return len(prompt.token_ids) + sum(lengths)
+
+
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
     """Give per-token results back: [S] for each row -> for each group, for each of its completions, its own [R]."""
     found: dict[tuple[int, int], Tensor] = {}
@@ -104,38 +122,91 @@ def _pack(
 
 
 def _layout(lengths: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[list[_Part]]:
-    """Place groups, given as (P, [R1, ..., Rn]), into rows: from the most costly part to the least, by best fit."""
-    parts = [part for group, (prompt, rest) in enumerate(lengths) for part in _split(group, prompt, rest, max_tokens)]
-    placed = _best_fit([part.cost for part in parts], max_tokens)
-    rows = [[parts[index] for index in row] for row in placed]
+    """Place groups, given as (P, [R1, ..., Rn]), into as few rows as best fit finds, about equally full."""
+    rows = min((_placed(lengths, max_tokens, fit) for fit in (_evenly, _best_fit)), key=len)  # of equals the first
     for row in rows:
         row.sort(key=lambda part: (part.group, part.completions))
     rows.sort(key=lambda row: (row[0].group, row[0].completions))
     return rows
 
 
-def _split(group: int, prompt: int, completions: Sequence[int], max_tokens: int) -> list[_Part]:
+def _placed(lengths: Sequence[tuple[int, Sequence[int]]], max_tokens: int, fit: _Fit) -> list[list[_Part]]:
+    """Return the parts in each row. fit: by which groups are split.
+
+    Halves of equal size leave rows half empty where two of them do not fit, which a large and a small part would not.
+    """
+    parts = [
+        part for group, (prompt, rest) in enumerate(lengths) for part in _split(group, prompt, rest, max_tokens, fit)
+    ]
+    return [[parts[index] for index in row] for row in _evenly([part.cost for part in parts], max_tokens)]
+
+
+def _split(group: int, prompt: int, completions: Sequence[int], max_tokens: int, fit: _Fit) -> list[_Part]:
     """Cut a group into as few parts as best fit finds: usually one."""
     return [
         _Part(group, tuple(sorted(part)), prompt + sum(completions[index] for index in part))
-        for part in _best_fit(completions, max_tokens - prompt)
+        for part in fit(completions, max_tokens - prompt)
     ]
 
 
-def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: one bin if all costs fit together; a cost above the capacity has a bin to itself."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        fitting = [number for number, left in enumerate(room) if left >= costs[index]]
-        if fitting:
-            fullest = min(fitting, key=lambda number: room[number])
-            bins[fullest].append(index)
-            room[fullest] -= costs[index]
+def _evenly(costs: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return as many bins of indices as _best_fit does, with sums that lie close together.
+
+    The most costly first, each goes into the emptiest bin: then the largest and the smallest sum differ by at most one
+    cost. Where that does not fit, best fit places them, in the smallest bins of which as many suffice.
+
+    Example: costs 5, 4, 3, 2 in bins of 10: [[0, 3], [1, 2]], 7 each. Of 5, 5, 4, 4, 2 the emptiest bin would come to
+    11: [[0, 1], [2, 3, 4]].
+    """
+    bins = _best_fit(costs, capacity)
+    even: list[list[int]] = [[] for _ in bins]
+    sums = [0] * len(bins)
+    for index in _largest_first(costs):
+        emptiest = sums.index(min(sums))
+        if even[emptiest] and sums[emptiest] + costs[index] > capacity:
+            return _best_fit_in_smallest(costs, capacity, bins)
+        even[emptiest].append(index)
+        sums[emptiest] += costs[index]
+    return even
+
+
+def _best_fit_in_smallest(costs: Sequence[int], capacity: int, bins: list[list[int]]) -> list[list[int]]:
+    """Return what best fit makes of smaller bins, as long as that takes no more of them than the given ones.
+
+    MULTIFIT: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor scheduling", 1978.
+    """
+    too_small = 0
+    while capacity - too_small > 1:
+        middle = (capacity + too_small) // 2
+        tried = _best_fit(costs, middle)
+        if len(tried) > len(bins):
+            too_small = middle
         else:
-            bins.append([index])
-            room.append(capacity - costs[index])
+            bins, capacity = tried, middle
     return bins
+
+
+def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return bins of indices: one bin if all costs fit together; a cost above the capacity has a bin to itself.
+
+    The most costly first, each goes into the fullest bin that still has room.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (what is left, the bin's number), ascending
+    for index in _largest_first(costs):
+        fullest = bisect_left(room, (costs[index], 0))
+        if fullest == len(room):
+            left, number = capacity, len(bins)
+            bins.append([])
+        else:
+            left, number = room.pop(fullest)
+        bins[number].append(index)
+        insort(room, (left - costs[index], number))
+    return bins
+
+
+def _largest_first(costs: Sequence[int]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda index: -costs[index])
 
 
 def _row(
@@ -169,6 +240,7 @@ def _row(
             spans=tuple(spans),
             pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
             grid_thw=torch.cat([vision.grid_thw for vision in visions]) if visions else None,
+            vision_hashes=tuple(key for vision in visions for key in vision.hashes),
         ),
         owners=tuple(owners),
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from trigon.types import RolloutGroup, TrainGroup
-
 
 def spread(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     """Return the indices of each part, ascending, so that the parts' sums lie close together.
@@ -39,13 +37,3 @@ def spread(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     if not solutions:
         return [[] for _ in range(num_parts)]
     return [sorted(indices) for _, indices in solutions[0][2]]
-
-
-def tokens_of(group: RolloutGroup | TrainGroup) -> int:
-    """Return what a pass over a group costs: its prompt once, and every completion."""
-    match group:
-        case RolloutGroup(prompt=prompt, rollouts=rollouts):
-            lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
-        case TrainGroup(prompt=prompt, sequences=sequences):
-            lengths = [len(sequence.token_ids) for sequence in sequences]
-    return len(prompt.token_ids) + sum(lengths)

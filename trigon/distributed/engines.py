@@ -14,7 +14,8 @@ from typing import Any, Never, TypeVar
 
 from torch import Tensor
 
-from trigon.distributed.balance import spread, tokens_of
+from trigon.data.packing import tokens_of
+from trigon.distributed.balance import spread
 from trigon.distributed.cluster import Placed
 from trigon.distributed.crew import DISK_SECONDS, Crew
 from trigon.distributed.wire import (
@@ -28,9 +29,9 @@ from trigon.distributed.worker import Vitals
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import OnGroup
+from trigon.training.local import teaches
 from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
-Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Item = TypeVar("Item")
 
 
@@ -44,10 +45,11 @@ class WeightsInWorkers(Iterator[tuple[str, Tensor]]):
 
 
 class WorkersTrainEngine:
-    """Satisfies TrainEngine."""
+    """Satisfies TrainEngine. regularized: whether a group without an advantage has a gradient all the same."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, *, regularized: bool) -> None:
         self._crew = crew
+        self._regularized = regularized
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
@@ -60,7 +62,7 @@ class WorkersTrainEngine:
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. Its metrics tell as well how many bytes were moved since the last update."""
         crew = self._crew
-        shares = _shares(groups, len(crew.workers))
+        shares = spread(update_costs(groups, regularized=self._regularized), len(crew.workers))
         payloads = [crew.sent(encode_train([groups[index] for index in share]), phase="update") for share in shares]
         metrics = crew.all(lambda actor, worker: actor.step.remote(payloads[worker.rank]), phase="update")
         return merge(*metrics, crew.traffic.told())
@@ -197,7 +199,12 @@ def _logprobs(
     return _in_order(shares, [decode_logprobs(crew.received(reply, phase=phase)) for reply in replies])
 
 
-def _shares(groups: Sequence[Group], num_workers: int) -> list[list[int]]:
+def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
+    """Return what each group costs in an update: the tokens of its pass, or next to nothing where it has none."""
+    return [tokens_of(group) if regularized or teaches(group) else 1 for group in groups]
+
+
+def _shares(groups: Sequence[RolloutGroup], num_workers: int) -> list[list[int]]:
     return spread([tokens_of(group) for group in groups], num_workers)
 
 

@@ -34,8 +34,10 @@ from trigon.distributed.wire import (
 )
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
+from trigon.training.budget import Budgets, Lengths, fit_budgets
 from trigon.training.fsdp import ProcessRanks
 from trigon.training.local import LocalTrainEngine, Sizes
+from trigon.training.memory import memory_of
 from trigon.training.protocol import LogprobEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
@@ -134,6 +136,12 @@ class Worker:
         """Build the engines."""
         self._member = open_member(self._ranks)
         return self._member.trainer.sizes()
+
+    def fit(self, lengths: Lengths, known: Budgets | None, shared_by: int) -> Budgets:
+        """Find how many tokens a pass may take, and go by that from now on. shared_by: workers on this machine."""
+        member = self._opened
+        memory = memory_of(self._ranks.device, shared_by=shared_by)
+        return fit_budgets(member.trainer, member.reference, memory, lengths, self._ranks, known=known)
 
     # -- rollout --
 

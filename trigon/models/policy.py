@@ -8,7 +8,7 @@ sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trigon.errors import ModelError
 from trigon.models.attention import plan_attention, windows_of
 from trigon.models.families import Family
+from trigon.models.features import FeatureMemory, Features
 from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
@@ -48,6 +49,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
         self.logprob_chunk = logprob_chunk
+        self._features: FeatureMemory | None = None
+        self._most: Callable[[int], int] = int
 
     def forward(
         self,
@@ -72,7 +75,10 @@ class Policy(nn.Module):
         embeddings = language.embed_tokens(token_ids)[None]
         deepstack: dict[str, Any] = {}
         if packed.pixel_values is not None and packed.grid_thw is not None:
-            features, layered = self._see(packed.pixel_values, packed.grid_thw)
+            if self._features is None:
+                features, layered = self._see(packed.pixel_values, packed.grid_thw)
+            else:
+                features, layered = self._see_each(packed.pixel_values, packed.grid_thw, packed.vision_hashes)
             config = self.model.config
             here = torch.isin(token_ids, torch.tensor(self.family.placeholder_token_ids(config), device=device))
             here = here[None]
@@ -84,6 +90,8 @@ class Policy(nn.Module):
             embeddings = embeddings.masked_scatter(here[..., None], features.to(embeddings.dtype))
             if self.family.deepstack:
                 deepstack = {"visual_pos_masks": here, "deepstack_visual_embeds": layered}
+        elif touch_vision and self._features is not None:
+            self._see_blank(self._most(0))
         elif touch_vision and self.family.has_vision:
             features, layered = self._see(*self._empty_image())
             embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *layered))
@@ -137,6 +145,28 @@ class Policy(nn.Module):
         """
         for module in self.family.vision_modules(self.model):
             module.requires_grad_(False)
+
+    @property
+    def has_frozen_vision(self) -> bool:
+        """Whether there is a vision tower of which nothing trains, adapters included."""
+        parameters = [part for module in self.family.vision_modules(self.model) for part in module.parameters()]
+        return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+    def remember_features(self, memory: FeatureMemory, *, most: Callable[[int], int]) -> None:
+        """From now on take what the vision tower makes of an image or video from the memory, if it is there.
+
+        For a tower that never changes. Each image or video is then seen by itself, remembered or not, so that its
+        features, bit for bit, depend on nothing else.
+        most: returns the largest of a number on any rank. It is asked in every pass with touch_vision, since all ranks
+        have to run a sharded tower equally often; those that are to see less look at empty images.
+        """
+        self._features = memory
+        self._most = most
+
+    def forget_features(self) -> None:
+        """Forget what the vision tower made of images and videos, since it has other weights now."""
+        if self._features is not None:
+            self._features.forget()
 
     @property
     def has_adapters(self) -> bool:
@@ -203,6 +233,7 @@ class Policy(nn.Module):
             )
         for name, weight in own.items():
             weight.copy_(weights[name])
+        self.forget_features()
 
     def _see(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return features of all images and videos, [their tokens, D], and with deepstack as many for each of the first
@@ -211,9 +242,35 @@ class Policy(nn.Module):
         tower: Any = self.family.vision_tower(self.model)
         if self.family.tiles:
             tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
-            return self.family.image_features(self.model, tiles.to(tower.device, tower.dtype)), []
-        seen = tower(pixel_values.to(tower.device, tower.dtype), grid_thw=grid_thw.to(tower.device))
+            return self.family.image_features(self.model, tiles.to(tower.device).to(tower.dtype)), []
+        seen = tower(pixel_values.to(tower.device).to(tower.dtype), grid_thw=grid_thw.to(tower.device))
         return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []
+
+    @torch.no_grad()
+    def _see_each(self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+        """Return what _see does, of each image and video as if it were the only one, or from memory."""
+        assert self._features is not None
+        tower: Any = self.family.vision_tower(self.model)
+        parts = torch.split(pixel_values, grid_thw.prod(dim=1).tolist())
+        known = self._features.recall(hashes, tower.device)
+        keys = hashes or tuple(map(str, range(len(parts))))
+        unseen = {key: index for index, key in enumerate(keys) if key not in known}  # of equal ones, one
+        most = self._most(len(unseen))  # before the tower runs, which the other ranks may do less often
+        for key, index in unseen.items():
+            tokens, layered = self._see(parts[index], grid_thw[index : index + 1])
+            known[key] = Features(tokens, tuple(layered))
+            if hashes:
+                self._features.remember(key, known[key])
+        self._see_blank(most - len(unseen))
+        return torch.cat([known[key].tokens for key in keys]), [
+            torch.cat(layer) for layer in zip(*(known[key].layered for key in keys), strict=True)
+        ]
+
+    @torch.no_grad()
+    def _see_blank(self, times: int) -> None:
+        """Run the vision tower on an empty image so many times, while other ranks see theirs."""
+        for _ in range(times):
+            self._see(*self._empty_image())
 
     def _empty_image(self) -> tuple[Tensor, Tensor]:
         side = self.family.patches_per_side(self.model.config)

@@ -2,6 +2,7 @@
 
     root/
       config.yaml                          the resolved configuration
+      auto_micro_batch.json                token budgets that were measured, with trainer.auto_micro_batch
       metrics.jsonl                        {"step": 12, "metrics": {"reward/overall": 0.8, ...}}, one line for each step
       rollouts/step_000012.jsonl           every rollout of step 12, one line each
       rollouts/validation_000012.jsonl     every validation answer given after step 12
@@ -35,6 +36,7 @@ from trigon.types import RolloutGroup
 Split = Literal["train", "validation"]
 
 METRICS = "metrics.jsonl"
+BUDGETS = "auto_micro_batch.json"
 LOCK = "run.lock"
 
 _ROLLOUTS = re.compile(r"(step|validation)_(\d+)\.jsonl")
@@ -109,6 +111,23 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
         _replace(self.path / "config.yaml", text.encode())
+
+    def write_budgets(self, content: Mapping[str, Any]) -> None:
+        """Write auto_micro_batch.json, for people and for the run that goes on from here."""
+        _replace(self.path / BUDGETS, json.dumps(content, indent=2).encode() + b"\n")
+
+    def read_budgets(self) -> dict[str, Any] | None:
+        """Return what write_budgets wrote; None if nothing was. Raises: CheckpointError if it cannot be read."""
+        path = self.path / BUDGETS
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no JSON ({error}); remove it, to have budgets measured again") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} holds no budgets; remove it, to have them measured again")
+        return content
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the line of a step. It is on the disk when this returns."""

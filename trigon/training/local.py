@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.reduce import Denominators, count_denominators
-from trigon.data.packing import Positions, pack_train
+from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
+from trigon.models.features import FeatureMemory
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapter_config, adapters_off
 from trigon.models.policy import Policy, whole
@@ -72,10 +73,12 @@ class LocalScorer:
         compute_dtype: torch.dtype | None,
         offload_params: bool,
         ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
+        features: FeatureMemory | None = None,
     ) -> None:
         """max_tokens: token budget of a packed row. offload_params: keep the weights on the CPU between calls.
 
         compute_dtype: of the forward; None where the policy sees to that by itself, as one that is sharded does.
+        features: for a policy whose vision tower never changes; see Policy.remember_features.
         """
         self.policy = policy
         self.device = device
@@ -84,6 +87,8 @@ class LocalScorer:
         self._compute_dtype = compute_dtype
         self._offload_params = offload_params
         self._ranks = ranks
+        if features is not None:
+            policy.remember_features(features, most=lambda number: int(ranks.largest([number])[0]))
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the context in which the policy computes: autocast, unless all weights have the dtype already."""
@@ -108,6 +113,15 @@ class LocalScorer:
         """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
         return self._scored(groups, against=None)
 
+    def rehearse(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
+        """Make the pass of logprobs, or of full_kl, over groups in one row, however long, for nothing."""
+        with nullcontext() if against is None else against.awake():
+            self._scored(groups, against=against, max_tokens=sum(map(tokens_of, groups)))
+
+    def use_budget(self, max_tokens: int) -> None:
+        """Pack rows of another token budget from now on."""
+        self._max_tokens = max_tokens
+
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return what logprobs does, but of each token the KL of the policy's whole distribution from a reference's."""
         with reference.awake():
@@ -118,12 +132,14 @@ class LocalScorer:
         with self.precision():
             return self.policy.predictions(packed, touch_vision=touch_vision)
 
-    def _scored(self, groups: Sequence[RolloutGroup], *, against: Reference | None) -> list[list[Tensor]]:
+    def _scored(
+        self, groups: Sequence[RolloutGroup], *, against: Reference | None, max_tokens: int | None = None
+    ) -> list[list[Tensor]]:
         with self.awake():
             return score_rollouts(
                 self.policy,
                 groups,
-                max_tokens=self._max_tokens,
+                max_tokens=self._max_tokens if max_tokens is None else max_tokens,
                 positions=self._positions,
                 precision=self.precision,
                 device=self.device,
@@ -154,12 +170,13 @@ class LocalTrainEngine:
         offload_optimizer: bool,
         ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
         reference: LocalScorer | None = None,
+        features: FeatureMemory | None = None,
     ) -> None:
         """policy: where it computes, on device, or sharded over ranks.
 
         reference: with what the full KL compares; None: nothing does, or LoRA's adapters are left out for it.
         update_max_tokens, score_max_tokens: token budgets of a packed row with and without gradient.
-        compute_dtype: as in LocalScorer.
+        compute_dtype, features: as in LocalScorer.
         offload_params, offload_optimizer: keep them on the CPU while the rollout engine has the device.
         """
         self._policy = policy
@@ -173,6 +190,7 @@ class LocalTrainEngine:
         self._offload_optimizer = offload_optimizer
         self._strategy = strategy
         self._ranks = ranks
+        self._features = features
         self._optimizer = make_optimizer(
             policy.parameters(),
             strategy=strategy,
@@ -189,6 +207,7 @@ class LocalTrainEngine:
             compute_dtype=compute_dtype,
             offload_params=False,  # weights() decides when the policy leaves the device
             ranks=ranks,
+            features=features,
         )
         self._reference: Reference | None = reference or (self.below_adapters() if policy.has_adapters else None)
 
@@ -257,6 +276,7 @@ class LocalTrainEngine:
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+        packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in batches))
         share = metrics.get("actor/pg_loss", Sum(0.0)).value
         [loss] = self._ranks.totals([share])
         update_metrics: dict[str, Metric] = {
@@ -266,10 +286,68 @@ class LocalTrainEngine:
             "actor/lr": Mean(rate),
             "actor/skipped_updates": Sum(float(not learns and self._ranks.rank == 0)),
             "actor/micro_batches": Sum(float(len(batches))),
-            "actor/packed_tokens": Sum(float(sum(batch.packed.token_ids.numel() for batch in batches))),
+            "actor/packed_tokens": Sum(packed_tokens),
+            "actor/packing_fill": Mean(packed_tokens, float(len(batches) * self._update_max_tokens)),
             "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
         }
+        remembered, shown = (0, 0) if self._features is None else self._features.told()
+        if shown:
+            update_metrics["actor/vision_remembered"] = Mean(float(remembered), float(shown))
         return {**metrics, **update_metrics}
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
+        """Return what makes an update's pass over groups in one row, however long, for nothing.
+
+        Gradients add up until the context ends, and are forgotten then. Of several ranks all are to make the same.
+        """
+        reference = self._reference if self._terms.kl_estimator == "full" else None
+        self._wake(optimizer=False)
+
+        def rehearse(groups: Sequence[TrainGroup]) -> None:
+            [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=self._positions)
+            self._ranks.before_forward(self._policy, settle=False)
+            micro_batch_backward(
+                self._policy,
+                to_device(batch, self._device),
+                self._terms,
+                Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
+                self._scorer.precision,
+                reference=reference,
+                touch_vision=batch.packed.pixel_values is not None,
+                gradient_scale=1.0,
+            )
+
+        try:
+            with nullcontext() if reference is None else reference.awake():
+                yield rehearse
+                # What waits between the copies of a sharded policy would be added to the first update.
+                self._ranks.before_forward(self._policy, settle=True)
+                idle_backward(self._policy, self._scorer.precision, reference=reference, touch_vision=True)
+        finally:
+            self._ranks.after_pass(self._policy)
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def rehearse(self, groups: Sequence[RolloutGroup]) -> None:
+        """Make the pass of logprobs, with a reference at hand that of full_kl, over groups in one row, for nothing."""
+        self._wake(optimizer=False)
+        self._scorer.rehearse(groups, against=self._reference)
+
+    def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
+        """Pack rows of other token budgets from now on."""
+        self._update_max_tokens = update_max_tokens
+        self._scorer.use_budget(score_max_tokens)
+
+    @property
+    def policy(self) -> Policy:
+        """What it trains."""
+        return self._policy
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What the optimizer's states take of this rank's device during an update."""
+        elsewhere = next(self._policy.parameters()).device.type != self._device.type  # with the weights, always
+        return 0 if elsewhere else self.sizes().optimizer_bytes
 
     def weights(self) -> NamedTensors:
         """See TrainEngine. Once all have been taken, what is to be offloaded leaves the device."""
@@ -318,6 +396,7 @@ class LocalTrainEngine:
             )
         self._wake(optimizer=True)
         load_tensors(self._saved_weights(), folder / self._weights_folder, group=self._ranks.state_group)
+        self._policy.forget_features()
         self._load_optimizer_tensors(folder / OPTIMIZER_FOLDER)
         self._updates = int(state["updates"])
 

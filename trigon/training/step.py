@@ -67,11 +67,14 @@ class Reference(Protocol):
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the same dataclass with its tensors on the device; nested ones too."""
+    """Return the same dataclass with its tensors on the device; nested ones too.
+
+    But for pixels, which the policy fetches where it has to see them.
+    """
     moved: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and field.name not in ("pixel_values", "grid_thw"):
             moved[field.name] = value.to(device, non_blocking=True)
         elif isinstance(value, PackedGroups):
             moved[field.name] = to_device(value, device)

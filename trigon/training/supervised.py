@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from trigon.data.packing import Positions, pack_train
+from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.models.policy import Policy
 from trigon.training.optim import Schedule, make_optimizer
 from trigon.types import Prompt, TrainGroup, TrainSequence
@@ -55,7 +55,7 @@ def warm_start(
         if len(order) < batch_size:
             order = rng.sample(range(num_examples), num_examples)
         groups = [_as_group(example(order.pop())) for _ in range(batch_size)]
-        [batch] = pack_train(groups, max_tokens=sum(_length(group) for group in groups), positions=positions)
+        [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
         logprobs = policy(batch.packed).logprobs
         whole = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
         recent.append(float(whole.exp().mean()))
@@ -86,7 +86,3 @@ def _as_group(example: Example) -> TrainGroup:
         ref_logprobs=None,
     )
     return TrainGroup(prompt=prompt, sequences=(sequence,))
-
-
-def _length(group: TrainGroup) -> int:
-    return len(group.prompt.token_ids) + sum(len(sequence.token_ids) for sequence in group.sequences)
