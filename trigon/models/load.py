@@ -21,6 +21,7 @@ from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention, windows_of
 from trigon.models.families import Family, family_named
 from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
+from trigon.models.kernels import Kernel
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -133,8 +134,9 @@ def load_model(
     device: torch.device | str,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    attention_kernel: Kernel = "sdpa",
 ) -> Any:
-    """Load the whole model, in eval mode, with group attention in place of its own.
+    """Load the whole model, in eval mode, with group attention in place of its own, by this kernel.
 
     device: "meta" makes the model without its weights, for somebody else to fill in.
     override_config: values of the model's config to replace, nested as the config is.
@@ -164,7 +166,7 @@ def load_model(
         )
         _refuse_half_loaded(folder, report)
     family.language_model(model).config.use_cache = False
-    use_group_attention(model, family)
+    use_group_attention(model, family, attention_kernel)
     model.name_or_path = model_path  # as it was given, not where the Hub's copy lies
     return model.to(device).eval()
 

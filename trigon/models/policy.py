@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.attention import plan_attention, windows_of
+from trigon.models.attention import RowPlan, kernel_of
 from trigon.models.families import Family
 from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
@@ -92,7 +92,7 @@ class Policy(nn.Module):
             inputs_embeds=embeddings,
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
             use_cache=False,
-            group_plan=plan_attention(packed.spans, device, windows_of(language.config)),
+            group_plan=RowPlan(packed.spans, device, kernel_of(language.config)),
             **deepstack,
         ).last_hidden_state[0]
         targets, sources = (positions.to(device) for positions in shifted(packed.spans))
