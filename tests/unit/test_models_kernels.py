@@ -17,7 +17,7 @@ from varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn, torch_2_10, to
 
 from trigon.errors import ModelError
 from trigon.models.attention import RowPlan, group_attention, window_attention
-from trigon.models.kernels import adapt_varlen, lay_out, resolve_kernel, takes
+from trigon.models.kernels import adapt_varlen, lay_out, pieces_attention, resolve_kernel, takes
 from trigon.types import GroupSpan
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -182,6 +182,21 @@ def test_how_each_version_of_varlen_is_called() -> None:
 def test_the_installed_varlen_is_one_that_is_known() -> None:
     adapted = adapt_varlen(varlen.varlen_attn)
     assert adapted.takes_window or not adapted.takes_scale
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_installed_varlen_takes_the_call_and_gives_gradients(window: int | None) -> None:
+    """On a device without memory, where it computes nothing but shapes."""
+    if window is not None and not adapt_varlen(varlen.varlen_attn).takes_window:
+        pytest.skip("this torch's varlen_attn takes no windows")
+    meta = torch.device("meta")
+    inputs = [torch.empty(18, heads, 64, dtype=torch.bfloat16, device=meta, requires_grad=True) for heads in (4, 2, 2)]
+    pieces, keys = RowPlan(TWO_GROUPS, meta, "varlen").pieces
+    query, key, value = inputs[0], lay_out(inputs[1], keys), lay_out(inputs[2], keys)
+    output = pieces_attention(query, key, value, pieces, kernel="varlen", scale=SCALE, causal=True, window=window)
+    assert output.shape == (18, 4, 64)
+    gradients = torch.autograd.grad(output.sum(), inputs)
+    assert [gradient.shape for gradient in gradients] == [part.shape for part in inputs]
 
 
 def test_a_varlen_of_an_unknown_signature_is_refused() -> None:

@@ -247,6 +247,18 @@ class ModelConfig(Section):
     freeze_vision_tower: bool = False
     """Leave the vision tower as it is and train the rest: less memory and time."""
 
+    attention_kernel: Literal["auto", "sdpa", "varlen", "flex", "flash"] = "auto"
+    """What computes attention: sdpa, exact and piece by piece; on a GPU also varlen (torch's, one call a layer), flex
+    (torch's, compiled) and flash (the package flash-attn). auto: varlen on a GPU in 16 bits, else sdpa. Ours."""
+
+    compile_layers: bool = False
+    """Compile each decoder layer and vision block (torch.compile), which fuses what is not attention or a matrix
+    product; the first passes take minutes. Off, since its gain has not been measured here. Ours."""
+
+    use_liger_kernel: bool = False
+    """Norms and gated activations by liger-kernel's fused functions, on a GPU: less memory and time for these. Off,
+    since its gain has not been measured here. Ours."""
+
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
 

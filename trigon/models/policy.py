@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trigon.errors import ModelError
 from trigon.models.attention import RowPlan, kernel_of
 from trigon.models.families import Family
+from trigon.models.fused import use_liger
 from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
@@ -129,6 +130,19 @@ class Policy(nn.Module):
         """Recompute each layer in the backward instead of keeping its activations. Sets train mode, which it needs."""
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()
+
+    def compile_layers(self) -> None:
+        """Compile the forward of each layer, for rows of any length; attention itself stays outside (attention.py).
+
+        In place: names and places of weights do not change, nor does what is put into the layers later, adapters or
+        shards. Compiled at the first call, and again for passes without gradient.
+        """
+        for layer in self.layers():
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+    def use_liger_kernel(self) -> None:
+        """See fused.use_liger."""
+        use_liger(self.model)
 
     def freeze_vision_tower(self) -> None:
         """Keep the vision tower, its merger or projector and adapters, out of training. Nothing for a text family.
