@@ -252,8 +252,8 @@ class ModelConfig(Section):
     (torch's, compiled) and flash (the package flash-attn). auto: varlen on a GPU in 16 bits, else sdpa. Ours."""
 
     compile_layers: bool = False
-    """Compile each decoder layer and vision block (torch.compile), which fuses what is not attention or a matrix
-    product; the first passes take minutes. Off, since its gain has not been measured here. Ours."""
+    """Compile the norms and MLPs of each layer (torch.compile), which fuses what is not a matrix product in them; the
+    first passes take a minute or more. Off, since its gain has not been measured here. Ours."""
 
     use_liger_kernel: bool = False
     """Norms and gated activations by liger-kernel's fused functions, on a GPU: less memory and time for these. Off,

@@ -191,13 +191,10 @@ def use_group_attention(model: Any, family: Family, kernel: Kernel = "sdpa") -> 
     """
     from transformers import AttentionInterface
 
-    # Where layers are compiled, attention is called from between the compiled parts: it is kernels already, and what
-    # it goes by is not tensors alone.
     for name in GROUP_ATTENTION.values():
-        AttentionInterface.register(name, torch.compiler.disable(_group_attention))  # type: ignore[no-untyped-call]
+        AttentionInterface.register(name, _group_attention)
     for by, name in WINDOW_ATTENTION.items():
-        attend = partial(_window_attention, kernel="sdpa" if by == "flex" else by)
-        AttentionInterface.register(name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+        AttentionInterface.register(name, partial(_window_attention, kernel="sdpa" if by == "flex" else by))
     family.language_model(model).set_attn_implementation(GROUP_ATTENTION[kernel])
     tower = family.vision_tower(model)
     if tower is not None and not family.tiles:

@@ -1,8 +1,8 @@
-"""Norms and gated activations by liger-kernel's fused functions, in a model that is loaded already.
+"""Fewer and larger kernels for what is neither attention nor a matrix product, in a model that is loaded already.
 
-Knows which modules of transformers compute what such a function computes: an RMS norm, with or without an offset of
-one, and an MLP with a SiLU gate. Refuses to know families; changes no class, only the modules of one model, and neither
-the names nor the places of weights.
+Two ways, each for those who want it: torch.compile of the norms and MLPs of a layer, and liger-kernel's functions for
+RMS norms, with or without an offset of one, and for MLPs with a SiLU gate. Refuses to know families; changes no class,
+only the modules of one model, and neither the names nor the places of weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
+
+_FORWARDS_AT_MOST = 64
+
+
+def compile_parts(layer: nn.Module) -> None:
+    """Compile a layer's norms, and its MLP unless that has experts: for any number of tokens, at their first call.
+
+    In place: what is put into them later, adapters or shards, stays in effect.
+    """
+    # Not the layer as a whole: recomputed under gradient checkpointing, it may meet another of its compiled versions
+    # than in the forward (pytorch #166926), and experts cannot be compiled. These parts have one input, and keep the
+    # same tensors for the backward in all their versions.
+    # Each version counts by the code of forward, which is that of all norms of a model: of 2 and of 3 dimensions, with
+    # and without gradient, adapters or autocast. Above its limit torch goes on uncompiled.
+    dynamo: Any = torch._dynamo
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _FORWARDS_AT_MOST)
+    norms = [module for module in layer.modules() if type(module).__name__.endswith("Norm")]
+    mlps = [
+        child
+        for name, child in layer.named_children()
+        if child not in norms
+        and "att" not in name
+        and not any("experts" in inner for inner, _ in child.named_modules())
+    ]
+    for part in (*norms, *mlps):
+        inside: Any = part
+        inside.forward = torch.compile(inside.forward, dynamic=True)
 
 
 def require_liger(device: torch.device) -> None:
@@ -32,7 +59,7 @@ def require_liger(device: torch.device) -> None:
 
 
 def use_liger(model: nn.Module) -> int:
-    """Let a model's norms and gated MLPs compute by liger-kernel from now on, and return how many do.
+    """Let a model's RMS norms and gated MLPs compute by liger-kernel from now on, and return how many do.
 
     Adapters that are put into an MLP later stay in effect. Raises: ModelError if the model has none of either.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trigon.errors import ModelError
 from trigon.models.attention import RowPlan, kernel_of
 from trigon.models.families import Family
-from trigon.models.fused import use_liger
+from trigon.models.fused import compile_parts, use_liger
 from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
@@ -132,13 +132,9 @@ class Policy(nn.Module):
         self.train()
 
     def compile_layers(self) -> None:
-        """Compile the forward of each layer, for rows of any length; attention itself stays outside (attention.py).
-
-        In place: names and places of weights do not change, nor does what is put into the layers later, adapters or
-        shards. Compiled at the first call, and again for passes without gradient.
-        """
+        """Compile the norms and MLPs of each layer, for rows of any length; see fused.compile_parts."""
         for layer in self.layers():
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            compile_parts(layer)
 
     def use_liger_kernel(self) -> None:
         """See fused.use_liger."""
