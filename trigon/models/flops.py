@@ -27,8 +27,20 @@ from trigon.models.attention import windows_of
 
 Sharing = Literal["honest", "credited"]
 
-_GATED_TEXT = ("llama", "mistral", "gemma", "gemma3_text", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3")
-_TEXT = (*_GATED_TEXT, "qwen3_vl_text", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
+_TEXT = (
+    *(
+        "llama",
+        "mistral",
+        "gemma",
+        "gemma3_text",
+        "qwen2",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3",
+        "qwen3_vl_text",
+    ),
+    *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"),
+)
 
 # Dense, in bfloat16, as the makers state it; TFLOP/s. A part that only looks alike (PCIe, a slice) is another one.
 _PEAKS = (
@@ -143,8 +155,8 @@ def _active_weights(text: Any) -> int:
     attention = width * head_dim * 2 * (text.num_attention_heads + text.num_key_value_heads)
     layers = int(text.num_hidden_layers)
     experts = getattr(text, "num_experts", None) or 0
-    if text.model_type in _GATED_TEXT or text.model_type == "qwen3_vl_text" or not experts:
-        return layers * (attention + 3 * width * text.intermediate_size)
+    if not experts:
+        return int(layers * (attention + 3 * width * text.intermediate_size))
     sparse = sum(
         layer not in (text.mlp_only_layers or ()) and (layer + 1) % text.decoder_sparse_step == 0
         for layer in range(layers)
@@ -152,7 +164,7 @@ def _active_weights(text: Any) -> int:
     chosen = width * experts + text.num_experts_per_tok * 3 * width * text.moe_intermediate_size
     if text.model_type == "qwen2_moe":  # has one expert for all tokens besides, and a gate for it
         chosen += 3 * width * text.shared_expert_intermediate_size + width
-    return layers * attention + sparse * chosen + (layers - sparse) * 3 * width * text.intermediate_size
+    return int(layers * attention + sparse * chosen + (layers - sparse) * 3 * width * text.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)

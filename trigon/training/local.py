@@ -268,6 +268,7 @@ class LocalTrainEngine:
             "actor/micro_batches": Sum(float(len(batches))),
             "actor/packed_tokens": Sum(float(sum(batch.packed.token_ids.numel() for batch in batches))),
             "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
+            **self._policy.update_work(taught),
         }
         return {**metrics, **update_metrics}
 
