@@ -374,10 +374,15 @@ def open_engines(
 def choose_kernel(config: Config, device: torch.device) -> Kernel:
     """Return by which kernel the run's models attend on this device.
 
-    Raises: ModelError if it cannot run there, or liger-kernel is wanted and cannot.
+    Raises: ModelError if it cannot run there, or liger-kernel is wanted and cannot; ConfigError if that is to be
+    compiled besides.
     """
     actor = config.worker.actor
     if actor.model.use_liger_kernel:
+        if actor.model.compile_layers:
+            raise ConfigError(
+                "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
+            )
         require_liger(device)
     return resolve_kernel(actor.model.attention_kernel, device=device, dtype=DTYPES[actor.fsdp.mp_param_dtype])
 
