@@ -256,8 +256,8 @@ class ModelConfig(Section):
     first passes take a minute or more. Off, since its gain has not been measured here. Ours."""
 
     use_liger_kernel: bool = False
-    """Norms and gated activations by liger-kernel's fused functions, on a GPU. Off, since its gain has not been measured
-    here. Ours."""
+    """Norms and gated activations by liger-kernel's fused functions, on a GPU. Off, since its gain has not been
+    measured here. Ours."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
