@@ -184,8 +184,8 @@ def windows_of(text_config: Any) -> tuple[int | None, ...]:
 
 
 def use_group_attention(model: Any, family: Family, kernel: Kernel = "sdpa") -> None:
-    """Make a transformers model attend within groups: its language model by spans, its vision tower by windows,
-    unless that sees tiles, which are a batch.
+    """Make a transformers model attend within groups by a kernel: its language model by spans, its vision tower by
+    windows, unless that sees tiles, which are a batch.
 
     The model then works only with the keyword argument that Policy passes, and has no padded path.
     """

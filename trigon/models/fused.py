@@ -35,8 +35,8 @@ def compile_parts(layer: nn.Module) -> None:
     mlps = [
         child
         for name, child in layer.named_children()
-        if child not in norms
-        and "att" not in name
+        if "att" not in name
+        and any(isinstance(inner, nn.Linear) for inner in child.modules())
         and not any("experts" in inner for inner, _ in child.named_modules())
     ]
     for part in (*norms, *mlps):

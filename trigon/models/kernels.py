@@ -9,6 +9,8 @@
         flex               One call with a mask that is a function of two tokens, and a table of the blocks of 128 x 128
                            in which it is true anywhere. No key is laid out twice.
 
+What a flash kernel does not take, float32 and odd widths, is left to scaled_dot_product_attention (attention.py).
+
 Knows torch's and flash-attn's functions, what they take, and in which version. Refuses to know models, and what the
 pieces are. Nothing else calls these functions.
 """
@@ -111,8 +113,8 @@ def _refuse(wanted: Kernel, device: torch.device, dtype: torch.dtype) -> None:
         return
     if dtype not in FLASH_DTYPES:
         raise ModelError(
-            f"{key} computes in 16 bits only, but worker.actor.fsdp.mp_param_dtype is {dtype}. Set that to bf16, or "
-            "attention_kernel to auto, flex or sdpa."
+            f"{key} computes in 16 bits only, but worker.actor.fsdp.mp_param_dtype is "
+            f"{str(dtype).removeprefix('torch.')}. Set that to bf16, or attention_kernel to auto, flex or sdpa."
         )
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise ModelError(
