@@ -40,7 +40,9 @@ from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
 from trigon.loop import Rhythm, Run, train
 from trigon.models.features import FeatureMemory
+from trigon.models.fused import require_liger
 from trigon.models.hub import uses_modelscope
+from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors, model_folder
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -116,7 +118,7 @@ def run_training(
     """
     check_sinks(config.trainer.logger)
     if num_workers(config) == 1:
-        choose_device(config)  # refuses what is not there
+        choose_kernel(config, choose_device(config))  # refuses what is not there
     with ExitStack() as stack:
         rewards = open_rewards(config)
         stack.callback(rewards.close)
@@ -390,27 +392,51 @@ def open_engines(
     return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer, fit)
 
 
-def open_policy(config: Config, processors: Processors, dtype: torch.dtype, device: torch.device | str) -> Policy:
+def choose_kernel(config: Config, device: torch.device) -> Kernel:
+    """Return by which kernel the run's models attend on this device.
+
+    Raises: ModelError if it cannot run there, or liger-kernel is wanted and cannot; ConfigError if that is to be
+    compiled besides.
+    """
+    actor = config.worker.actor
+    if actor.model.use_liger_kernel:
+        if actor.model.compile_layers:
+            raise ConfigError(
+                "worker.actor.model.use_liger_kernel and compile_layers change the same norms and MLPs; set one of them"
+            )
+        require_liger(device)
+    return resolve_kernel(actor.model.attention_kernel, device=device, dtype=DTYPES[actor.fsdp.mp_param_dtype])
+
+
+def open_policy(
+    config: Config, processors: Processors, kernel: Kernel, dtype: torch.dtype, device: torch.device | str
+) -> Policy:
     """Load the model's weights, or on "meta" none, and make them a policy."""
     model = config.worker.actor.model
-    return Policy(
+    policy = Policy(
         load_model(
             model_path(config),
             dtype=dtype,
             device=device,
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
+            attention_kernel=kernel,
         ),
         processors.family,
         temperature=config.worker.rollout.temperature,
         banned_token_ids=processors.banned_token_ids,
     )
+    if model.use_liger_kernel:
+        policy.use_liger_kernel()
+    if model.compile_layers:
+        policy.compile_layers()
+    return policy
 
 
-def open_trained_policy(config: Config, processors: Processors, device: torch.device | str) -> Policy:
+def open_trained_policy(config: Config, processors: Processors, kernel: Kernel, device: torch.device | str) -> Policy:
     """Load the policy as it is to be trained: what is frozen, what is adapted, what is computed again."""
     actor = config.worker.actor
-    policy = open_policy(config, processors, DTYPES[actor.fsdp.torch_dtype or "fp32"], device)
+    policy = open_policy(config, processors, kernel, DTYPES[actor.fsdp.torch_dtype or "fp32"], device)
     if actor.model.freeze_vision_tower:
         policy.freeze_vision_tower()
     if actor.model.lora.rank > 0:
@@ -480,7 +506,7 @@ def open_trainer(
     compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
     policy = open_placed(
         config,
-        partial(open_trained_policy, config, processors),
+        partial(open_trained_policy, config, processors, choose_kernel(config, place.device)),
         place,
         full_shard=actor.fsdp.enable_full_shard,
         param_dtype=compute_dtype,
@@ -529,7 +555,7 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: Pl
     offload = (ref.fsdp.enable_cpu_offload or ref.offload.offload_params) and place.device.type != "cpu"
     policy = open_placed(
         config,
-        partial(open_policy, config, processors, dtype),
+        partial(open_policy, config, processors, choose_kernel(config, place.device), dtype),
         place,
         full_shard=ref.fsdp.enable_full_shard,
         param_dtype=dtype,

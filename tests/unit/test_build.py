@@ -17,7 +17,7 @@ from trigon.config.checks import ALONE_WILL_DO
 from trigon.config.plan import make_plan
 from trigon.config.schema import ActorConfig, AlgorithmConfig, Config
 from trigon.credit import Credit
-from trigon.errors import CheckpointError, ConfigError
+from trigon.errors import CheckpointError, ConfigError, ModelError
 from trigon.loop import Rhythm
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
@@ -249,6 +249,26 @@ def test_the_device_is_the_one_wished_for():
         assert build.choose_device(config()).type == "cpu"
         with pytest.raises(ConfigError, match=r"trainer\.device is cuda.*trainer\.device=cpu"):
             build.choose_device(config(trainer={"device": "cuda"}))
+
+
+def test_models_attend_by_the_kernel_that_was_asked_for_or_the_best_that_runs(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    wishes = [config(worker={"actor": {"model": {"attention_kernel": kernel}}}) for kernel in ("auto", "sdpa", "flex")]
+    exact = config(worker={"actor": {"fsdp": {"mp_param_dtype": "fp32"}}})
+    assert [build.choose_kernel(each, gpu) for each in (*wishes, exact)] == ["varlen", "sdpa", "flex", "sdpa"]
+    assert [build.choose_kernel(each, cpu) for each in wishes[:2]] == ["sdpa", "sdpa"]
+    with pytest.raises(ModelError, match="attention_kernel=flex needs a GPU"):
+        build.choose_kernel(wishes[2], cpu)
+
+
+def test_fused_functions_are_refused_where_they_cannot_run():
+    fused = config(worker={"actor": {"model": {"use_liger_kernel": True}}})
+    with pytest.raises(ModelError, match="use_liger_kernel needs a GPU"):
+        build.choose_kernel(fused, torch.device("cpu"))
+    both = config(worker={"actor": {"model": {"use_liger_kernel": True, "compile_layers": True}}})
+    with pytest.raises(ConfigError, match="change the same norms and MLPs"):
+        build.choose_kernel(both, torch.device("cpu"))
 
 
 def test_trackers_are_told_the_whole_configuration():

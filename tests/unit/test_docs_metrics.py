@@ -15,7 +15,12 @@ from trigon.loop import train
 from trigon.metrics import values
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
+GPU_ONLY = {
+    "perf/max_memory_allocated_gb",
+    "perf/max_memory_reserved_gb",
+    "perf/mfu_actor",
+    "perf/peak_tflops",
+}
 
 
 def described() -> set[str]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trigon.models.attention import group_attention, plan_attention, window_attention, windows_of
+from trigon.models.attention import RowPlan, group_attention, window_attention, windows_of
 from trigon.types import GroupSpan
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 SCALE = 0.3
+CPU = torch.device("cpu")
 
 TWO_GROUPS = (
     GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 9), (9, 11), (11, 12))),
@@ -27,6 +28,10 @@ def states(tokens: int, key_heads: int, dtype: torch.dtype = torch.float64) -> l
         torch.randn(1, heads, tokens, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
         for heads in (HEADS, key_heads, key_heads)
     ]
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def dense_mask(spans: tuple[GroupSpan, ...], window: int | None = None) -> Tensor:
@@ -66,7 +71,7 @@ def test_the_drawing_of_the_module() -> None:
 @pytest.mark.parametrize("key_heads", [1, KEY_HEADS, HEADS])
 def test_group_attention_equals_a_dense_mask_in_values_and_gradients(key_heads: int) -> None:
     inputs = states(18, key_heads)
-    output = group_attention(*inputs, plan_attention(TWO_GROUPS, torch.device("cpu")), scale=SCALE)
+    output = group_attention(*inputs, RowPlan(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
     expected = scaled_dot_product_attention(
         *inputs, attn_mask=dense_mask(TWO_GROUPS), scale=SCALE, enable_gqa=True
     ).transpose(1, 2)
@@ -96,7 +101,7 @@ def test_the_mask_of_a_window_of_two() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 100])
 def test_group_attention_within_a_window_equals_a_dense_mask_in_values_and_gradients(window: int) -> None:
     inputs = states(18, KEY_HEADS)
-    plan = plan_attention(TWO_GROUPS, torch.device("cpu"), (None, window, None))
+    plan = RowPlan(TWO_GROUPS, CPU, "sdpa")
     output = group_attention(*inputs, plan, scale=SCALE, window=window)
     expected = scaled_dot_product_attention(
         *inputs, attn_mask=dense_mask(TWO_GROUPS, window), scale=SCALE, enable_gqa=True
@@ -123,7 +128,7 @@ def test_each_layer_has_the_window_that_its_config_says() -> None:
 
 def test_group_attention_works_in_bfloat16() -> None:
     inputs = states(18, KEY_HEADS, torch.bfloat16)
-    output = group_attention(*inputs, plan_attention(TWO_GROUPS, torch.device("cpu")), scale=SCALE)
+    output = group_attention(*inputs, RowPlan(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
     expected = scaled_dot_product_attention(
         *(state.float() for state in inputs), attn_mask=dense_mask(TWO_GROUPS), scale=SCALE, enable_gqa=True
     ).transpose(1, 2)
@@ -136,7 +141,7 @@ def test_window_attention_equals_a_dense_mask(lengths: list[int]) -> None:
     inputs = states(18, HEADS)
     window = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     expected = scaled_dot_product_attention(*inputs, attn_mask=window[:, None] == window, scale=SCALE)
-    output = window_attention(*inputs, lengths, scale=SCALE)
+    output = window_attention(*inputs, starts_of(lengths), scale=SCALE)
     torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-14, rtol=0)
     ours = torch.autograd.grad(output.pow(2).sum(), inputs)
     theirs = torch.autograd.grad(expected.pow(2).sum(), inputs)

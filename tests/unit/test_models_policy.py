@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from safetensors.torch import load_file
 
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
+from trigon.models.flops import GroupLengths, update_flops
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.types import PackedGroups
+from trigon.types import PackedGroups, TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]
 
@@ -99,3 +101,31 @@ def test_greedy_temperature_is_refused(tiny_vlm: Path) -> None:
     model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="temperature above 0, not 0"):
         Policy(model, load_processors(str(tiny_vlm)).family, temperature=0.0, banned_token_ids=())
+
+
+def test_an_update_tells_how_much_it_computes(tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen2_5_vl")
+    policy, processors = make_policy(folder), load_processors(str(folder))
+    prompt = make_prompt(processors, [(4, 6)], seed=1)
+    sequence = TrainSequence((1, 2, 3), *(torch.zeros(3),) * 3, None, None)
+    groups = [TrainGroup(prompt, (sequence,) * 2)]
+    lengths = [GroupLengths(prompt=len(prompt.token_ids), completions=(3, 3), grids=((1, 4, 6),))]
+    [(name, work)] = policy.update_work(groups).items()
+    assert name == "actor/model_tflops"
+    assert work.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths, "honest"))
+    policy.freeze_vision_tower()
+    frozen = policy.update_work(groups)["actor/model_tflops"]
+    assert frozen.value * 1e12 == pytest.approx(
+        update_flops(policy.model.config, lengths, "honest", vision_learns=False)
+    )
+    assert make_policy(tiny_model("internvl")).update_work([]) == {}
+
+
+def test_on_a_known_gpu_an_update_tells_its_peak(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy(tiny_model("qwen2"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L20")
+    assert "perf/peak_tflops" not in policy.update_work([])
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    language = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight))
+    policy.family = SimpleNamespace(language_model=lambda model: language, vision_tower=lambda model: None)
+    assert policy.update_work([])["perf/peak_tflops"].value == 119.5

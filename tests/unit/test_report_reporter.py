@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trigon.metrics import Mean
+from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -68,6 +68,20 @@ def folder(tmp_path):
 
 def reporter(folder, stream, clock, *sinks, **options):
     return Reporter(folder, Console(stream=stream, clock=clock), sinks, clock=clock, **options)
+
+
+def test_the_share_of_the_peak_that_updates_reach(folder, stream, clock):
+    """Two updates of 300 TFLOP in all, in 2 s on two devices of 100 TFLOP/s each: three quarters."""
+    report = reporter(folder, stream, clock, num_devices=2)
+    work, peak = {"actor/model_tflops": Sum(300.0)}, {"perf/peak_tflops": Max(100.0)}
+    for step, metrics in enumerate((work | peak, work, peak, {}), start=1):
+        with report.phase("update_actor"):
+            clock.now += 2.0
+        clock.now += 1.0
+        report.step(step, 5, metrics)
+    report.step(5, 5, work | peak)  # a line without an update
+    lines = [line.metrics.get("perf/mfu_actor") for line in folder.read_metrics()]
+    assert lines == [0.75, None, None, None, None]
 
 
 def test_a_step_reaches_folder_screen_and_trackers_with_its_timings(folder, stream, clock):

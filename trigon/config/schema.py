@@ -251,6 +251,18 @@ class ModelConfig(Section):
     """GiB of host memory in which each worker remembers what a frozen vision tower, or one that LoRA leaves out, makes
     of images; 0: none. Raising it computes fewer images again; results do not change. Ours."""
 
+    attention_kernel: Literal["auto", "sdpa", "varlen", "flex", "flash"] = "auto"
+    """What computes attention: sdpa, exact and piece by piece; on a GPU also varlen (torch's, one call a layer), flex
+    (torch's, compiled) and flash (the package flash-attn). auto: varlen on a GPU in 16 bits, else sdpa. Ours."""
+
+    compile_layers: bool = False
+    """Compile the norms and MLPs of each layer (torch.compile), which fuses what is not a matrix product in them; the
+    first passes take a minute or more. Off, since its gain has not been measured here. Ours."""
+
+    use_liger_kernel: bool = False
+    """Norms and gated activations by liger-kernel's fused functions, on a GPU. Off, since its gain has not been
+    measured here. Ours."""
+
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
 

@@ -21,6 +21,7 @@ from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention, windows_of
 from trigon.models.families import Family, family_named
 from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
+from trigon.models.kernels import Kernel
 from trigon.models.patches import project_patches_by_product
 from trigon.torchvision_stub import declare_operators
 
@@ -134,8 +135,9 @@ def load_model(
     device: torch.device | str,
     trust_remote_code: bool = False,
     override_config: Mapping[str, Any] | None = None,
+    attention_kernel: Kernel = "sdpa",
 ) -> Any:
-    """Load the whole model, in eval mode, with group attention in place of its own.
+    """Load the whole model, in eval mode, with group attention in place of its own, by this kernel.
 
     device: "meta" makes the model without its weights, for somebody else to fill in.
     override_config: values of the model's config to replace, nested as the config is.
@@ -165,7 +167,7 @@ def load_model(
         )
         _refuse_half_loaded(folder, report)
     family.language_model(model).config.use_cache = False
-    use_group_attention(model, family)
+    use_group_attention(model, family, attention_kernel)
     project_patches_by_product(model, family)
     model.name_or_path = model_path  # as it was given, not where the Hub's copy lies
     return model.to(device).eval()

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.attention import plan_attention, windows_of
+from trigon.metrics import Max, Metric, Sum
+from trigon.models.attention import RowPlan, kernel_of
 from trigon.models.families import Family
 from trigon.models.features import FeatureMemory, Features
+from trigon.models.flops import GroupLengths, peak_tflops, update_flops
+from trigon.models.fused import compile_parts, use_liger
 from trigon.models.logprobs import Predictions, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
-from trigon.types import NamedTensors, PackedGroups, TokenLogprobs
+from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
 
 
 class Policy(nn.Module):
@@ -100,7 +103,7 @@ class Policy(nn.Module):
             inputs_embeds=embeddings,
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
             use_cache=False,
-            group_plan=plan_attention(packed.spans, device, windows_of(language.config)),
+            group_plan=RowPlan(packed.spans, device, kernel_of(language.config)),
             **deepstack,
         ).last_hidden_state[0]
         targets, sources = (positions.to(device) for positions in shifted(packed.spans))
@@ -138,6 +141,15 @@ class Policy(nn.Module):
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()
 
+    def compile_layers(self) -> None:
+        """Compile the norms and MLPs of each layer, for rows of any length; see fused.compile_parts."""
+        for layer in self.layers():
+            compile_parts(layer)
+
+    def use_liger_kernel(self) -> None:
+        """See fused.use_liger."""
+        use_liger(self.model)
+
     def freeze_vision_tower(self) -> None:
         """Keep the vision tower, its merger or projector and adapters, out of training. Nothing for a text family.
 
@@ -172,6 +184,25 @@ class Policy(nn.Module):
     def has_adapters(self) -> bool:
         """Whether the model was given LoRA's adapters."""
         return bool(adapters_of(self.model))
+
+    def update_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
+        """Return how much an update on these groups computes (flops.py, honest), and what this GPU can do at most.
+
+        Nothing for a family that is not counted; no peak on a device whose peak is not known.
+        """
+        tower = self.family.vision_tower(self.model)
+        flops = update_flops(
+            self.model.config,
+            [_lengths_of(group) for group in groups],
+            "honest",
+            vision_learns=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
+        )
+        if flops is None:
+            return {}
+        work: dict[str, Metric] = {"actor/model_tflops": Sum(flops / 1e12)}
+        device = self.family.language_model(self.model).embed_tokens.weight.device
+        peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        return work if peak is None else work | {"perf/peak_tflops": Max(peak)}
 
     def named_weights(self) -> NamedTensors:
         """Iterate over all weights as published checkpoints hold them; a tied head is left out.
@@ -276,6 +307,17 @@ class Policy(nn.Module):
         side = self.family.patches_per_side(self.model.config)
         values = self.family.values_per_patch(self.model.config)
         return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
+
+
+def _lengths_of(group: TrainGroup) -> GroupLengths:
+    pixels = group.prompt.pixels()
+    return GroupLengths(
+        prompt=len(group.prompt.token_ids),
+        completions=tuple(len(sequence.token_ids) for sequence in group.sequences),
+        grids=()
+        if pixels is None
+        else tuple((time, height, width) for time, height, width in pixels.grid_thw.tolist()),
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from trigon.metrics import Max, Metric, Metrics, Sum, merge, values
+from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, duration, number
 from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
 from trigon.report.sinks import Sink, Trackers
@@ -88,7 +88,7 @@ class Reporter:
         is part of the next step's. num_tokens: of all the step's sequences, prompts included; num_response_tokens: of
         their responses alone; 0: no pace is told.
         """
-        merged = merge(metrics, self._measured(num_tokens, num_response_tokens))
+        merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
         self._recent.append(plain["timing_s/step"])
         self._folder.append_metrics(step, plain)
@@ -116,6 +116,14 @@ class Reporter:
                     tokens = num_response_tokens if name in PER_RESPONSE_TOKEN else num_tokens
                     measured[f"timing_per_token_ms/{name}"] = Sum(1000.0 * spent / tokens)
         return measured
+
+    def _utilization(self, metrics: Metrics) -> dict[str, Metric]:
+        """Return which share of what the devices can do at most the updates did; nothing where that is not known."""
+        work, peak = metrics.get("actor/model_tflops"), metrics.get("perf/peak_tflops")
+        seconds = self._seconds.get("update_actor", 0.0)
+        if work is None or peak is None or not seconds:
+            return {}
+        return {"perf/mfu_actor": Mean(work.value / (seconds * self._num_devices * peak.value))}
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup], split: Split) -> None:
         """Write every rollout of a step into the run folder."""

@@ -289,6 +289,7 @@ class LocalTrainEngine:
             "actor/packed_tokens": Sum(packed_tokens),
             "actor/packing_fill": Mean(packed_tokens, float(len(batches) * self._update_max_tokens)),
             "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
+            **self._policy.update_work(taught),
         }
         remembered, shown = (0, 0) if self._features is None else self._features.told()
         if shown:

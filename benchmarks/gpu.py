@@ -1,0 +1,469 @@
+"""What each step from a padded batch to packed groups gives on this machine's GPU: forward and backward, in bfloat16.
+
+    python benchmarks/gpu.py                # Qwen2.5-VL-3B's shapes, random weights
+    python benchmarks/gpu.py --model 7b
+    python benchmarks/gpu.py --tiny         # a shake-down, on the CPU too
+
+Lengths are Geometry3K's: prompts of about 450 tokens, 340 of them an image, and five answers to each of about 275.
+Every row does the same work, scores all answers and adds up their gradients, with gradient checkpointing, and without
+an optimizer:
+
+    padded                transformers as it is: SDPA, a right-padded batch, each answer behind its own prompt and image
+    packed, sdpa          the same end to end in rows without padding, attention piece by piece
+    packed, varlen        the language model's attention in one call a layer
+    + images too          the vision tower's as well
+    + shared prompts      a prompt and its image once for all its answers
+    + chunked log-probs   no table of logits of a whole row
+    ... instead, besides  the last row by other kernels, with compiled parts, with liger-kernel
+
+tokens/s counts each answer with its prompt, in every row. MFU is the share of the GPU's peak that goes into operations
+of the model (trigon/models/flops.py): "honest" counts each prompt and image once, "credited" as often as the padded
+batch runs them, with logits at every token, which is what published figures count. Before anything is timed, each
+kernel is held against float64, and in the end each row's log-probabilities against those of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trigon.data.packing import by_group, pack_rollouts
+from trigon.errors import ModelError
+from trigon.models.attention import WINDOW_ATTENTION, RowPlan, group_attention, use_group_attention, window_attention
+from trigon.models.families import Family, family_of
+from trigon.models.flops import GroupLengths, peak_tflops, update_flops
+from trigon.models.kernels import Kernel, resolve_kernel
+from trigon.models.policy import Policy
+from trigon.models.positions import prompt_positions
+from trigon.torchvision_stub import declare_operators
+from trigon.types import Completion, GroupSpan, Prompt, Rollout, RolloutGroup, Score, Vision
+
+ANSWERS = 5
+ONE_CHUNK = 1 << 30
+
+# As the published config.json of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct have them.
+TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "3b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "mrope_section": [16, 24, 24],
+        "vision": TOWER,
+    },
+    "7b": {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "mrope_section": [16, 24, 24],
+        "vision": TOWER,
+    },
+    "tiny": {
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "mrope_section": [4, 6, 6],
+        "vision": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "fullatt_block_indexes": [1],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row of the table. kernel: of the language model, None for the padded batch; tower: of the vision tower."""
+
+    name: str
+    kernel: Kernel | None
+    tower: Kernel = "sdpa"
+    shared: bool = False
+    chunk: int = ONE_CHUNK
+    besides: Literal["", "compiled", "liger"] = ""
+
+
+VARIANTS = (
+    Variant("padded", None),
+    Variant("packed, sdpa", "sdpa"),
+    Variant("packed, varlen", "varlen"),
+    Variant("+ images too", "varlen", "varlen"),
+    Variant("+ shared prompts", "varlen", "varlen", shared=True),
+    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=1024),
+    Variant("sdpa instead", "sdpa", "sdpa", shared=True, chunk=1024),
+    Variant("flex instead", "flex", "varlen", shared=True, chunk=1024),
+    Variant("flash-attn instead", "flash", "flash", shared=True, chunk=1024),
+    # These change the model, and so come last; the second replaces all that the first has changed.
+    Variant("compiled besides", "varlen", "varlen", shared=True, chunk=1024, besides="compiled"),
+    Variant("liger-kernel besides", "varlen", "varlen", shared=True, chunk=1024, besides="liger"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """seconds: of the fastest run. peak_bytes: 0 on a CPU. logprobs: of all answers, one after another."""
+
+    seconds: float
+    peak_bytes: int
+    logprobs: Tensor
+
+
+def make_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a Qwen2.5-VL with random weights."""
+    declare_operators()
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    numbers = {**shape}
+    vision, mrope_section = numbers.pop("vision"), numbers.pop("mrope_section")
+    tied, last = numbers.pop("tie_word_embeddings"), numbers["vocab_size"]
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **numbers,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope_section},
+        },
+        vision_config={**vision, "out_hidden_size": shape["hidden_size"], "window_size": 112, "patch_size": 14},
+        tie_word_embeddings=tied,
+        image_token_id=last - 4,
+        video_token_id=last - 3,
+        vision_start_token_id=last - 2,
+        vision_end_token_id=last - 1,
+    )
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForImageTextToText.from_config(config, dtype=dtype)
+
+
+def make_groups(config: Any, count: int, scale: float, seed: int) -> list[RolloutGroup]:
+    """Return groups with Geometry3K's lengths, times scale, drawn from a seed.
+
+    Images of 262144 pixels or a little more, as data.min_pixels makes them, of unlike shapes: about 340 tokens each.
+    Text of 110 +- 30 tokens, answers of 275 +- 110.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    words = config.get_text_config().vocab_size - 4
+
+    def text(length: int) -> list[int]:
+        return torch.randint(0, words, (length,), generator=generator).tolist()
+
+    def about(mean: float, spread: float, least: int) -> int:
+        return max(least, round(scale * (mean + spread * float(torch.randn((), generator=generator)))))
+
+    groups = []
+    for number in range(count):
+        ratio = 0.6 + 1.0 * float(torch.rand((), generator=generator))
+        tokens = 340 * scale
+        height, width = (max(1, round((tokens * side) ** 0.5)) for side in (ratio, 1 / ratio))
+        grid = torch.tensor([[1, 2 * height, 2 * width]])
+        image = [config.vision_start_token_id, *[config.image_token_id] * (height * width), config.vision_end_token_id]
+        prompt = Prompt(
+            prompt_id=f"bench:{number}",
+            token_ids=(*text(10), *image, *text(about(100, 30, 5))),
+            vision=Vision(
+                pixel_values=torch.randn(4 * height * width, 3 * 2 * 14 * 14, generator=generator),
+                grid_thw=grid,
+                hashes=(str(number),),
+            ),
+            text="",
+            answer=None,
+            row={},
+            image_refs=("",),
+        )
+        answers = tuple(tuple(text(about(275, 110, 3))) for _ in range(ANSWERS))
+        groups.append(RolloutGroup(prompt, tuple(map(rollout, answers))))
+    return groups
+
+
+def rollout(token_ids: tuple[int, ...]) -> Rollout:
+    completion = Completion(token_ids, (0.0,) * len(token_ids), "stop", "", 0)
+    return Rollout(completion, Score(0.0, {}, "ok", ""))
+
+
+def packed_run(
+    policy: Policy, groups: Sequence[RolloutGroup], *, shared: bool, row_tokens: int
+) -> Callable[[], Tensor]:
+    """Return what runs all groups, packed, forward and backward, and gives the answers' log-probabilities."""
+    config = policy.model.config
+
+    def positions(prompt: Prompt) -> Tensor:
+        pixels = prompt.pixels()
+        grid = None if pixels is None else pixels.grid_thw
+        return prompt_positions(torch.tensor(prompt.token_ids), grid, policy.family, config)
+
+    units = list(groups)
+    if not shared:
+        units = [RolloutGroup(group.prompt, (one,)) for group in groups for one in group.rollouts]
+    rows = pack_rollouts(units, max_tokens=row_tokens, positions=positions)
+
+    def run() -> Tensor:
+        said = []
+        for row in rows:
+            logprobs = policy(row.packed).logprobs
+            logprobs.mean().backward()
+            said.append(logprobs.detach())
+        return torch.cat([one for group in by_group(rows, said) for one in group]).cpu()
+
+    return run
+
+
+def padded_run(model: Any, groups: Sequence[RolloutGroup], *, row_tokens: int) -> Callable[[], Tensor]:
+    """The same by transformers alone: batches of as many answers as fit into row_tokens with their padding."""
+    device, dtype = model.device, model.dtype
+    sequences = [(group.prompt, one.completion.token_ids) for group in groups for one in group.rollouts]
+    batches: list[list[tuple[Prompt, tuple[int, ...]]]] = [[]]
+    for prompt, answer in sequences:
+        longest = max(len(p.token_ids) + len(a) for p, a in (*batches[-1], (prompt, answer)))
+        if batches[-1] and (len(batches[-1]) + 1) * longest > row_tokens:
+            batches.append([])
+        batches[-1].append((prompt, answer))
+
+    def score(batch: list[tuple[Prompt, tuple[int, ...]]]) -> list[Tensor]:
+        longest = max(len(prompt.token_ids) + len(answer) for prompt, answer in batch)
+        token_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        mask = torch.zeros_like(token_ids)
+        for row, (prompt, answer) in enumerate(batch):
+            tokens = torch.tensor(prompt.token_ids + answer)
+            token_ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        first = min(len(prompt.token_ids) for prompt, _ in batch) - 1
+        pixels = [prompt.pixels() for prompt, _ in batch]
+        token_ids, mask = token_ids.to(device), mask.to(device)
+        logits = model(
+            input_ids=token_ids,
+            attention_mask=mask,
+            pixel_values=torch.cat([each.pixel_values for each in pixels if each is not None]).to(device, dtype),
+            image_grid_thw=torch.cat([each.grid_thw for each in pixels if each is not None]).to(device),
+            mm_token_type_ids=(token_ids == model.config.image_token_id).int(),
+            use_cache=False,
+            logits_to_keep=torch.arange(first, longest - 1, device=device),
+        ).logits
+        table = logits.float().log_softmax(-1).gather(2, token_ids[:, first + 1 :, None])[..., 0]
+        starts = [len(prompt.token_ids) - 1 - first for prompt, _ in batch]
+        return [table[row, start : start + len(batch[row][1])] for row, start in enumerate(starts)]
+
+    def run() -> Tensor:
+        said = []
+        for batch in batches:
+            logprobs = torch.cat(score(batch))
+            logprobs.mean().backward()
+            said.append(logprobs.detach())
+        return torch.cat(said).cpu()
+
+    return run
+
+
+def prepared(variant: Variant, model: Any, family: Family, groups: Sequence[RolloutGroup], row_tokens: int) -> Any:
+    """Return what runs a row of the table, with the model set up for it."""
+    language, tower = family.language_model(model), family.vision_tower(model)
+    assert tower is not None
+    if variant.kernel is None:
+        language.set_attn_implementation("sdpa")
+        tower.config._attn_implementation = "sdpa"
+        return padded_run(model, groups, row_tokens=row_tokens)
+    use_group_attention(model, family, variant.kernel)
+    tower.config._attn_implementation = WINDOW_ATTENTION[variant.tower]
+    policy = Policy(model, family, temperature=1.0, banned_token_ids=(), logprob_chunk=variant.chunk)
+    match variant.besides:
+        case "compiled":
+            policy.compile_layers()
+        case "liger":
+            policy.use_liger_kernel()
+    return packed_run(policy, groups, shared=variant.shared, row_tokens=row_tokens)
+
+
+def measure(model: Any, run: Callable[[], Tensor], repeats: int) -> Measured:
+    """Run once to warm up, then some times for the clock."""
+    on_gpu = model.device.type == "cuda"
+    model.zero_grad(set_to_none=True)
+    logprobs = run()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(repeats):
+        model.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return Measured(min(seconds), torch.cuda.max_memory_allocated() if on_gpu else 0, logprobs)
+
+
+def missing(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a row cannot be measured here; None if it can."""
+    if variant.besides == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        return "needs liger-kernel" if device.type == "cuda" else "needs CUDA"
+    for kernel in {variant.kernel or "sdpa", variant.tower}:
+        try:
+            resolve_kernel(kernel, device=device, dtype=dtype)
+        except ModelError as error:
+            return "needs CUDA" if device.type != "cuda" else str(error)
+    return None
+
+
+def kernel_errors(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Print how far each kernel is from float64: of the output, and of the worst of three gradients, relative."""
+    text = config.get_text_config()
+    width = text.hidden_size // text.num_attention_heads
+    spans, end = [], 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        prompt, parts = (end, end := end + 200), []
+        for length in torch.randint(20, 120, (ANSWERS,), generator=generator).tolist():
+            parts.append((end, end := end + length))
+        spans.append(GroupSpan(prompt, tuple(parts)))
+    heads = (text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads)
+    tower = config.vision_config
+    lengths = [64] * 12 + [32, 48, 16]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    tower_width = tower.hidden_size // tower.num_heads
+
+    def of_groups(kernel: Kernel, inputs: list[Tensor]) -> Tensor:
+        return group_attention(*inputs, RowPlan(spans, device, kernel), scale=width**-0.5)
+
+    def of_images(kernel: Kernel, inputs: list[Tensor]) -> Tensor:
+        by: Literal["sdpa", "varlen", "flash"] = "sdpa" if kernel == "flex" else kernel
+        return window_attention(*inputs, starts, scale=tower_width**-0.5, kernel=by)
+
+    print(f"\ndistance from float64, in {str(dtype).removeprefix('torch.')}        output    gradient")
+    for what, attend, shapes in (
+        ("groups", of_groups, [(1, count, end, width) for count in heads]),
+        ("images", of_images, [(1, tower.num_heads, sum(lengths), tower_width)] * 3),
+    ):
+        rounded = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        exact = [each.double().to(device).requires_grad_() for each in rounded]
+        expected = attend("sdpa", exact)
+        theirs = torch.autograd.grad(expected.pow(2).sum(), exact)
+        kernels: tuple[Kernel, ...] = (
+            ("sdpa", "varlen", "flex", "flash") if what == "groups" else ("sdpa", "varlen", "flash")
+        )
+        for kernel in kernels:
+            reason = missing(Variant("", kernel), device, dtype)
+            if reason is not None:
+                print(f"  {what} {kernel:<28}    {reason}")
+                continue
+            inputs = [each.to(device).requires_grad_() for each in rounded]
+            output = attend(kernel, inputs)
+            ours = torch.autograd.grad(output.to(torch.promote_types(dtype, torch.float32)).pow(2).sum(), inputs)
+            worst = max(distance(our, their) for our, their in zip(ours, theirs, strict=True))
+            print(f"  {what} {kernel:<28} {distance(output, expected):9.1e}   {worst:9.1e}")
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm())
+
+
+def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
+    lengths = []
+    for group in groups:
+        pixels = group.prompt.pixels()
+        assert pixels is not None
+        lengths.append(
+            GroupLengths(
+                prompt=len(group.prompt.token_ids),
+                completions=tuple(len(one.completion.token_ids) for one in group.rollouts),
+                grids=tuple((time, height, width) for time, height, width in pixels.grid_thw.tolist()),
+            )
+        )
+    return lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("3b", "7b"), default="3b")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows, to see that everything runs")
+    parser.add_argument("--groups", type=int, help="prompts, each with 5 answers (16; 4 with --tiny)")
+    parser.add_argument("--row-tokens", type=int, help="tokens of a packed row, or of a padded batch (8192; 400)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row, of which the fastest counts")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not arguments.tiny:
+        parser.error("there is no GPU here; --tiny runs on the CPU")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    row_tokens = arguments.row_tokens or (400 if arguments.tiny else 8192)
+    name = "tiny" if arguments.tiny else arguments.model
+
+    model = make_model(MODELS[name], device, dtype)
+    family = family_of(model.config)
+    family.language_model(model).config.use_cache = False
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    groups = make_groups(
+        model.config, arguments.groups or (4 if arguments.tiny else 16), 0.1 if arguments.tiny else 1.0, arguments.seed
+    )
+    lengths = lengths_of(groups)
+    tokens = sum(group.prompt + answer for group in lengths for answer in group.completions)
+    once = sum(group.prompt + sum(group.completions) for group in lengths)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    peak = peak_tflops(gpu)
+    flops = {sharing: update_flops(model.config, lengths, sharing) for sharing in ("honest", "credited")}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{name}: {parameters / 1e6:.0f} M parameters on {gpu}, torch {torch.__version__}")
+    print(f"{len(groups)} prompts x {ANSWERS} answers, {tokens} tokens, {once} with each prompt once")
+    print(f"an update: {', '.join(f'{(each or 0) / 1e12:.3g} TFLOP {sharing}' for sharing, each in flops.items())}")
+    print(f"rows of {row_tokens} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'not known, so no MFU'}")
+    kernel_errors(model.config, device, dtype)
+    print(
+        f"\n{'':<22}{'seconds':>9}{'tokens/s':>10}{'MFU honest':>12}{'credited':>10}{'peak GiB':>10}{'|logp diff|':>13}"
+    )
+    reference: Tensor | None = None
+    for variant in VARIANTS:
+        reason = missing(variant, device, dtype)
+        if reason is not None:
+            print(f"{variant.name:<22}  {reason}")
+            continue
+        try:
+            measured = measure(model, prepared(variant, model, family, groups, row_tokens), arguments.repeats)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{variant.name:<22}  out of memory: lower --row-tokens")
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        reference = measured.logprobs if reference is None else reference
+        shares = [
+            f"{100 * each / 1e12 / measured.seconds / peak:.1f} %" if peak and each else "-" for each in flops.values()
+        ]
+        memory = f"{measured.peak_bytes / 2**30:.1f}" if measured.peak_bytes else "-"
+        difference = float((measured.logprobs - reference).abs().mean())
+        print(
+            f"{variant.name:<22}{measured.seconds:>9.3f}{tokens / measured.seconds:>10.0f}{shares[0]:>12}"
+            f"{shares[1]:>10}{memory:>10}{difference:>13.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

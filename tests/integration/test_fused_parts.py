@@ -1,0 +1,194 @@
+"""Compiled and fused parts compute what the model computes; names stay, and what cannot run is refused."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from oracle import make_group, make_prompt
+from torch import Tensor, nn
+
+from trigon.data.packing import pack_rollouts
+from trigon.errors import ModelError
+from trigon.models.fused import require_liger, use_liger
+from trigon.models.load import load_model, load_processors
+from trigon.models.lora import LoraSettings, add_lora
+from trigon.models.policy import Policy
+from trigon.models.positions import prompt_positions
+from trigon.types import PackedGroups, Prompt
+
+TinyModel = Callable[..., Path]
+
+
+def make_policy(folder: Path) -> Policy:
+    processors = load_processors(str(folder))
+    model = load_model(str(folder), dtype=torch.float32, device="cpu")
+    return Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
+
+
+def make_rows(folder: Path) -> list[PackedGroups]:
+    """Two rows, unlike in length."""
+    processors = load_processors(str(folder))
+    image = [(4, 6)] if processors.family.has_vision else []
+
+    def positions(prompt: Prompt) -> Tensor:
+        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
+        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
+
+    groups = [
+        make_group(make_prompt(processors, image, seed=1), [3, 7, 7], seed=11),
+        make_group(make_prompt(processors, [], seed=2), [4, 9], seed=12),
+    ]
+    return [pack_rollouts([group], max_tokens=1000, positions=positions)[0].packed for group in groups]
+
+
+def scores_and_gradients(policy: Policy, rows: list[PackedGroups]) -> tuple[Tensor, dict[str, Tensor]]:
+    policy.zero_grad()
+    scores = []
+    for row in rows:
+        logprobs = policy(row).logprobs
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        scores.append(logprobs.detach())
+    gradients = {name: part.grad for name, part in policy.model.named_parameters() if part.grad is not None}
+    return torch.cat(scores), gradients
+
+
+def check_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in theirs[1].items():
+        assert float((ours[1][name] - gradient).norm()) <= 1e-5 * (float(gradient.norm()) or 1.0), name
+
+
+def with_adapters(policy: Policy) -> Policy:
+    add_lora(policy.model, LoraSettings(4, 8, "all-linear", None), seed=1)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
+    return policy
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
+# Of torch's own, while it compiles.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    ("model_type", "adapted"),
+    [("qwen3_moe", False), ("qwen2", True)],  # one of two layers is dense
+    ids=["all weights", "LoRA"],
+)
+def test_compiled_parts_change_nothing_under_gradient_checkpointing(
+    tiny_model: TinyModel, model_type: str, adapted: bool
+) -> None:
+    folder = tiny_model(model_type)
+    rows = make_rows(folder)
+    plain, compiled = make_policy(folder), make_policy(folder)
+    compiled.compile_layers()
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for policy in (plain, compiled):
+        if adapted:
+            with_adapters(policy)
+        policy.enable_gradient_checkpointing()
+    check_same(scores_and_gradients(compiled, rows), scores_and_gradients(plain, rows))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows[0]).logprobs, plain(rows[0]).logprobs, atol=1e-5, rtol=0)
+    assert [name for name, _ in compiled.named_weights()] == [name for name, _ in plain.named_weights()]
+    assert [name for name, _ in compiled.saved_tensors()] == [name for name, _ in plain.saved_tensors()]
+
+
+def test_norms_and_dense_mlps_are_what_is_compiled(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def compile_nothing(function, *, dynamic):
+        assert dynamic
+        compiled.append(function.__self__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    policy = make_policy(tiny_model("qwen3_moe"))
+    policy.compile_layers()
+    names = {module: name for name, module in policy.model.named_modules()}
+    first, second = "model.layers.0.", "model.layers.1."
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    expected = {layer + norm for layer in (first, second) for norm in norms} | {first + "mlp"}
+    assert {names[part] for part in compiled} == expected
+
+    compiled.clear()
+    policy = make_policy(tiny_model("qwen2_5_vl"))
+    policy.compile_layers()
+    names = {module: name for name, module in policy.model.named_modules()}
+    seen = {names[part].removeprefix("model.visual.blocks.0.") for part in compiled}
+    assert {"norm1", "norm2", "mlp"} <= seen
+    assert "attn" not in seen
+
+
+def liger_functions(calls: list[str]) -> ModuleType:
+    """What liger-kernel's functions compute, in torch: its own run on GPUs alone."""
+
+    def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+        assert not in_place
+        calls.append(casting_mode)
+        wide = X.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if casting_mode == "llama":
+            return (offset + W) * normed.to(X.dtype)
+        return ((offset + W.float()) * normed).to(X.dtype)
+
+    def liger_swiglu(a, b):
+        calls.append("swiglu")
+        return nn.functional.silu(a) * b
+
+    module = ModuleType("liger_kernel.transformers.functional")
+    module.liger_rms_norm, module.liger_swiglu = liger_rms_norm, liger_swiglu  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture
+def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", ModuleType("liger_kernel.transformers"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", liger_functions(calls))
+    return calls
+
+
+# (norms, gated MLPs) in each: two layers, a tower of three blocks and its merger; norms of queries and keys; Gemma's.
+@pytest.mark.parametrize(
+    ("model_type", "norms", "mlps", "casting"),
+    [
+        ("qwen2_5_vl", 2 * 2 + 1 + 3 * 2 + 1, 2 + 3, "llama"),
+        ("qwen3", 2 * 4 + 1, 2, "llama"),
+        ("qwen3_moe", 2 * 4 + 1, 1, "llama"),
+        ("gemma3_text", 2 * 6 + 1, 0, "gemma"),
+    ],
+)
+def test_fused_functions_change_nothing(
+    tiny_model: TinyModel, liger_calls: list[str], model_type: str, norms: int, mlps: int, casting: str
+) -> None:
+    folder = tiny_model(model_type)
+    rows = make_rows(folder)
+    plain, fused = make_policy(folder), make_policy(folder)
+    fused.use_liger_kernel()
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    for policy in (plain, fused):
+        if model_type != "qwen3_moe":
+            with_adapters(policy)
+    check_same(scores_and_gradients(fused, rows[:1]), scores_and_gradients(plain, rows[:1]))
+    assert (liger_calls.count(casting), liger_calls.count("swiglu")) == (norms, mlps)
+
+
+def test_a_model_without_anything_to_fuse_is_refused(liger_calls: list[str]) -> None:
+    with pytest.raises(ModelError, match="A Linear has neither RMS norms nor MLPs"):
+        use_liger(nn.Linear(2, 2))
+
+
+def test_liger_kernel_is_refused_where_it_cannot_run() -> None:
+    with pytest.raises(ModelError, match="needs a GPU, but this run trains on 'cpu'"):
+        require_liger(torch.device("cpu"))
+    with pytest.raises(ModelError, match="pip install liger-kernel"):
+        require_liger(torch.device("cuda"))
