@@ -2,9 +2,9 @@
 
         keys      p p p | a a | b b b      A prompt attends to itself, causally; a completion to its whole prompt and,
         p p p     x                        causally, to itself. Where no kernel takes a row in one call, it is worked
-                  x x                      off piece by piece: every prompt in one call, and all completions of a
-                  x x x                    prompt that are equally long in another. The only mask is that of one such
-        a a       x x x | x                completion, [R, P + R].
+                  x x                      off in pieces: all prompts that are equally long in one call, and all
+                  x x x                    completions that are, and whose prompts are, in another. The only mask is
+        a a       x x x | x                that of one such completion, [R, P + R].
                   x x x | x x
         b b b     x x x |     | x          Windows and images of a vision tower are independent of each other: one call
                   x x x |     | x x        for all, or one for all that are equally long.
@@ -255,28 +255,48 @@ def _group_by_group(
     # One split each, since the gradient of many slices would be as many tensors of the whole row.
     lengths = [part for group in plan.groups for part in (group.prompt_length, _total(group.completion_runs))]
     queries, keys, values = (torch.split(states, lengths, 2) for states in (query, key, value))
+    masks = plan.masks(window)
+    # Pieces that are alike, of one group or of several, are attended to in one call.
+    prompts: dict[int, list[int]] = {}  # prompt length: its groups
+    completions: dict[tuple[int, int], list[int]] = {}  # (prompt length, completion length): likewise
+    by_length = [
+        [_by_length(states[2 * index + 1], group.completion_runs) for index, group in enumerate(plan.groups)]
+        for states in (queries, keys, values)
+    ]
+    for index, group in enumerate(plan.groups):
+        prompts.setdefault(group.prompt_length, []).append(index)
+        for length in by_length[0][index]:
+            completions.setdefault((group.prompt_length, length), []).append(index)
+    prompt_outputs: dict[int, Tensor] = {}
+    for same in prompts.values():
+        batch = [_joined([states[2 * index] for index in same]) for states in (queries, keys, values)]
+        mask = masks[same[0]].prompt
+        output = _attend(*batch, scale=scale, mask=mask, causal=mask is None)
+        prompt_outputs.update(zip(same, torch.split(output, 1), strict=True))
+    completion_outputs: list[dict[int, Tensor]] = [{} for _ in plan.groups]
+    for (_, length), same in completions.items():
+        batches = [by_length[0][index][length] for index in same]
+        laid_out = [
+            _joined([_behind(states[2 * index], own[index][length]) for index in same])
+            for states, own in ((keys, by_length[1]), (values, by_length[2]))
+        ]
+        output = _attend(_joined(batches), *laid_out, scale=scale, mask=masks[same[0]].completion[length])
+        for index, part in zip(same, torch.split(output, [len(batch) for batch in batches]), strict=True):
+            completion_outputs[index][length] = part
     outputs: list[Tensor] = []
-    for index, (group, masks) in enumerate(zip(plan.groups, plan.masks(window), strict=True)):
-        prompt, rest = 2 * index, 2 * index + 1
-        prompt_key, prompt_value = keys[prompt], values[prompt]
-        prompt_output = _attend(
-            queries[prompt], prompt_key, prompt_value, scale=scale, mask=masks.prompt, causal=masks.prompt is None
-        )
-        outputs.append(prompt_output.transpose(1, 2))
-        own_keys = _by_length(keys[rest], group.completion_runs)
-        own_values = _by_length(values[rest], group.completion_runs)
-        attended = {
-            length: _attend(
-                batch,
-                torch.cat((prompt_key.expand(len(batch), -1, -1, -1), own_keys[length]), 2),
-                torch.cat((prompt_value.expand(len(batch), -1, -1, -1), own_values[length]), 2),
-                scale=scale,
-                mask=masks.completion[length],
-            )
-            for length, batch in _by_length(queries[rest], group.completion_runs).items()
-        }
-        outputs.extend(_in_row_order(attended, group.completion_runs))
+    for index, group in enumerate(plan.groups):
+        outputs.append(prompt_outputs[index].transpose(1, 2))
+        outputs.extend(_in_row_order(completion_outputs[index], group.completion_runs))
     return torch.cat(outputs, 1)
+
+
+def _behind(prompt: Tensor, own: Tensor) -> Tensor:
+    """Lay a prompt's keys or values before those of each completion: [1, K, P, D], [c, K, R, D] -> [c, K, P + R, D]."""
+    return torch.cat((prompt.expand(len(own), -1, -1, -1), own), 2)
+
+
+def _joined(batches: list[Tensor]) -> Tensor:
+    return torch.cat(batches) if len(batches) > 1 else batches[0]
 
 
 def window_attention(

@@ -31,8 +31,8 @@ class Policy(nn.Module):
     """Scores packed rows under a model that `load_model` returned.
 
     temperature: the sampling temperature, by which logits are divided. banned_token_ids: the tokens that are never
-    sampled, and so have no share of the distribution. logprob_chunk: rows of logits held at once; their memory is this
-    times the vocabulary times about 12 bytes.
+    sampled, and so have no share of the distribution. logprob_chunk: rows of logits held at once; None: see
+    token_logprobs.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Policy(nn.Module):
         *,
         temperature: float,
         banned_token_ids: Sequence[int],
-        logprob_chunk: int = 1024,
+        logprob_chunk: int | None = None,
     ) -> None:
         super().__init__()
         if temperature <= 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -40,37 +41,42 @@ def warm_start(
 
     example: makes that of a number below num_examples, when it is wanted; most never are.
     The loss is the mean negative log-probability of their tokens. The skill is the probability of a whole wanted
-    answer,
-    which is the accuracy of sampling at temperature 1: measured before each update, so on examples not yet trained on
-    (as long as they last), and averaged over the last SKILL_WINDOW updates. Skill comes suddenly, after a number of
-    updates that differs by seed: hence it, and not their number, ends the warm start. on_progress hears the skill.
+    answer, which is the accuracy of sampling at temperature 1: measured before each update, so on examples not yet
+    trained on (as long as they last), and averaged over the last SKILL_WINDOW updates. Skill comes suddenly, after a
+    number of updates that differs by seed: hence it, and not their number, ends the warm start. on_progress hears it.
     """
     optimizer = make_optimizer(
         policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
     )
     rng = random.Random(seed)
     order: list[int] = []
-    recent: deque[float] = deque(maxlen=SKILL_WINDOW)
-    for update in range(1, max_updates + 1):
+
+    def draw() -> list[TrainGroup]:
         if len(order) < batch_size:
-            order = rng.sample(range(num_examples), num_examples)
-        groups = [_as_group(example(order.pop())) for _ in range(batch_size)]
-        [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
-        logprobs = policy(batch.packed).logprobs
-        whole = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
-        recent.append(float(whole.exp().mean()))
-        skill = sum(recent) / SKILL_WINDOW  # too low until the window is full
-        if on_progress is not None:
-            on_progress(skill)
-        if skill >= enough_skill:
-            return skill
-        loss = -logprobs.mean()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.learning_rate(update)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            order[:] = rng.sample(range(num_examples), num_examples)
+        return [_as_group(example(order.pop())) for _ in range(batch_size)]
+
+    recent: deque[float] = deque(maxlen=SKILL_WINDOW)
+    with ThreadPoolExecutor(1, thread_name_prefix="examples") as thread:
+        upcoming = thread.submit(draw)
+        for update in range(1, max_updates + 1):
+            groups, upcoming = upcoming.result(), thread.submit(draw)
+            [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
+            logprobs = policy(batch.packed).logprobs
+            whole = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
+            recent.append(float(whole.exp().mean()))
+            skill = sum(recent) / SKILL_WINDOW  # too low until the window is full
+            if on_progress is not None:
+                on_progress(skill)
+            if skill >= enough_skill:
+                break
+            loss = -logprobs.mean()
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.learning_rate(update)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return skill
 
 
