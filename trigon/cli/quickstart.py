@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from trigon.cli.train import train
@@ -40,24 +41,20 @@ def main(arguments: Sequence[str]) -> int:
     # A model this small gains nothing from a second thread, and with one its numbers are the same on every machine
     # with the same kernels. Read when torch is imported, so before that.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    making = None
-    if not (made / "model").is_dir():
-        tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
-        # In a process of its own, so that this one can meanwhile import what takes as long: vLLM and all that it uses.
-        making = subprocess.Popen([sys.executable, "-m", "trigon.cli", "tiny", *tiny])
-        import_ahead(planned.config)
-        # The model is there when its folder is; that process then takes two more seconds to end.
-        while making.poll() is None and not (made / "model").is_dir():
-            time.sleep(0.02)
-        if making.returncode:
-            return making.returncode
-    data = made / "data"
-    files = str(data / "train.parquet"), str(data / "validation.parquet"), str(made / "model")
-    try:
+    with ExitStack() as stack:
+        if not (made / "model").is_dir():
+            tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
+            # In a process of its own, so that this one can meanwhile import what takes as long: vLLM and all it uses.
+            making = stack.enter_context(subprocess.Popen([sys.executable, "-m", "trigon.cli", "tiny", *tiny]))
+            import_ahead(planned.config)
+            # The model is there when its folder is; that process then takes two more seconds to end.
+            while making.poll() is None and not (made / "model").is_dir():
+                time.sleep(0.02)
+            if making.returncode:
+                return int(making.returncode)
+        data = made / "data"
+        files = str(data / "train.parquet"), str(data / "validation.parquet"), str(made / "model")
         return train(load_config(CONFIG, [*options(*files, chosen), *chosen.overrides]), export_to=folder / "model")
-    finally:
-        if making is not None:
-            making.wait()
 
 
 def import_ahead(config: Config) -> None:
