@@ -28,6 +28,9 @@ faster (benchmarks/logprobs.py); on a GPU a chunk of 220 rows, which a vocabular
 that multiplying by the head takes about as long as reading it."""
 
 
+MAX_CHUNK_ROWS = 1024
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
     """What a model's distributions over the vocabulary are made of, for S tokens: states [S, D], head_weight [V, D].
@@ -37,6 +40,11 @@ class Predictions:
 
     states: Tensor
     head_weight: Tensor
+
+
+def rows_of_chunk(vocabulary: int) -> int:
+    """Return how many rows of logits are made at a time: as many as CHUNK_BYTES hold, MAX_CHUNK_ROWS at most."""
+    return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // (4 * vocabulary)))
 
 
 def shifted(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
@@ -67,7 +75,7 @@ def token_logprobs(
     """Return log-probability and entropy of each target under softmax(states @ head_weight.T / temperature).
 
     against: other predictions of the same tokens, at the same temperature; the exact KL(ours || theirs) is then
-    returned as well. chunk_tokens: rows of logits made at a time; None: as many as CHUNK_BYTES hold.
+    returned as well. chunk_tokens: rows of logits made at a time; None: see rows_of_chunk.
 
     Banned tokens are left out of the distribution, just as the sampler leaves them out: their logit is minus infinity.
     Args: states: [S, D]; head_weight: [V, D], both of the model's dtype; targets: [S] int64.
@@ -79,8 +87,7 @@ def token_logprobs(
     banned = torch.tensor(tuple(banned_token_ids), dtype=torch.int64, device=states.device)
     # Decided once: the backward runs where autocast is off, and has to meet the very logits of the forward again.
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    rows = chunk_tokens or max(1, CHUNK_BYTES // (4 * len(head_weight)))
-    settings = _Settings(temperature, rows, product_dtype)
+    settings = _Settings(temperature, chunk_tokens or rows_of_chunk(len(head_weight)), product_dtype)
     with torch.autocast(device, enabled=False):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             states, head_weight, targets, banned, settings, entropy_gradient

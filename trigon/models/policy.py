@@ -21,7 +21,7 @@ from trigon.models.families import Family
 from trigon.models.features import FeatureMemory, Features
 from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
-from trigon.models.logprobs import Predictions, shifted, token_logprobs
+from trigon.models.logprobs import Predictions, rows_of_chunk, shifted, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
@@ -32,7 +32,7 @@ class Policy(nn.Module):
 
     temperature: the sampling temperature, by which logits are divided. banned_token_ids: the tokens that are never
     sampled, and so have no share of the distribution. logprob_chunk: rows of logits held at once; None: see
-    token_logprobs.
+    rows_of_chunk.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Policy(nn.Module):
         self.family = family
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
-        self.logprob_chunk = logprob_chunk
+        self.logprob_chunk = logprob_chunk or rows_of_chunk(model.lm_head.weight.shape[0])
         self._features: FeatureMemory | None = None
         self._most: Callable[[int], int] = int
 
