@@ -182,6 +182,7 @@ def measure(*, steps: int) -> tuple[list[Figure], str]:
             with tempfile.TemporaryDirectory() as folder:
                 found = compare(shape, vocabulary, Path(folder), steps=steps)
             ours, theirs = statistics.median(found.ours), statistics.median(found.theirs)
+            print(f"{shape.name}, vocabulary {vocabulary:,}: {theirs:.2f} s, {ours:.2f} s", file=sys.stderr, flush=True)
             rows.append((shape.name, f"{vocabulary:,}", f"{theirs:.2f}", f"{ours:.2f}", f"{found.ratio:.2f}"))
             what = f"whole step against TRL, {shape.name}, vocabulary {vocabulary:,}"
             figures.append(Figure(2, what, found.ratio, "x", at_least=BARS[shape.name]))
