@@ -70,7 +70,7 @@ def main() -> None:
         figures += found
         if tables:
             print(f"{tables}\n", flush=True)
-        print(f"(bar {bar}: {time.perf_counter() - start:.0f} s)\n", flush=True)
+        print(f"{figures_table(found)}\n\n(bar {bar}: {time.perf_counter() - start:.0f} s)\n", flush=True)
     print(f"{machine()}; {(time.perf_counter() - began) / 60:.0f} minutes\n")
     print(figures_table(sorted(figures, key=lambda figure: figure.bar)))
 

@@ -175,7 +175,9 @@ def host_share(profile: dict[str, float]) -> float:
 
 
 def measure(*, steps: int) -> tuple[list[Figure], str]:
-    """Return the figures of bars 2 and 4, and the tables behind them."""
+    """Return the figures of bars 2 and 4, and the tables behind them. steps: of each side that count, at least 2."""
+    if steps < 2:
+        raise SystemExit("a profile wants 2 steps or more: the last one is not reported")
     figures, rows, profile = [], [], {}
     for vocabulary in VOCABULARIES:
         for shape in (SHORT, LONG, GEOMETRY):
