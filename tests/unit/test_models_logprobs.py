@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trigon.models.logprobs import Predictions, shifted, token_logprobs
+from trigon.models.logprobs import CHUNK_BYTES, Predictions, rows_of_chunk, shifted, token_logprobs
 from trigon.types import GroupSpan, TokenLogprobs
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 13
@@ -273,3 +273,9 @@ def test_under_autocast_gradients_are_those_of_the_rounded_logits(temperature: f
     assert rounded.item() == expected.item()
     for our, their in zip(ours, torch.autograd.grad(expected, low), strict=True):
         torch.testing.assert_close(our, their.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(151_936, 220), (32_000, 1024), (1024, 1024), (10**9, 1)])
+def test_a_chunk_holds_as_many_rows_as_its_bytes_and_never_none(vocabulary: int, rows: int) -> None:
+    assert rows_of_chunk(vocabulary) == rows
+    assert rows == 1 or 4 * rows * vocabulary <= CHUNK_BYTES
