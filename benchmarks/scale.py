@@ -10,7 +10,6 @@ The rest is the 40 M-parameter model of the other benchmarks with vLLM, in float
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,13 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import SHORT, Figure, Shape, figures_table, make_data, make_folder, table
+from shared import SHORT, VOCABULARY, Figure, Shape, figures_table, make_data, make_folder, phases_of, table
 from side_trigon import options
 
 from trigon import build
+from trigon.algorithms.advantages import estimate
 from trigon.build import Engines, TrackerEnvironment, run_training
 from trigon.config.load import load_config
 from trigon.credit import attach, outcomes_of
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.local import Sizes
@@ -99,15 +102,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         )
     finally:
         build.open_engines = real
-    return phases_of(folder / "run")
-
-
-def phases_of(run: Path) -> dict[str, float]:
-    """Return the median seconds of each phase of a run's steps, the first left out."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line["metrics"] for line in lines if line["step"] > 1]
-    names = {key.removeprefix("timing_s/") for step in steps for key in step if key.startswith("timing_s/")}
-    return {name: statistics.median(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in names}
+    return phases_of(folder / "run", statistics.median)
 
 
 def measure_controller(counts: Sequence[int]) -> tuple[list[Figure], list[tuple[int, dict[str, float]]]]:
@@ -135,13 +130,13 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
         n=max(shape.n for shape in shapes),
         response=max(shape.response for shape in shapes),
     )
-    make_folder(folder / "model", vocabulary=8192, shape=SHORT)
+    make_folder(folder / "model", vocabulary=VOCABULARY, shape=SHORT)
     make_data(folder / "data.parquet", model=folder / "model", shape=SHORT, rows=widest.prompts)
     config = load_config(None, options(folder, widest, 1)).config
     found = []
     with ExitStack() as stack:
         processors = build.open_processors(config)
-        report = stack.enter_context(_quiet_reporter(config, folder))
+        report = stack.enter_context(_quiet_reporter(folder))
         prompts = build.look_at(config, config.data.train_files, (), build.open_builder(config, processors), report)
         plan = build.make_plan(config, num_train_prompts=prompts.prompts_per_epoch)
         store = build.CheckpointStore(folder / "run", keep=0, background=False, warn=report.warn)
@@ -161,7 +156,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             ]
             credit = build.credit(config)
             outcomes = outcomes_of(groups, credit, penalties=None, baselines=None)
-            advantages = build_advantages(outcomes, credit)
+            advantages = estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
             trained = attach(groups, advantages, outcomes.valid, old=None, ref=None)
             start = time.perf_counter()
             opened.trainer.step(trained)
@@ -169,18 +164,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
     return found[1:]
 
 
-def build_advantages(outcomes: Any, credit: Any) -> list[list[torch.Tensor]]:
-    """Return the advantages of scored groups."""
-    from trigon.algorithms.advantages import estimate
-
-    return estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
-
-
-def _quiet_reporter(config: Any, folder: Path) -> Any:
-    from trigon.report.console import Console
-    from trigon.report.reporter import Reporter
-    from trigon.report.run_folder import RunFolder
-
+def _quiet_reporter(folder: Path) -> Reporter:
     return Reporter(RunFolder(folder / "run"), Console(progress=False, step_lines=False))
 
 
@@ -190,7 +174,7 @@ def _quiet_reporter(config: Any, folder: Path) -> Any:
 def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, float]:
     """Return the seconds of each phase of a step with so many workers, one CPU thread each."""
     shape = replace(SHORT, prompts=prompts)
-    make_folder(folder / "model", vocabulary=8192, shape=shape)
+    make_folder(folder / "model", vocabulary=VOCABULARY, shape=shape)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=prompts * steps)
     command = [sys.executable, "-m", "trigon.cli", "train", *options(folder, shape, steps)]
     command += [f"trainer.n_gpus_per_node={count}", f"trainer.max_steps={steps}"]
@@ -198,7 +182,7 @@ def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    return phases_of(folder / "trigon")
+    return phases_of(folder / "trigon", statistics.median)
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

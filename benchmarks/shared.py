@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,14 @@ class Figure:
         if self.at_most is not None:
             return f"at most {self.at_most:g}{self.unit}"
         return ""
+
+
+def phases_of(run: Path, average: Callable[[Iterable[float]], float]) -> dict[str, float]:
+    """Return the average seconds of each phase of the steps that a run has reported, the first left out."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line["metrics"] for line in lines if line["step"] > 1]
+    names = {key.removeprefix("timing_s/") for step in steps for key in step if key.startswith("timing_s/")}
+    return {name: average(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in names}
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:

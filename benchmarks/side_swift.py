@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from shared import digits
 from swift.rewards import ORM, orms
 from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers.trainer_callback import DefaultFlowCallback
@@ -22,7 +23,7 @@ started = 0.0
 
 class ShareOfDigits(ORM):
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
+        return [digits(text) for text in completions]
 
 
 def on_step_begin(self: Any, args: Any, state: Any, control: Any, **_: Any) -> Any:

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shared import digits
+
 
 def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
     """Train, telling after each step what it took."""
@@ -38,7 +40,7 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
 
     def share_of_digits(completions: list[Any], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
+        return [digits(text) for text in texts]
 
     data = Dataset.from_parquet(str(folder / "data.parquet"))
     data = data.map(

@@ -21,9 +21,8 @@ import torch
 from shared import SHORT, VOCABULARY, Figure, figures_table, make_model, table
 from torch import Tensor
 
-from trigon.models.attention import use_group_attention
 from trigon.models.families import family_of
-from trigon.models.patches import project_patches_by_product
+from trigon.models.load import make_ours
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
 from trigon.types import GroupSpan, PackedGroups
@@ -110,8 +109,7 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
     """Return seconds of both, their ratio and their differences, for one group."""
     grouped = copy.deepcopy(plain)
     family = family_of(grouped.config)
-    use_group_attention(grouped, family)
-    project_patches_by_product(grouped, family)
+    make_ours(grouped, family)
     policy = Policy(grouped, family, temperature=1.0, banned_token_ids=())
     group = make_group(completion_lengths)
     packed = packed_group(grouped, *group)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers import python_of
-from shared import GEOMETRY, LONG, SHORT, Figure, Shape, figures_table, make_data, make_folder, table
+from shared import GEOMETRY, LONG, SHORT, Figure, Shape, figures_table, make_data, make_folder, phases_of, table
 
 HERE = Path(__file__).parent
 BARS = {SHORT.name: 3.5, LONG.name: 2.3, GEOMETRY.name: 2.0}
@@ -133,7 +133,7 @@ def open_swift(folder: Path, shape: Shape, steps: int) -> Side:
     command = [str(python_of("ms-swift").with_name("swift")), "rlhf"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     image_token = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["image_token_id"]
-    return Side(command, folder / "log.swift", IMAGE_TOKEN_ID=str(image_token))
+    return Side(command, folder / "log.swift", IMAGE_TOKEN_ID=str(image_token), PYTHONPATH=str(HERE))
 
 
 PEERS = {"TRL": open_trl, "ms-swift": open_swift}
@@ -150,16 +150,12 @@ def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int, peer: st
         ours.close()
         theirs.close()
     return Comparison(
-        shape, vocabulary, [pair[0] for pair in pairs], [pair[1] for pair in pairs], phases_of(folder / "trigon")
+        shape,
+        vocabulary,
+        [pair[0] for pair in pairs],
+        [pair[1] for pair in pairs],
+        phases_of(folder / "trigon", statistics.fmean),
     )
-
-
-def phases_of(run: Path) -> dict[str, float]:
-    """Return the mean seconds of each phase of the steps that a run has reported, the first left out."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line["metrics"] for line in lines if line["step"] > 1]
-    names = {key.removeprefix("timing_s/") for step in steps for key in step if key.startswith("timing_s/")}
-    return {name: statistics.fmean(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in names}
 
 
 def profile_of(found: Comparison) -> dict[str, float]:

@@ -29,7 +29,7 @@ from trigon.distributed.worker import Vitals
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import OnGroup
-from trigon.training.local import teaches
+from trigon.training.local import has_pass
 from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Item = TypeVar("Item")
@@ -201,7 +201,7 @@ def _logprobs(
 
 def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
     """Return what each group costs in an update: the tokens of its pass, or next to nothing where it has none."""
-    return [tokens_of(group) if regularized or teaches(group) else 1 for group in groups]
+    return [tokens_of(group) if has_pass(group, regularized=regularized) else 1 for group in groups]
 
 
 def _shares(groups: Sequence[RolloutGroup], num_workers: int) -> list[list[int]]:

@@ -238,7 +238,7 @@ class LocalTrainEngine:
     def _step(self, groups: Sequence[TrainGroup], reference: Reference | None) -> Metrics:
         self._wake(optimizer=True)
         denominators = self._count(groups)
-        taught = [group for group in groups if self._terms.regularized or teaches(group)]
+        taught = [group for group in groups if has_pass(group, regularized=self._terms.regularized)]
         batches = pack_train(taught, max_tokens=self._update_max_tokens, positions=self._positions)
         shows_image = [batch.packed.pixel_values is not None for batch in batches]
         if len(taught) < len(groups):
@@ -502,9 +502,11 @@ class BelowAdapters:
             return self.scorer.predictions(packed, touch_vision=touch_vision)
 
 
-def teaches(group: TrainGroup) -> bool:
-    """Tell whether any token of a group that trains has an advantage."""
-    return any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)
+def has_pass(group: TrainGroup, *, regularized: bool) -> bool:
+    """Tell whether an update makes a pass for a group: where any token of it that trains has an advantage, or, as in
+    LossTerms.regularized, a gradient without one.
+    """
+    return regularized or any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
