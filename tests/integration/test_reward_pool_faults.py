@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
@@ -205,11 +206,3 @@ def wait_for(condition):
 def noted(file: Path, count: int) -> list[int]:
     lines = file.read_text().splitlines() if file.exists() else []
     return [int(line) for line in lines] if len(lines) == count else []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

@@ -5,9 +5,9 @@ import re
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
@@ -328,11 +328,3 @@ def main(reward_input):
     assert not is_running(int(parts["overall"]))
     while is_running(int(parts["child"])):  # killed, too, but not ours to wait for: the test's time limit ends this
         time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

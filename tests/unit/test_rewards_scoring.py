@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
@@ -90,14 +91,6 @@ def wait_for(path: Path) -> None:
     """Return once there is such a file; the test's own time limit ends a wait in vain."""
     while not path.exists():
         time.sleep(0.005)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_an_answer_is_graded_before_the_next_is_there(pool, tmp_path):
