@@ -142,6 +142,14 @@ def test_many_more_requests_than_run_at_once(engine, weights, prompts):
     assert {len(row) for row in everything} == {3}
 
 
+def test_its_cache_holds_all_sequences_that_it_runs_at_once_and_is_no_gigabyte(engine):
+    config = engine._engine.vllm_config
+    blocks = config.cache_config.num_gpu_blocks
+    each = -(-256 // config.cache_config.block_size)
+    assert blocks > config.scheduler_config.max_num_seqs * each
+    assert config.cache_config.kv_cache_memory_bytes < 2**30
+
+
 def giving_up(engine, monkeypatch, *, prompt, times):
     """Let vLLM report this prompt's first requests to finish, so many of them, as failed for a reason of its own."""
     step, left = engine._engine.step, times

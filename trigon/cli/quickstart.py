@@ -60,12 +60,14 @@ def main(arguments: Sequence[str]) -> int:
 def import_ahead(config: Config) -> None:
     """Import what training in this process will want, if it is installed; if not, training will say so."""
     import trigon.build  # noqa: F401
+    from trigon.data import sources
 
+    sources.import_ahead()
     wants_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and num_workers(config) == 1
     if wants_vllm and importlib.util.find_spec("vllm") is not None:
-        from trigon.rollout.vllm import import_ahead
+        from trigon.rollout import vllm
 
-        import_ahead("cpu")
+        vllm.import_ahead("cpu")
 
 
 def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from trigon.data.synthetic import make_dataset
 from trigon.report.console import Console
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
 WARM_START_SKILL, WARM_START_UPDATES = 0.35, 120
-WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 16, 3e-3, 10
+WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,22 +42,28 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     console = Console()
     folder: Path = chosen.folder
-    with console.progress("draw the data", None):
-        from trigon.data.synthetic import make_dataset
-
-        train, _ = make_dataset(folder / "data", num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=chosen.seed)
     # Aside first, so that an interrupted command leaves no half-made model to be taken for a whole one.
     aside = folder / ".making_model"
     shutil.rmtree(aside, ignore_errors=True)
-    make_model(aside, train, chosen, console)
+    # Drawing takes about as long as importing torch, for which it need not wait.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        numbers = {"num_train": NUM_TRAIN, "num_validation": NUM_VALIDATION, "seed": chosen.seed}
+        drawing = other.submit(make_dataset, folder / "data", **numbers)
+        with console.progress("make the model and draw the data", None):
+            from trigon.models.tiny import make_tiny
+
+            make_tiny(aside, model_type=chosen.model_type, seed=chosen.seed)
+            train, _ = drawing.result()
+    if chosen.skill > 0 and chosen.max_updates > 0:
+        warm_up(aside, train, chosen, console)
     shutil.rmtree(folder / "model", ignore_errors=True)
     aside.rename(folder / "model")
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
     return 0
 
 
-def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
-    """Write a model folder with random weights, and warm it up on the training prompts."""
+def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
+    """Train a model folder on the training prompts, in place."""
     import torch
     from pyarrow.parquet import read_table
     from safetensors.torch import save_file
@@ -63,13 +72,9 @@ def make_model(folder: Path, train: Path, chosen: argparse.Namespace, console: C
     from trigon.models.load import load_model, load_processors
     from trigon.models.policy import Policy
     from trigon.models.positions import positions_of
-    from trigon.models.tiny import make_tiny
     from trigon.training.optim import Schedule
     from trigon.training.supervised import Example, warm_start
 
-    make_tiny(folder, model_type=chosen.model_type, seed=chosen.seed)
-    if chosen.skill <= 0 or chosen.max_updates <= 0:
-        return
     processors = load_processors(str(folder))
     builder = PromptBuilder(
         processors,

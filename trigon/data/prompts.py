@@ -181,11 +181,17 @@ class PromptBuilder:
         Raises: exactly as build with process_images.
         """
         media = self._media(row, prompt_id)
-        layout = self._measured(row, media, prompt_id)
-        for opened in self._each(media, open_image, open_video):
-            if media.kind == "video":
-                _, frames = opened
-                deque(frames, maxlen=0)  # decodes them all
+        match media.kind:
+            case "image":
+                sizes = [image.size for image in self._each(media, open_image, open_video)]
+                layout = self._lay_out(row, media, sizes, prompt_id)
+            case "video":
+                # Before their frames are decoded: max_prompt_length bounds what is made of them.
+                layout = self._measured(row, media, prompt_id)
+                for _, frames in self._each(media, open_image, open_video):
+                    deque(frames, maxlen=0)  # decodes them all
+            case _:
+                assert_never(media.kind)
         return len(layout.token_ids)
 
     def build(self, row: Mapping[str, Any], prompt_id: str) -> Prompt:

@@ -69,6 +69,11 @@ def open_source(spec: str) -> Source:
     return _open_hub(location, split or "train")
 
 
+def import_ahead() -> None:
+    """Import now what opening a source will import, which takes a second."""
+    import datasets  # noqa: F401
+
+
 def _parse(spec: str) -> tuple[str, str | None]:
     if not spec.strip():
         raise DataError(

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +68,8 @@ def prompt_positions(
             family.spatial_merge(hf_config)  # says that this family cannot take images
         return torch.arange(token_count)[None]
     blocks = [] if grid_thw is None else _blocks(grid_thw, family, hf_config, temporal_patch_seconds)
-    is_media = torch.isin(token_ids.cpu(), torch.tensor(family.placeholder_token_ids(hf_config)))
+    # In numpy from here: an operation of torch on a few numbers takes ten times as long, and every prompt takes many.
+    is_media = np.isin(token_ids.cpu().numpy(), family.placeholder_token_ids(hf_config))
     wanted = sum(block.num_tokens for block in blocks)
     if int(is_media.sum()) != wanted:
         what = "videos" if temporal_patch_seconds else "images"
@@ -76,25 +78,26 @@ def prompt_positions(
             f"{0 if grid_thw is None else len(grid_thw)} {what} need {wanted}. "
             f"Build the prompt and its {what} with the same processor and the same pixel limits."
         )
-    parts: list[Tensor] = []
+    positions = np.empty((3, token_count), np.int64)
     token, position = 0, 0
     for block in blocks:
-        text_length = int(is_media[token:].int().argmax())
-        parts.append(_text(position, text_length))
+        text_length = int(is_media[token:].argmax())
+        positions[:, token : token + text_length] = np.arange(position, position + text_length)
         position += text_length
         token += text_length
-        if not bool(is_media[token : token + block.num_tokens].all()):
+        if not is_media[token : token + block.num_tokens].all():
             raise ModelError(
                 f"The {block.num_tokens} placeholder tokens of an image or video are interrupted. Build the prompt "
                 "with the model's own processor."
             )
         # In float64, as vLLM has it, so that both cut the same fractions off.
-        times = (torch.arange(block.time, dtype=torch.float64) * block.step).long()
-        parts.append(torch.cartesian_prod(times, torch.arange(block.height), torch.arange(block.width)).T + position)
+        times = (np.arange(block.time, dtype=np.float64) * block.step).astype(np.int64)
+        places = np.meshgrid(times, np.arange(block.height), np.arange(block.width), indexing="ij")
+        positions[:, token : token + block.num_tokens] = np.reshape(places, (3, -1)) + position
         position += max(int(times[-1]) + 1, block.height, block.width)
         token += block.num_tokens
-    parts.append(_text(position, token_count - token))
-    return torch.cat(parts, 1)
+    positions[:, token:] = np.arange(position, position + token_count - token)
+    return torch.from_numpy(positions)
 
 
 def positions_of(family: Family, hf_config: Any) -> Callable[[Prompt], Tensor]:
@@ -130,7 +133,3 @@ def _blocks(grid_thw: Tensor, family: Family, hf_config: Any, seconds: Sequence[
         else:
             blocks.append(_Block(time, height // merge, width // merge, step))
     return blocks
-
-
-def _text(start: int, length: int) -> Tensor:
-    return (start + torch.arange(length)).expand(3, -1)

@@ -37,6 +37,9 @@ _FAILED = ("abort", "error")
 # vLLM raises anything between 0 and the lower one to it, with which the trainer would not agree; it refuses the rest.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 
+# vLLM's own: how many sequences it runs at a time on the CPU, and the tokens of a block of its cache.
+_SEQUENCES, _BLOCK_TOKENS = 256, 128
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -90,7 +93,7 @@ class VllmEngine:
             max_model_len: prompt and response together, in tokens.
             max_num_batched_tokens: of all requests in one forward; at least max_model_len where prompts are not split.
             gpu_memory_utilization: fraction of the GPU that vLLM may hold while awake. On the CPU its cache takes
-                VLLM_CPU_KVCACHE_SPACE GiB instead, 1 unless set.
+                VLLM_CPU_KVCACHE_SPACE GiB instead; 1 unless set, or less where nothing could fill it.
             enforce_eager: neither compile the model nor record CUDA graphs; neither is ever done on the CPU.
             enable_chunked_prefill: let long prompts be split; they never are on the CPU.
             limit_images: most images in one prompt; 0: any number.
@@ -127,6 +130,7 @@ class VllmEngine:
                     max_model_len=max_model_len,
                     max_num_batched_tokens=batched_tokens,
                     gpu_memory_utilization=gpu_memory_utilization,
+                    kv_cache_memory_bytes=_cache_bytes(processors, max_model_len, dtype) if device == "cpu" else None,
                     enforce_eager=enforce_eager or device == "cpu",
                     enable_chunked_prefill=split,
                     enable_prefix_caching=enable_prefix_caching,
@@ -509,6 +513,16 @@ def _vision_arguments(processors: Processors, limit_images: int, shows_videos: b
     }
 
 
+def _cache_bytes(processors: Processors, max_model_len: int, dtype: torch.dtype) -> int:
+    """Return how large a cache vLLM may have on the CPU, where it takes and clears all of it at once: a GiB, or what
+    as many sequences as it runs at a time can fill. VLLM_CPU_KVCACHE_SPACE, where set, goes before it.
+    """
+    config = processors.hf_config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = int(2 * config.num_hidden_layers * config.num_key_value_heads * head_size * dtype.itemsize)
+    return min(2**30, _SEQUENCES * (max_model_len + _BLOCK_TOKENS) * token)
+
+
 def _stored_names(folder: Path) -> list[str]:
     """Return the names of all tensors in a model folder.
 
@@ -534,7 +548,6 @@ def _import_vllm(device: Literal["cpu", "cuda"]) -> Any:
         case "cpu":
             # Else the threads of the trainer are pinned to cores as well.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             # Below an error: each reload warns of a tied head, which _repack_heads mends, and each start of LD_PRELOAD.
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         case "cuda":

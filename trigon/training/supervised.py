@@ -21,7 +21,7 @@ from trigon.types import Prompt, TrainGroup, TrainSequence
 Example = tuple[Prompt, tuple[int, ...]]
 """A prompt, and the token ids of its wanted answer, end-of-sequence token included."""
 
-SKILL_WINDOW = 4
+SKILL_WINDOW = 8
 
 
 def warm_start(
