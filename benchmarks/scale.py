@@ -40,16 +40,16 @@ from trigon.training.local import Sizes
 from trigon.training.trace import LocalTracer
 from trigon.types import Rollout, RolloutGroup, Score
 
-CONTROLLED = (64, 512, 2048, 8192)
+CONTROLLED = (64, 512, 8192)
 ANSWERS = 8
 FLAT = 1.5
 """How much more a prompt may cost among the most than among the fewest, and still be called flat."""
 
 # One thing is changed at a time.
 SHAPES = {
-    "prompts": [replace(SHORT, prompts=prompts) for prompts in (1, 2, 4, 8)],
-    "answers to a prompt": [replace(SHORT, prompts=2, n=n) for n in (2, 4, 8, 16)],
-    "response tokens": [replace(SHORT, prompts=2, response=response) for response in (32, 64, 128, 256)],
+    "prompts": [replace(SHORT, prompts=prompts) for prompts in (1, 2, 4)],
+    "answers to a prompt": [replace(SHORT, prompts=1, n=n) for n in (2, 4, 8, 16)],
+    "response tokens": [replace(SHORT, prompts=1, response=response) for response in (32, 64, 128)],
 }
 WORKERS = (1, 2)
 
@@ -123,7 +123,7 @@ def measure_controller(counts: Sequence[int]) -> tuple[list[Figure], list[tuple[
 
 def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, float]]:
     """Return for each shape the seconds of sampling, and of one update, in one process that has its engines open."""
-    shapes = list(shapes)
+    shapes = list(dict.fromkeys(shapes))
     widest = replace(
         SHORT,
         prompts=max(shape.prompts for shape in shapes),
@@ -221,7 +221,7 @@ def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
     by_workers = []
     for count in WORKERS:
         with tempfile.TemporaryDirectory() as folder:
-            by_workers.append((count, workers(count, Path(folder), prompts=4, steps=4)))
+            by_workers.append((count, workers(count, Path(folder), prompts=4, steps=2)))
     shown = ("gen", "weights", "parity", "update_actor", "step")
     rows = [(count, *(f"{phases.get(name, 0.0):.2f}" for name in shown)) for count, phases in by_workers]
     parts += ["Against workers, 4 prompts, seconds:", table(rows, ("workers", *shown))]

@@ -1,6 +1,6 @@
 """Trigon's side of whole_step.py: train, and before each step wait for a line on standard input.
 
-python benchmarks/side_trigon.py FOLDER SHAPE STEPS      (as whole_step.py starts it)
+python benchmarks/side_trigon.py FOLDER SHAPE PROMPTS STEPS      (as whole_step.py starts it)
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from shared import GEOMETRY, LONG, SHORT, Shape
 
 from trigon.build import TrackerEnvironment, run_training
 from trigon.config.load import load_config
-
-
-class Enough(Exception):
-    """All steps that were asked for are made."""
 
 
 def options(folder: Path, shape: Shape, steps: int) -> list[str]:
@@ -72,19 +69,16 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
         made += 1
         print(f"@step {json.dumps({'seconds': seconds})}", flush=True)
         if made == steps:
-            raise Enough
+            return True
         wait()
         return False
 
     loaded = load_config(None, options(folder, shape, steps))
     wait()  # the first step has the start in it, and is not counted
     trackers = TrackerEnvironment(None, None, None, None)
-    try:
-        run_training(loaded.config, warnings=loaded.warnings, trackers=trackers, should_stop=after_step, export_to=None)
-    except Enough:
-        return
+    run_training(loaded.config, warnings=loaded.warnings, trackers=trackers, should_stop=after_step, export_to=None)
 
 
 if __name__ == "__main__":
     shapes = {shape.name: shape for shape in (SHORT, LONG, GEOMETRY)}
-    main(Path(sys.argv[1]), shapes[sys.argv[2]], int(sys.argv[3]))
+    main(Path(sys.argv[1]), replace(shapes[sys.argv[2]], prompts=int(sys.argv[3])), int(sys.argv[4]))

