@@ -28,6 +28,7 @@ class ShareOfDigits(ORM):
 
 def on_step_begin(self: Any, args: Any, state: Any, control: Any, **_: Any) -> Any:
     global started
+    print("@waits for its turn", flush=True)
     sys.stdin.readline()
     started = time.perf_counter()
     return control

@@ -27,6 +27,7 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         started = 0.0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            print("@waits for its turn", flush=True)
             sys.stdin.readline()
             self.started = time.perf_counter()
 

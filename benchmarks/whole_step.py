@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,18 +45,24 @@ class Side:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=environment
         )
 
+    def wait(self) -> None:
+        """Wait until it is about to make a step, and is idle. Raises: RuntimeError if it ends instead."""
+        self._hear("@waits ")
+
     def step(self) -> float:
         """Let it make one step, and return the seconds that it took. Raises: RuntimeError if it ends instead."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended, which is heard below
             print("go", file=self._process.stdin, flush=True)
-            for line in self._process.stdout:
-                told = line.rpartition("@step ")[2]
-                if told != line:
-                    return float(json.loads(told)["seconds"])
-        except BrokenPipeError:
-            pass
+        return float(json.loads(self._hear("@step "))["seconds"])
+
+    def _hear(self, word: str) -> str:
+        """Return what follows a word in what it says next."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = line.rpartition(word)[2]
+            if told != line:
+                return told
         raise RuntimeError(f"{self._process.args[1]} ended early:\n{self._log.read_text()[-3000:]}")
 
     def finish(self) -> None:
@@ -158,6 +165,7 @@ def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int, peer: st
         ours.step()
         for _ in range(uncounted):
             theirs.step()
+        theirs.wait()
         pairs = [(ours.step(), theirs.step()) for _ in range(steps)]
         ours.finish()
     finally:
