@@ -47,8 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     shutil.rmtree(aside, ignore_errors=True)
     # Drawing takes about as long as importing torch, for which it need not wait.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        numbers = {"num_train": NUM_TRAIN, "num_validation": NUM_VALIDATION, "seed": chosen.seed}
-        drawing = other.submit(make_dataset, folder / "data", **numbers)
+        drawing = other.submit(
+            make_dataset, folder / "data", num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=chosen.seed
+        )
         with console.progress("make the model and draw the data", None):
             from trigon.models.tiny import make_tiny
 

@@ -105,10 +105,10 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], sharing: Shari
             of_blocks, of_pixels = _tower(hf_config.model_type, vision, group.grids)
             images += repeats * of_blocks
             pixels += repeats * of_pixels
-    heads, head_dim = text.num_attention_heads, _head_dim(text)
+    heads, width_of_head = text.num_attention_heads, head_dim(text)
     return Flops(
         linear=2 * tokens * _active_weights(text),
-        attention=4 * pairs * heads * head_dim,
+        attention=4 * pairs * heads * width_of_head,
         head=2 * logits * text.hidden_size * text.vocab_size,
         vision=images,
         pixels=pixels,
@@ -145,14 +145,15 @@ def _pairs(start: int, end: int, window: int | None) -> int:
     return (cut * (cut + 1) - start * (start + 1)) // 2 + (end - cut) * window
 
 
-def _head_dim(text: Any) -> int:
+def head_dim(text: Any) -> int:
+    """Return how many numbers a head has, from the configuration of a text model."""
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _active_weights(text: Any) -> int:
     """Return how many weights of the decoder's linear layers a token is multiplied with."""
-    width, head_dim = text.hidden_size, _head_dim(text)
-    attention = width * head_dim * 2 * (text.num_attention_heads + text.num_key_value_heads)
+    width = text.hidden_size
+    attention = width * head_dim(text) * 2 * (text.num_attention_heads + text.num_key_value_heads)
     layers = int(text.num_hidden_layers)
     experts = getattr(text, "num_experts", None) or 0
     if not experts:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from trigon.errors import EngineError
+from trigon.models.flops import head_dim
 from trigon.models.load import Processors, model_folder
 from trigon.models.tiles import to_tiles
 from trigon.rollout.protocol import OnGroup
@@ -518,8 +519,7 @@ def _cache_bytes(processors: Processors, max_model_len: int, dtype: torch.dtype)
     as many sequences as it runs at a time can fill. VLLM_CPU_KVCACHE_SPACE, where set, goes before it.
     """
     config = processors.hf_config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = int(2 * config.num_hidden_layers * config.num_key_value_heads * head_size * dtype.itemsize)
+    token = int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize)
     return min(2**30, _SEQUENCES * (max_model_len + _BLOCK_TOKENS) * token)
 
 
