@@ -75,6 +75,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         f"worker.actor.model.model_path={model}",
         f"trainer.save_checkpoint_path={folder / 'run'}",
         f"trainer.max_steps={2 + 512 // prompts}",
+        "worker.reward.num_cpus=2",
     )
     loaded = load_config(None, [*options(folder, SHORT, 3), *changes])
 

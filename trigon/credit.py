@@ -116,15 +116,21 @@ def attach(
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> list[TrainGroup]:
     """Give every completion what the loss needs. trains: [G, N] bool; the others are left out of the loss."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    lengths = [len(completion.token_ids) for completion in completions]
+    sampling_logprobs = torch.tensor([value for completion in completions for value in completion.sampling_logprobs])
+    # Views of one tensor each, as in advantages.estimate.
+    each_mask = iter(trains.float().flatten().repeat_interleave(torch.tensor(lengths)).split_with_sizes(lengths))
+    each_logprobs = iter(sampling_logprobs.split_with_sizes(lengths))
     return [
         TrainGroup(
             prompt=group.prompt,
             sequences=tuple(
                 TrainSequence(
                     token_ids=rollout.completion.token_ids,
-                    loss_mask=torch.full((len(rollout.completion.token_ids),), float(trains[g, i])),
+                    loss_mask=next(each_mask),
                     advantages=advantages[g][i],
-                    sampling_logprobs=torch.tensor(rollout.completion.sampling_logprobs),
+                    sampling_logprobs=next(each_logprobs),
                     old_logprobs=None if old is None else old[g][i],
                     ref_logprobs=None if ref is None else ref[g][i],
                 )

@@ -20,7 +20,7 @@ from trigon.models.positions import completion_positions, prompt_positions
 from trigon.rollout.transformers import TransformersEngine
 from trigon.types import GroupSpan, PackedGroups, SamplingParams
 
-# CPU blocks of vLLM's cache hold 128 tokens: only prompts beyond that can show a stale one.
+# Many blocks of vLLM's cache, on any device: only whole ones can show that it is stale.
 LONG = "How many sides does the polygon in the drawing have? " * 16
 MAX_MODEL_LEN = 512
 MAX_IMAGES = 3

@@ -133,6 +133,23 @@ def test_the_same_words_behind_other_images_are_answered_otherwise(engine, weigh
     assert all(a.sampling_logprobs[0] != b.sampling_logprobs[0] for a, b in zip(first, second, strict=True))
 
 
+def test_answers_share_all_but_the_last_block_of_even_a_short_prompt(engine, weights, prompts, monkeypatch):
+    step, shared = engine._engine.step, {}
+
+    def watched_step():
+        outputs = step()
+        shared.update({output.request_id: output.num_cached_tokens for output in outputs})
+        return outputs
+
+    monkeypatch.setattr(engine._engine, "step", watched_step)
+    with engine.awake(iter(weights.items()), version=0):
+        engine.generate(prompts, SAMPLING, step=1)
+    for row, prompt in enumerate(prompts):
+        whole_blocks = 32 * ((len(prompt.token_ids) - 1) // 32)
+        assert whole_blocks > 0
+        assert [shared[f"{row}.{sample}.1"] for sample in range(SAMPLING.n)] == [0, whole_blocks, whole_blocks]
+
+
 def test_many_more_requests_than_run_at_once(engine, weights, prompts):
     many = [replace(prompts[number % 3], prompt_id=str(number)) for number in range(150)]
     with engine.awake(iter(weights.items()), version=0):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, assert_never
 
 import torch
@@ -103,10 +104,10 @@ def estimate(
             return above_baseline(token_returns(outcomes, 1.0), valid, outcomes.baselines)
         case _:
             assert_never(estimator)
-    return [
-        [value.repeat(int(length)) for value, length in zip(group, lengths, strict=True)]
-        for group, lengths in zip(values, outcomes.lengths, strict=True)
-    ]
+    # Views of one tensor: made one by one they would be most of what the controller costs.
+    lengths = outcomes.lengths.flatten()
+    each = iter(values.flatten().repeat_interleave(lengths).split_with_sizes(lengths.tolist()))
+    return [list(islice(each, len(group))) for group in values]
 
 
 # -- one advantage for a whole completion: [G, N] in, [G, N] float32 out ----------------------------------------------

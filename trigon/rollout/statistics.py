@@ -32,7 +32,9 @@ def describe_learned(
     Args: rewards: [G, N], after a KL penalty if there is one. advantages: [R] of each completion. graded: [G, N] bool;
     the others count in no statistic.
     """
-    means = torch.tensor([[float(tokens.mean()) for tokens in group] for group in advantages])
+    every = [tokens for group in advantages for tokens in group]
+    lengths = torch.tensor([len(tokens) for tokens in every])
+    means = torch.segment_reduce(torch.cat(every), "mean", lengths=lengths).view(graded.shape)
     return {
         **_spread("critic/score", (score for group in groups for score in _scores(group))),
         **_spread("critic/rewards", rewards[graded].tolist()),

@@ -38,8 +38,13 @@ _FAILED = ("abort", "error")
 # vLLM raises anything between 0 and the lower one to it, with which the trainer would not agree; it refuses the rest.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 
-# vLLM's own: how many sequences it runs at a time on the CPU, and the tokens of a block of its cache.
-_SEQUENCES, _BLOCK_TOKENS = 256, 128
+_SEQUENCES = 256
+"""How many vLLM runs at a time on the CPU, by its own choice."""
+
+_CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's cache on the CPU: the fewest that its attention there takes. The answers of a group share
+whole blocks of the prompt, and each computes the rest again, which with vLLM's own 128 is a prompt's half or all of it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,7 @@ class VllmEngine:
                     max_model_len=max_model_len,
                     max_num_batched_tokens=batched_tokens,
                     gpu_memory_utilization=gpu_memory_utilization,
+                    block_size=_CPU_BLOCK_TOKENS if device == "cpu" else None,
                     kv_cache_memory_bytes=_cache_bytes(processors, max_model_len, dtype) if device == "cpu" else None,
                     enforce_eager=enforce_eager or device == "cpu",
                     enable_chunked_prefill=split,
@@ -520,7 +526,7 @@ def _cache_bytes(processors: Processors, max_model_len: int, dtype: torch.dtype)
     """
     config = processors.hf_config.get_text_config()
     token = int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize)
-    return min(2**30, _SEQUENCES * (max_model_len + _BLOCK_TOKENS) * token)
+    return min(2**30, _SEQUENCES * (max_model_len + _CPU_BLOCK_TOKENS) * token)
 
 
 def _stored_names(folder: Path) -> list[str]:
