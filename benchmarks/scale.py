@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from shared import SHORT, VOCABULARY, Figure, Shape, figures_table, make_data, make_folder, phases_of, table
@@ -30,7 +31,9 @@ from trigon import build
 from trigon.algorithms.advantages import estimate
 from trigon.build import Engines, TrackerEnvironment, run_training
 from trigon.config.load import load_config
+from trigon.config.schema import Config
 from trigon.credit import attach, outcomes_of
+from trigon.data.prompts import PromptBuilder
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -92,8 +95,12 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
     def nobody_asks(*_: Any) -> Any:
         raise AssertionError("trainer.auto_micro_batch is false")
 
-    real, build.open_engines = build.open_engines, open_fakes
-    try:
+    def open_builder(config: Config, processors: Any) -> PromptBuilder:
+        several = config.model_copy(update={"trainer": config.trainer.model_copy(update={"n_gpus_per_node": 2})})
+        return real_builder(several, processors)  # to several workers images go as files, which they process themselves
+
+    real_builder = build.open_builder
+    with mock.patch.multiple(build, open_engines=open_fakes, open_builder=open_builder):
         run_training(
             loaded.config,
             warnings=(),
@@ -101,8 +108,6 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
             should_stop=lambda: False,
             export_to=None,
         )
-    finally:
-        build.open_engines = real
     return phases_of(folder / "run", statistics.median)
 
 
@@ -222,10 +227,10 @@ def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
     by_workers = []
     for count in WORKERS:
         with tempfile.TemporaryDirectory() as folder:
-            by_workers.append((count, workers(count, Path(folder), prompts=4, steps=2)))
+            by_workers.append((count, workers(count, Path(folder), prompts=2, steps=2)))
     shown = ("gen", "weights", "parity", "update_actor", "step")
     rows = [(count, *(f"{phases.get(name, 0.0):.2f}" for name in shown)) for count, phases in by_workers]
-    parts += ["Against workers, 4 prompts, seconds:", table(rows, ("workers", *shown))]
+    parts += ["Against workers, 2 prompts, seconds:", table(rows, ("workers", *shown))]
     if plot is not None:
         draw(plot, controlled, of_shape)
     return figures, "\n\n".join(parts)

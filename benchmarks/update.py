@@ -36,6 +36,7 @@ SPECIAL = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
+WARM_UP_TOKENS = 8
 MIXED = [16, 50, 84, 119, 153, 187, 222, 256]
 BARS = {"64": ([64] * 8, 3.5), "160": ([160] * 8, 2.3), "16 to 256": (MIXED, 0.0)}
 """Completion lengths of a group, and the ratio that is wanted; 0: that of the tokens, n (P + R) / (P + n R)."""
@@ -111,28 +112,26 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
     family = family_of(grouped.config)
     make_ours(grouped, family)
     policy = Policy(grouped, family, temperature=1.0, banned_token_ids=())
-    group = make_group(completion_lengths)
-    packed = packed_group(grouped, *group)
 
-    def run_packed() -> tuple[float, Tensor]:
-        return run_once(grouped, lambda: policy(packed).logprobs)
+    def run_both(lengths: list[int]) -> tuple[tuple[float, Tensor], tuple[float, Tensor]]:
+        group = make_group(lengths)
+        packed = packed_group(grouped, *group)
+        ours = run_once(grouped, lambda: policy(packed).logprobs)
+        return ours, run_once(plain, lambda: padded_logprobs(plain, *group))
 
-    def run_padded() -> tuple[float, Tensor]:
-        return run_once(plain, lambda: padded_logprobs(plain, *group))
-
-    ours, theirs = run_packed()[1], run_padded()[1]  # also warms both up
+    run_both([WARM_UP_TOKENS] * len(completion_lengths))
+    seconds = []
+    for _ in range(repeats):  # in turn, so that both meet the same machine
+        (packed_seconds, ours), (padded_seconds, theirs) = run_both(completion_lengths)
+        seconds.append((packed_seconds, padded_seconds))
     gradients = zip(grouped.parameters(), plain.parameters(), strict=True)
-    worst = max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in gradients)
-    seconds = [
-        (run_packed()[0], run_padded()[0]) for _ in range(repeats)
-    ]  # in turn, so that both meet the same machine
-    packed_seconds, padded_seconds = (min(side) for side in zip(*seconds, strict=True))
+    packed_best, padded_best = (min(side) for side in zip(*seconds, strict=True))
     return {
-        "packed": packed_seconds,
-        "padded": padded_seconds,
-        "ratio": padded_seconds / packed_seconds,
+        "packed": packed_best,
+        "padded": padded_best,
+        "ratio": padded_best / packed_best,
         "logprob": float((ours - theirs).abs().max()),
-        "gradient": worst,
+        "gradient": max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in gradients),
     }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from trigon.types import GroupSpan, TokenLogprobs
 
 CHUNK_BYTES = 128 * 2**20
-"""Of one chunk of logits in float32, of which a backward holds about four at once. On a CPU larger chunks are not
+"""Of one chunk of logits in float32, of which there is room for two at once. On a CPU larger chunks are not
 faster (benchmarks/logprobs.py); on a GPU a chunk of 220 rows, which a vocabulary of 152,000 words gives, is wide enough
 that multiplying by the head takes about as long as reading it."""
 
@@ -125,15 +125,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         dtype = _wide(states)
         logprobs, entropy, lse = (torch.empty(len(states), dtype=dtype, device=states.device) for _ in range(3))
         head = weight.to(settings.product_dtype)
+        room, more_room = _room(states, head, settings), _room(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
-            logits = _logits(states[rows], head, banned, settings)
+            logits = _logits(states[rows], head, banned, settings, room)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0]
             top = logits.amax(1)
-            unnormalized = (logits - top[:, None]).exp_()
+            unnormalized = torch.sub(logits, top[:, None], out=more_room[: len(logits)]).exp_()
             total = unnormalized.sum(1)
             lse[rows] = top + total.log()
             logits[:, banned] = 0.0  # their share below is 0 * logit, which must not be 0 * inf
-            entropy[rows] = lse[rows] - torch.linalg.vecdot(unnormalized, logits) / total
+            entropy[rows] = lse[rows] - unnormalized.mul_(logits).sum(1) / total
         logprobs -= lse
         ctx.save_for_backward(states, weight, targets, banned, lse, entropy)
         ctx.settings, ctx.entropy_gradient = settings, entropy_gradient
@@ -148,14 +149,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         settings: _Settings = ctx.settings
         head = weight.to(settings.product_dtype)
         states_gradient, weight_gradient = _empty_gradients(ctx, states, weight)
+        room, more_room = _room(states, head, settings), _room(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p = _logits(states[rows], head, banned, settings).sub_(lse[rows, None])
-            probability = log_p.exp()
+            log_p = _logits(states[rows], head, banned, settings, room).sub_(lse[rows, None])
+            probability = torch.exp(log_p, out=more_room[: len(log_p)])
             if ctx.entropy_gradient:
                 log_p[:, banned] = 0.0  # not 0 * inf, as above
-                slope = log_p.add_(entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
-                by_logits = probability.mul_(slope).neg_()
+                slope = log_p.add_(entropy[rows, None]).mul_(-by_entropy[rows, None]).sub_(by_logprob[rows, None])
+                by_logits = probability.mul_(slope)
             else:
                 by_logits = probability.mul_(-by_logprob[rows, None])
             by_logits.scatter_add_(1, targets[rows, None], by_logprob[rows, None])
@@ -182,9 +184,10 @@ class _ChunkedKl(torch.autograd.Function):
     ) -> Tensor:
         kl = torch.empty(len(states), dtype=_wide(states), device=states.device)
         head, their_head = weight.to(settings.product_dtype), their_weight.to(settings.product_dtype)
+        room = _room(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
-            ours = _logits(states[rows], head, banned, settings).log_softmax(1)
-            theirs = _logits(their_states[rows], their_head, banned, settings).log_softmax(1)
+            ours = _logits(states[rows], head, banned, settings, room).log_softmax(1)
+            theirs = _logits(their_states[rows], their_head, banned, settings, room).log_softmax(1)
             kl[rows] = torch.linalg.vecdot(ours.exp(), _gap(ours, theirs, banned))
         ctx.save_for_backward(states, weight, their_states, their_weight, banned, kl)
         ctx.settings = settings
@@ -197,10 +200,11 @@ class _ChunkedKl(torch.autograd.Function):
         settings: _Settings = ctx.settings
         head, their_head = weight.to(settings.product_dtype), their_weight.to(settings.product_dtype)
         states_gradient, weight_gradient = _empty_gradients(ctx, states, weight)
+        room = _room(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             # d KL / d logit_j = p_j (log p_j - log q_j - KL)
-            ours = _logits(states[rows], head, banned, settings).log_softmax(1)
-            theirs = _logits(their_states[rows], their_head, banned, settings).log_softmax(1)
+            ours = _logits(states[rows], head, banned, settings, room).log_softmax(1)
+            theirs = _logits(their_states[rows], their_head, banned, settings, room).log_softmax(1)
             slope = _gap(ours, theirs, banned).sub_(kl[rows, None]).mul_(by_kl[rows, None])
             _pull_back(ours.exp_().mul_(slope), states, head, rows, settings, states_gradient, weight_gradient)
         return (
@@ -229,7 +233,9 @@ def _pull_back(
     weight_gradient: Tensor | None,
 ) -> None:
     """Carry the gradient of a chunk of logits on to the states' rows, and add it to the weight's. Overwrites it."""
-    by_product = by_logits.div_(settings.temperature).to(settings.product_dtype)
+    if settings.temperature != 1.0:
+        by_logits.div_(settings.temperature)
+    by_product = by_logits.to(settings.product_dtype)
     if states_gradient is not None:
         states_gradient[rows] = by_product @ head
     if weight_gradient is not None:
@@ -247,9 +253,22 @@ def _gap(ours: Tensor, theirs: Tensor, banned: Tensor) -> Tensor:
     return gap
 
 
-def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings) -> Tensor:
-    """Return logits [rows, V] in float32 or wider. head: the weight, in the product's dtype."""
-    logits = (states.to(settings.product_dtype) @ head.T).to(_wide(states))
+def _room(states: Tensor, head: Tensor, settings: _Settings) -> Tensor:
+    """Return room for a chunk's logits, to be used for one after the other.
+
+    Memory that is new for each has to be cleared by the system first, which on a CPU takes a quarter of the time.
+    """
+    rows = min(len(states), settings.chunk_tokens)
+    return torch.empty(rows, len(head), dtype=_wide(states), device=states.device)
+
+
+def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, room: Tensor) -> Tensor:
+    """Return logits [rows, V] in float32 or wider, in the room given. head: the weight, in the product's dtype."""
+    logits = room[: len(states)]
+    if settings.product_dtype == room.dtype:
+        torch.mm(states.to(room.dtype), head.T, out=logits)
+    else:
+        logits.copy_(states.to(settings.product_dtype) @ head.T)
     if settings.temperature != 1.0:
         logits.div_(settings.temperature)
     logits[:, banned] = -torch.inf
