@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from trigon.garbage import collect_seldom
+
+collect_seldom()  # as every process of ours does
+
 _hugging_face_home = tempfile.TemporaryDirectory(prefix="trigon-tests-")  # removed when the process ends
 
 # Before torch, transformers or vLLM are imported, and for the processes that tests start.

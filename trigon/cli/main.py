@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from trigon import __version__
 from trigon.errors import TrigonError
+from trigon.garbage import collect_seldom
 
 COMMANDS = {
     "train": ("trigon.cli.train", "train: YAML file and key=value overrides, EasyR1's included"),
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"trigon: there is no command {command!r}\n\n{usage()}", file=sys.stderr)
         return 2
+    collect_seldom()
     try:
         return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     except TrigonError as error:

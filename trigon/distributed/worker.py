@@ -32,6 +32,7 @@ from trigon.distributed.wire import (
     encode_completions,
     encode_logprobs,
 )
+from trigon.garbage import collect_seldom
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, fit_budgets
@@ -106,6 +107,7 @@ class Worker:
         self._ranks: ProcessRanks
         self._tracer: LocalTracer
         self._member: Member | None = None
+        collect_seldom()
         faulthandler.enable()  # a crash leaves the stack in this worker's log
 
     def __repr__(self) -> str:  # what Ray writes before each line that a worker prints
