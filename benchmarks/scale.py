@@ -51,7 +51,7 @@ FLAT = 1.5
 
 # One thing is changed at a time.
 SHAPES = {
-    "prompts": [replace(SHORT, prompts=prompts) for prompts in (1, 2, 4)],
+    "prompts": [replace(SHORT, prompts=prompts) for prompts in (1, 2, 3)],
     "answers to a prompt": [replace(SHORT, prompts=1, n=n) for n in (2, 4, 8, 16)],
     "response tokens": [replace(SHORT, prompts=1, response=response) for response in (32, 64, 128)],
 }

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,11 +237,14 @@ def question_of(model: Path, shape: Shape) -> str:
     return " ".join(words[index % len(words)] for index in range(count))
 
 
-def share_of_digits(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The reward of both sides: the share of an answer's characters that are digits."""
-    return [{"overall": digits(answer["response"])} for answer in reward_inputs]
+def drawn_lots(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The reward of both sides, as our contract wants it."""
+    return [{"overall": lot(answer["response"])} for answer in reward_inputs]
 
 
-def digits(text: str) -> float:
-    """Return the share of digits among a text's characters."""
-    return sum(character.isdigit() for character in text) / max(len(text), 1)
+def lot(text: str) -> float:
+    """Return a number from 0 to 1 that means nothing, and differs from text to text.
+
+    So that every group has something to learn: one of equal rewards would spare us its update, but not our peers.
+    """
+    return zlib.crc32(text.encode()) / 2**32

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from shared import digits
+from shared import lot
 from swift.rewards import ORM, orms
 from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers.trainer_callback import DefaultFlowCallback
@@ -21,9 +21,9 @@ Qwen2VLTemplate.image_token_id = int(os.environ["IMAGE_TOKEN_ID"])
 started = 0.0
 
 
-class ShareOfDigits(ORM):
+class DrawnLots(ORM):
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return [digits(text) for text in completions]
+        return [lot(text) for text in completions]
 
 
 def on_step_begin(self: Any, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -42,7 +42,7 @@ def stepped(on_step_end: Any) -> Any:
     return told
 
 
-orms["digits"] = ShareOfDigits
+orms["drawn_lots"] = DrawnLots
 # transformers' own callback, which every trainer has.
 DefaultFlowCallback.on_step_begin = on_step_begin
 DefaultFlowCallback.on_step_end = stepped(DefaultFlowCallback.on_step_end)

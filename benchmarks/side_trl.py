@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shared import digits
+from shared import lot
 
 
 def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
@@ -39,9 +39,9 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
             if length is not None and length != response:
                 raise RuntimeError(f"the completions have {length} tokens in the mean, not {response}")
 
-    def share_of_digits(completions: list[Any], **_: Any) -> list[float]:
+    def drawn_lots(completions: list[Any], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [digits(text) for text in texts]
+        return [lot(text) for text in texts]
 
     data = Dataset.from_parquet(str(folder / "data.parquet"))
     data = data.map(
@@ -76,7 +76,7 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
     )
     trainer = GRPOTrainer(
         model=str(folder / "model"),
-        reward_funcs=[share_of_digits],
+        reward_funcs=[drawn_lots],
         args=config,
         train_dataset=data,
         callbacks=[Stepwise()],

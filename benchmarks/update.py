@@ -119,7 +119,7 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
         ours = run_once(grouped, lambda: policy(packed).logprobs)
         return ours, run_once(plain, lambda: padded_logprobs(plain, *group))
 
-    run_both([WARM_UP_TOKENS] * len(completion_lengths))
+    run_both([WARM_UP_TOKENS])
     seconds = []
     for _ in range(repeats):  # in turn, so that both meet the same machine
         (packed_seconds, ours), (padded_seconds, theirs) = run_both(completion_lengths)

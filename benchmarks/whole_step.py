@@ -120,7 +120,7 @@ def open_swift(folder: Path, shape: Shape, steps: int) -> Side:
         "template": "qwen2_5_vl",
         "dataset": folder / "data.jsonl",
         "external_plugins": HERE / "side_swift.py",
-        "reward_funcs": "digits",
+        "reward_funcs": "drawn_lots",
         "tuner_type": "full",
         "torch_dtype": "float32",
         "use_vllm": "false",
@@ -168,6 +168,7 @@ def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int, peer: st
         theirs.wait()
         pairs = [(ours.step(), theirs.step()) for _ in range(steps)]
         ours.finish()
+        _check_that_all_was_learned(folder / "trigon")
     finally:
         ours.close()
         theirs.close()
@@ -178,6 +179,14 @@ def compare(shape: Shape, vocabulary: int, folder: Path, *, steps: int, peer: st
         [pair[1] for pair in pairs],
         phases_of(folder / "trigon", statistics.fmean),
     )
+
+
+def _check_that_all_was_learned(run: Path) -> None:
+    """Raises: RuntimeError if a group of ours had equal rewards, and so cost no update."""
+    steps = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    skipped = sum(step["actor/skipped_groups"] for step in steps)
+    if skipped:
+        raise RuntimeError(f"{skipped:.0f} of our groups had nothing to learn from: no fair comparison")
 
 
 def profile_of(found: Comparison) -> dict[str, float]:
