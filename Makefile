@@ -31,7 +31,7 @@ test-oldest: $(VENV_OLDEST)/.ready ## the whole suite with the oldest transforme
 	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL)
 	$(VENV_OLDEST)/$(PYTEST) -m alone
 
-bench: $(VENV)/.ready ## every benchmark, and one table of what is wanted and what was measured (20 to 25 minutes on 2 quiet cores)
+bench: $(VENV)/.ready ## every benchmark, and one table of what is wanted and what was measured (20 minutes on 2 quiet cores)
 	$(VENV)/bin/python benchmarks/bench.py
 
 lint: $(VENV)/.ready ## ruff and mypy

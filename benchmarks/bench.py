@@ -1,4 +1,4 @@
-"""All bars in one table: what `make bench` runs, in 20 to 25 minutes on two quiet cores.
+"""All bars in one table: what `make bench` runs, in 20 minutes on two quiet cores.
 
     python benchmarks/bench.py [--bars 1 3 5] [--plot docs/scale.svg]
 
