@@ -198,8 +198,8 @@ def test_a_pass_takes_the_same_each_time_and_a_larger_one_no_more_than_a_line_sa
         update(groups)
         one, again, two, four = (memory.peak_bytes(lambda n=n: update(groups * n)) for n in (1, 1, 2, 4))
     assert one == again
-    # A row of one group lacks the copies by which alike pieces of several are joined: from two on it is a line. What the
-    # line lacks (4.6 %) is within the headroom, and a row of the size that was found is tried before it counts.
+    # A row of one group lacks the copies by which alike pieces of several are joined: from two on it is a line. The
+    # 4.6 % that are missed are within the headroom, and a row of the size that was found is tried before it counts.
     assert 0.8 * 2 * (two - one) < four - two < 1.05 * 2 * (two - one)
 
 
