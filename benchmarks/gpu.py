@@ -178,8 +178,8 @@ def make_groups(config: Any, count: int, scale: float, seed: int) -> list[Rollou
     def text(length: int) -> list[int]:
         return torch.randint(0, words, (length,), generator=generator).tolist()
 
-    def about(mean: float, spread: float, least: int) -> int:
-        return max(least, round(scale * (mean + spread * float(torch.randn((), generator=generator)))))
+    def about(mean: float, partition_balanced: float, least: int) -> int:
+        return max(least, round(scale * (mean + partition_balanced * float(torch.randn((), generator=generator)))))
 
     groups = []
     for number in range(count):
@@ -197,7 +197,7 @@ def make_groups(config: Any, count: int, scale: float, seed: int) -> list[Rollou
                 hashes=(str(number),),
             ),
             text="",
-            answer=None,
+            ground_truth=None,
             row={},
             image_refs=("",),
         )

@@ -44,7 +44,7 @@ def train(made: Path, folder: Path, *, prompts: int, steps: int) -> list[dict[st
     run(
         [
             "train",
-            str(ROOT / "trigon" / "cli" / "quickstart.yaml"),
+            str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
             f"data.train_files={made / 'data' / 'train.parquet'}",
             f"worker.actor.model.model_path={made / 'model'}",
             f"trainer.save_checkpoint_path={folder}",

@@ -32,13 +32,13 @@ from trigon.algorithms.advantages import estimate
 from trigon.build import Engines, TrackerEnvironment, run_training
 from trigon.config.load import load_config
 from trigon.config.schema import Config
-from trigon.credit import attach, outcomes_of
 from trigon.data.prompts import PromptBuilder
 from trigon.garbage import collect_seldom
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
+from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.local import Sizes
 from trigon.training.trace import LocalTracer
@@ -63,8 +63,8 @@ WORKERS = (1, 2)
 
 def controller(prompts: int, folder: Path) -> dict[str, float]:
     """Return the seconds of each phase of a step with engines that do nothing."""
-    from trigon.data.synthetic import make_dataset
-    from trigon.models.tiny import make_tiny
+    from trigon.tiny.drawings import make_dataset
+    from trigon.tiny.model import make_tiny
 
     model = make_tiny(folder / "model")
     train, _ = make_dataset(folder / "data", num_train=prompts, num_validation=1, seed=0)
@@ -87,7 +87,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         rollout = FakeEngine(
             tokenizer=processors.tokenizer,
             stop_token_id=processors.stop_token_ids[0],
-            answer=lambda prompt, version, seed: f"\\boxed{{{seed % 7}}}",
+            complete=lambda prompt, version, seed: f"\\boxed{{{seed % 7}}}",
         )
         nothing = Sizes(parameters=0, trainable=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0)
         tracer = LocalTracer(folder, rank=None)
@@ -161,10 +161,15 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
                 )
                 for prompt, row in zip(rows, answers, strict=False)
             ]
-            credit = build.credit(config)
-            outcomes = outcomes_of(groups, credit, penalties=None, baselines=None)
-            advantages = estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
-            trained = attach(groups, advantages, outcomes.valid, old=None, ref=None)
+            advantage_settings = build.advantage_settings(config)
+            outcomes = build_reward_batch(groups, advantage_settings, penalties=None, baselines=None)
+            advantages = estimate(
+                outcomes,
+                advantage_settings.estimator,
+                gamma=advantage_settings.gamma,
+                weights=advantage_settings.weights,
+            )
+            trained = build_train_groups(groups, advantages, outcomes.valid, old=None, ref=None)
             start = time.perf_counter()
             opened.trainer.step(trained)
             found.append((shape, sampled, time.perf_counter() - start))

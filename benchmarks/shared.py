@@ -64,7 +64,7 @@ class Figure:
     note: str = ""
 
     @property
-    def verdict(self) -> str:
+    def label(self) -> str:
         if self.at_least is None and self.at_most is None:
             return ""
         enough = self.at_least is None or self.value >= self.at_least
@@ -97,7 +97,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:
 def figures_table(figures: Iterable[Figure]) -> str:
     """Return figures as a Markdown table."""
     rows = [
-        (figure.bar, figure.what, f"{figure.value:.3g}{figure.unit}", figure.wanted, figure.verdict, figure.note)
+        (figure.bar, figure.what, f"{figure.value:.3g}{figure.unit}", figure.wanted, figure.label, figure.note)
         for figure in figures
     ]
     return table(rows, ("bar", "what", "measured", "wanted", "", "note"))
@@ -162,7 +162,7 @@ def make_folder(folder: Path, *, vocabulary: int, shape: Shape) -> Path:
 
     Images are resized to the shape's image tokens, whatever they are.
     """
-    from trigon.models.tiny import make_tiny
+    from trigon.tiny.model import make_tiny
 
     make_tiny(folder)  # for its tokenizer, its processors and its chat template
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

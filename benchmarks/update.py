@@ -22,7 +22,7 @@ from shared import SHORT, VOCABULARY, Figure, figures_table, make_model, table
 from torch import Tensor
 
 from trigon.models.families import family_of
-from trigon.models.load import make_ours
+from trigon.models.load import patch_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
 from trigon.types import GroupSpan, PackedGroups
@@ -110,7 +110,7 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
     """Return seconds of both, their ratio and their differences, for one group."""
     grouped = copy.deepcopy(plain)
     family = family_of(grouped.config)
-    make_ours(grouped, family)
+    patch_model(grouped, family)
     policy = Policy(grouped, family, temperature=1.0, banned_token_ids=())
 
     def run_both(lengths: list[int]) -> tuple[tuple[float, Tensor], tuple[float, Tensor]]:

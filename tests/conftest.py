@@ -47,13 +47,13 @@ def _repeatable() -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that makes a tiny model's folder on first use, and returns the same one afterwards.
 
-    Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of trigon.models.tiny.
+    Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of trigon.tiny.model.
     Nobody may write into the folder.
     """
     made: dict[tuple[str, int, bool], Path] = {}
 
     def make(model_type: str = "qwen2_5_vl", *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-        from trigon.models.tiny import make_tiny
+        from trigon.tiny.model import make_tiny
 
         key = (model_type, seed, tie_word_embeddings)
         if key not in made:
@@ -73,6 +73,6 @@ def tiny_vlm(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the embedded model, barely trained, with its data and a reward, for whole runs (runs.py)."""
-    from runs import make_tiny
+    from support.runs import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("made"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trigon.algorithms.select import verdicts
+from trigon.algorithms.group_filter import classify_groups
 from trigon.data.stream import PromptStream, drawn_again
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
@@ -27,7 +27,7 @@ from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingPara
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class GroupFilter:
     """Which groups are learned from: those whose mean `key` lies strictly between low and high.
 
     prompts_per_round: drawn at a time. max_rounds: of a step; 0: no limit. keep_surplus: whether groups beyond those
@@ -68,27 +68,29 @@ class Sampler:
     report: Reporter
     with_baselines: bool
 
-    def fill(self, *, wanted: int, selection: Selection | None, kept: Sequence[RolloutGroup], step: int) -> Batch:
+    def collect_batch(
+        self, *, wanted: int, group_filter: GroupFilter | None, kept: Sequence[RolloutGroup], step: int
+    ) -> Batch:
         """Return a batch of `wanted` groups, those kept from the step before first; fewer only after max_rounds.
 
         Raises: DataError if after max_rounds there is none; RewardError if no reply has the selection's key.
         """
         drawn: set[str] = set()
-        if selection is None:
+        if group_filter is None:
             groups, metrics = self._round(wanted, step, drawn)
             return self._batch(groups, [], metrics, count_response_tokens(groups), step)
         found = list(kept)
         metrics = {}
         rounds = num_sampled_tokens = 0
-        while len(found) < wanted and not 0 < selection.max_rounds <= rounds:
+        while len(found) < wanted and not 0 < group_filter.max_rounds <= rounds:
             rounds += 1
-            groups, of_round = self._round(selection.prompts_per_round, step, drawn)
+            groups, of_round = self._round(group_filter.prompts_per_round, step, drawn)
             num_sampled_tokens += count_response_tokens(groups)
-            chosen, shares = _select(groups, selection)
+            chosen, shares = _select(groups, group_filter)
             found += chosen
             metrics = merge(metrics, of_round, shares)
         # No more than the next step takes, so that nothing grows older than one step.
-        surplus = found[wanted : 2 * wanted] if selection.keep_surplus else []
+        surplus = found[wanted : 2 * wanted] if group_filter.keep_surplus else []
         used = min(len(found), wanted) + len(surplus)
         counts = {
             "filter/rounds": Sum(float(rounds)),
@@ -156,22 +158,22 @@ def _renamed(prompt: Prompt, drawn: set[str]) -> Prompt:
     return prompt
 
 
-def _select(groups: Sequence[RolloutGroup], selection: Selection) -> tuple[list[RolloutGroup], Metrics]:
+def _select(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[list[RolloutGroup], Metrics]:
     """Return the groups that are worth learning from, and the shares of those that are not."""
     values = torch.tensor(
-        [[rollout.score.parts.get(selection.key, torch.nan) for rollout in group.rollouts] for group in groups],
+        [[rollout.score.parts.get(group_filter.key, torch.nan) for rollout in group.rollouts] for group in groups],
         dtype=torch.float64,  # in which a bound of 0.1 is the very number that a reward function returns
     )
     graded = [[rollout.score.outcome == "ok" for rollout in group.rollouts] for group in groups]
     valid = torch.tensor(graded)
     if bool((valid & values.isnan()).any()):
-        raise RewardError(_unknown_key(groups, selection.key))
-    judged = verdicts(values, valid, low=selection.low, high=selection.high)
-    return [group for group, verdict in zip(groups, judged, strict=True) if verdict == "kept"], {
-        "filter/kept_fraction": mean_of(float(verdict == "kept") for verdict in judged),
-        "filter/low_fraction": mean_of(float(verdict == "low") for verdict in judged),
-        "filter/high_fraction": mean_of(float(verdict == "high") for verdict in judged),
-        "filter/ungraded_fraction": mean_of(float(verdict == "ungraded") for verdict in judged),
+        raise RewardError(_unknown_key(groups, group_filter.key))
+    judged = classify_groups(values, valid, low=group_filter.low, high=group_filter.high)
+    return [group for group, label in zip(groups, judged, strict=True) if label == "kept"], {
+        "filter/kept_fraction": mean_of(float(label == "kept") for label in judged),
+        "filter/low_fraction": mean_of(float(label == "low") for label in judged),
+        "filter/high_fraction": mean_of(float(label == "high") for label in judged),
+        "filter/ungraded_fraction": mean_of(float(label == "ungraded") for label in judged),
     }
 
 

@@ -21,24 +21,23 @@ import torch
 from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
-from trigon.batch import Selection
+from trigon.batch import GroupFilter
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish, open_checkpoint
 from trigon.config.load import dump_config
 from trigon.config.options import read_text_option
 from trigon.config.plan import Plan, context_length, make_plan, num_workers, workers_per_copy
 from trigon.config.schema import Config
-from trigon.credit import Credit
 from trigon.data.dataset import Prompts, PromptSet, open_prompts
 from trigon.data.mixture import mixed
 from trigon.data.processed import ProcessedImages
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
-from trigon.data.videos import Sampling
+from trigon.data.videos import FrameSampling
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError
 from trigon.evaluate import Evaluator
-from trigon.loop import Rhythm, Run, train
+from trigon.loop import Intervals, Run, train
 from trigon.models.features import FeatureMemory
 from trigon.models.fused import require_liger
 from trigon.models.hub import uses_modelscope
@@ -54,21 +53,22 @@ from trigon.report.run_folder import LOCK, RunFolder
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.training.budget import Budgets, Lengths, fit_budgets
+from trigon.train_groups import AdvantageSettings
+from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.local import LocalScorer, LocalTrainEngine, Sizes
 from trigon.training.memory import memory_of
 from trigon.training.optim import Schedule
-from trigon.training.parallel import Alone, Ranks
+from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.step import LossTerms
 from trigon.training.trace import FOLDER, LocalTracer, Tracer
 from trigon.types import SamplingParams
 
 if TYPE_CHECKING:
-    from trigon.distributed.crew import Crew
-    from trigon.distributed.preflight import Surroundings
-    from trigon.distributed.worker import Member
-    from trigon.training.fsdp import ProcessRanks
+    from trigon.distributed.preflight import NodeReport
+    from trigon.distributed.worker import WorkerEngines
+    from trigon.distributed.worker_group import WorkerGroup
+    from trigon.training.fsdp import TorchProcessGroup
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXACT_PARITY_TOLERANCE = 1e-3
@@ -79,7 +79,7 @@ REMEMBERED_PIXEL_BYTES = 4 * 2**30
 """Host memory in which a worker remembers processed images, so that a step processes each of them once."""
 
 
-class Fit(Protocol):
+class TuneMicroBatch(Protocol):
     """Measures how many tokens a pass may take, and lets trainer and reference go by it; see budget.fit_budgets."""
 
     def __call__(self, lengths: Lengths, known: Budgets | None) -> Budgets: ...
@@ -99,7 +99,7 @@ class Engines:
     rollout: RolloutEngine
     sizes: tuple[Sizes, ...]
     tracer: Tracer
-    fit: Fit
+    tune_micro_batch: TuneMicroBatch
 
 
 def run_training(
@@ -134,25 +134,27 @@ def run_training(
         )
         checkpoint = choose_checkpoint(config, store)
         processors = open_processors(config)
-        crew = stack.enter_context(open_crew(config, folder.path)) if num_workers(config) > 1 else None
+        worker_group = stack.enter_context(open_worker_group(config, folder.path)) if num_workers(config) > 1 else None
         rewards.ready()
         sinks = open_sinks(config.trainer.logger, tracker_settings(config, trackers, folder.path))
         report = stack.enter_context(Reporter(folder, console, sinks, num_devices=num_workers(config)))
 
         builder = open_builder(config, processors)
-        val_prompts = look_at(config, config.data.val_files, (), builder, report) if config.data.val_files else None
-        train_prompts = look_at(config, config.data.train_files, config.data.train_weights, builder, report)
+        val_prompts = (
+            scan_datasets(config, config.data.val_files, (), builder, report) if config.data.val_files else None
+        )
+        train_prompts = scan_datasets(config, config.data.train_files, config.data.train_weights, builder, report)
         plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
         videos = any(each.shows_videos for each in (train_prompts, val_prompts) if each is not None)
         engines = (
             open_engines(config, processors, plan, store, report, stack, shows_videos=videos)
-            if crew is None
-            else open_workers(config, plan, crew, store, report, shows_videos=videos)
+            if worker_group is None
+            else open_workers(config, plan, worker_group, store, report, shows_videos=videos)
         )
         if config.trainer.auto_micro_batch and not config.trainer.val_only:
-            plan = fit_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
+            plan = plan_with_budgets(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         report.ledger(ledger(config, plan, val_prompts, engines))
         if checkpoint is not None:
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
@@ -162,15 +164,15 @@ def run_training(
         progress = train(
             Run(
                 plan=plan,
-                rhythm=rhythm(config, can_validate=val_prompts is not None),
+                intervals=intervals(config, can_validate=val_prompts is not None),
                 sampling=sampling_params(config),
                 prompts=prompts,
                 rollout=engines.rollout,
                 rewards=rewards,
                 trainer=engines.trainer,
                 reference=engines.reference,
-                selection=selection(config),
-                credit=credit(config),
+                group_filter=group_filter(config),
+                advantage_settings=advantage_settings(config),
                 kl=initial_kl(config),
                 needs_old=plan.updates_per_step > 1 or (kl_is_in_reward(config) and not kl_is_full(config)),
                 evaluator=open_evaluator(config, val_prompts, report),
@@ -267,9 +269,9 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
     )
 
 
-def video_sampling(config: Config) -> Sampling:
+def video_sampling(config: Config) -> FrameSampling:
     """Return which frames of a video are shown."""
-    return Sampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames)
+    return FrameSampling(fps=config.data.video_fps, max_frames=config.data.max_video_frames)
 
 
 def data_workers(config: Config) -> int:
@@ -277,14 +279,14 @@ def data_workers(config: Config) -> int:
     return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
 
 
-def look_at(
+def scan_datasets(
     config: Config, specs: Sequence[str], weights: Sequence[float], builder: PromptBuilder, report: Reporter
 ) -> Prompts:
     """Open datasets as one, look at every row of each, and say what was set aside."""
-    return mixed([look_at_one(config, spec, builder, report) for spec in specs], weights)
+    return mixed([scan_dataset(config, spec, builder, report) for spec in specs], weights)
 
 
-def look_at_one(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
+def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
     """Open a dataset, look at every row of it, and say what was set aside."""
     data = config.data
     with report.phase(f"look at {spec}") as advance:
@@ -356,12 +358,12 @@ class Place:
     """Where engines are opened: on a device, alone or as one of several ranks."""
 
     device: torch.device
-    ranks: Ranks
+    process_group: ProcessGroup
 
     @property
     def is_alone(self) -> bool:
         """Whether there is no other rank."""
-        return self.ranks.size == 1
+        return self.process_group.size == 1
 
 
 def open_engines(
@@ -375,7 +377,7 @@ def open_engines(
     shows_videos: bool,
 ) -> Engines:
     """Load the models and start the rollout engine in this process."""
-    place = Place(choose_device(config), Alone())
+    place = Place(choose_device(config), SingleProcess())
     with report.phase("load model"):
         trainer, reference = open_models(config, processors, plan, place)
         stack.callback(trainer.close)
@@ -385,11 +387,11 @@ def open_engines(
         stack.callback(rollout.close)
     tracer = LocalTracer(run_folder(config) / FOLDER, rank=None)
 
-    def fit(lengths: Lengths, known: Budgets | None) -> Budgets:
+    def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
         memory = memory_of(place.device, shared_by=1)
-        return fit_budgets(trainer, reference, memory, lengths, place.ranks, known=known)
+        return tune_engines(trainer, reference, memory, lengths, place.process_group, known=known)
 
-    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer, fit)
+    return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer, tune_micro_batch)
 
 
 def choose_kernel(config: Config, device: torch.device) -> Kernel:
@@ -468,7 +470,7 @@ def open_placed(
         reduce_dtype=reduce_dtype,
         cpu_offload=cpu_offload,
     )
-    return open_sharded(make_policy, place.ranks, sharding, place.device)
+    return open_sharded(make_policy, place.process_group, sharding, place.device)
 
 
 def lora_settings(config: Config) -> LoraSettings:
@@ -495,7 +497,7 @@ def open_models(
     trainer = open_trainer(config, processors, plan, place, scorer)
     if not needs_reference(config) or kl_is_full(config):
         return trainer, None
-    return trainer, trainer.below_adapters() if adapted else scorer
+    return trainer, trainer.reference_without_adapters() if adapted else scorer
 
 
 def open_trainer(
@@ -536,7 +538,7 @@ def open_trainer(
         compute_dtype=compute_dtype if place.is_alone else None,
         offload_params=actor.offload.offload_params and moves,
         offload_optimizer=actor.offload.offload_optimizer and moves,
-        ranks=place.ranks,
+        process_group=place.process_group,
         reference=reference if kl_is_full(config) else None,
         features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
     )
@@ -569,7 +571,7 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: Pl
         device=place.device,
         compute_dtype=dtype if place.is_alone else None,
         offload_params=offload and place.is_alone,
-        ranks=place.ranks,
+        process_group=place.process_group,
         # As the policy sees images, so that the two agree bit for bit where their weights do.
         features=(
             feature_memory(config, shared=True)
@@ -634,7 +636,7 @@ def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path)
     return trainer.save_state(folder, model_only=config.trainer.save_model_only)
 
 
-def fit_plan(
+def plan_with_budgets(
     config: Config,
     plan: Plan,
     engines: Engines,
@@ -651,11 +653,11 @@ def fit_plan(
     """
     lengths = lengths_of(config, plan)
     found, known = folder.read_budgets(), None
-    measured_for = json.loads(json.dumps(circumstances(config, lengths)))  # as it comes back from the file
+    measured_for = json.loads(json.dumps(budget_cache_key(config, lengths)))  # as it comes back from the file
     if found is not None and found.keys() == {"budgets", "measured_for"} and found["measured_for"] == measured_for:
         known = Budgets(**found["budgets"])
     with report.phase("measure memory"):
-        budgets = engines.fit(lengths, known)
+        budgets = engines.tune_micro_batch(lengths, known)
     if budgets != known:
         folder.write_budgets({"budgets": asdict(budgets), "measured_for": measured_for})
         if resumes:
@@ -683,7 +685,7 @@ def lengths_of(config: Config, plan: Plan) -> Lengths:
     )
 
 
-def circumstances(config: Config, lengths: Lengths) -> dict[str, object]:
+def budget_cache_key(config: Config, lengths: Lengths) -> dict[str, object]:
     """Return what the memory of a pass depends on, besides the device."""
     actor = config.worker.actor
     return {
@@ -712,15 +714,15 @@ def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) 
 
 
 @contextmanager
-def open_crew(config: Config, folder: Path) -> Iterator[Crew]:
+def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
     """Start the workers, on this machine or on a cluster that is there, and let them look around; end them afterwards.
 
     Raises: ConfigError if the cluster is too small, or a node lacks something.
     """
     from trigon.distributed.cluster import Layout, cluster, has_gpus, workers
-    from trigon.distributed.crew import Crew
-    from trigon.distributed.preflight import check_surroundings
+    from trigon.distributed.preflight import check_node_reports
     from trigon.distributed.worker import Worker, actor_of
+    from trigon.distributed.worker_group import WorkerGroup
 
     trainer = config.trainer
     with cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
@@ -729,10 +731,10 @@ def open_crew(config: Config, folder: Path) -> Iterator[Crew]:
         )
         layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
         with workers(layout, actor_of(Worker)) as placed:
-            crew = Crew(placed, device, deadline_seconds=trainer.worker_timeout_seconds)
+            worker_group = WorkerGroup(placed, device, deadline_seconds=trainer.worker_timeout_seconds)
             join = partial(join_ranks, as_workers_need(config), device, folder.absolute())
-            check_surroundings(crew.all(lambda actor, _: actor.join.remote(join), phase="preflight"))
-            yield crew
+            check_node_reports(worker_group.call_all(lambda actor, _: actor.join.remote(join), phase="preflight"))
+            yield worker_group
 
 
 def as_workers_need(config: Config) -> Config:
@@ -758,58 +760,72 @@ def as_workers_need(config: Config) -> Config:
 
 
 def open_workers(
-    config: Config, plan: Plan, crew: Crew, store: CheckpointStore, report: Reporter, *, shows_videos: bool
+    config: Config,
+    plan: Plan,
+    worker_group: WorkerGroup,
+    store: CheckpointStore,
+    report: Reporter,
+    *,
+    shows_videos: bool,
 ) -> Engines:
     """Let every worker load its part of the models and start its rollout engine."""
-    from trigon.distributed.crew import DISK_SECONDS
     from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTracer, WorkersTrainEngine
+    from trigon.distributed.worker_group import DISK_SECONDS
 
     with report.phase("load model and start rollout engine"):
-        build = partial(open_member, as_workers_need(config), plan, shows_videos)
-        sizes = crew.all(lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS)
+        build = partial(open_worker_engines, as_workers_need(config), plan, shows_videos)
+        sizes = worker_group.call_all(
+            lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS
+        )
     check_space(config, store, sizes)
 
-    def fit(lengths: Lengths, known: Budgets | None) -> Budgets:
+    def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
         shared_by = config.trainer.n_gpus_per_node
-        found: list[Budgets] = crew.all(lambda actor, _: actor.fit.remote(lengths, known, shared_by), phase="fit")
+        found: list[Budgets] = worker_group.call_all(
+            lambda actor, _: actor.tune_micro_batch.remote(lengths, known, shared_by), phase="fit"
+        )
         return found[0]
 
     return Engines(
-        device=described(config, crew),
-        trainer=WorkersTrainEngine(crew, regularized=loss_terms(config).regularized),
-        reference=WorkersReference(crew) if needs_reference(config) and not kl_is_full(config) else None,
-        rollout=WorkersRolloutEngine(crew, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
+        device=described(config, worker_group),
+        trainer=WorkersTrainEngine(worker_group, regularized=loss_terms(config).regularized),
+        reference=WorkersReference(worker_group) if needs_reference(config) and not kl_is_full(config) else None,
+        rollout=WorkersRolloutEngine(worker_group, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
         sizes=tuple(sizes),
-        tracer=WorkersTracer(crew, run_folder(config).absolute() / FOLDER),
-        fit=fit,
+        tracer=WorkersTracer(worker_group, run_folder(config).absolute() / FOLDER),
+        tune_micro_batch=tune_micro_batch,
     )
 
 
-def join_ranks(config: Config, device: str, folder: Path) -> tuple[ProcessRanks, Surroundings]:
+def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessGroup, NodeReport]:
     """Become one of the ranks: the first thing that runs in a worker."""
-    from trigon.distributed.preflight import look_around
-    from trigon.training.fsdp import ProcessRanks
+    from trigon.distributed.preflight import inspect_node
+    from trigon.training.fsdp import TorchProcessGroup
 
     set_determinism(torch.device(device))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainer.n_gpus_per_node))
     # Longer than the driver's patience, which can say which rank is at fault.
-    ranks = ProcessRanks.joined(torch.device(device), timeout_seconds=config.trainer.worker_timeout_seconds + 60)
-    return ranks, look_around(ranks, model_path=model_path(config), run_folder=folder, sign=LOCK)
+    process_group = TorchProcessGroup.joined(
+        torch.device(device), timeout_seconds=config.trainer.worker_timeout_seconds + 60
+    )
+    return process_group, inspect_node(process_group, model_path=model_path(config), run_folder=folder, marker=LOCK)
 
 
-def open_member(config: Config, plan: Plan, shows_videos: bool, ranks: ProcessRanks) -> Member:
+def open_worker_engines(
+    config: Config, plan: Plan, shows_videos: bool, process_group: TorchProcessGroup
+) -> WorkerEngines:
     """Build what one worker is made of; runs in the workers, all together."""
-    from trigon.distributed.worker import Member
+    from trigon.distributed.worker import WorkerEngines
 
-    place = Place(ranks.device, ranks)
+    place = Place(process_group.device, process_group)
     processors = open_processors(config)
     trainer, reference = open_models(config, processors, plan, place)
-    return Member(
+    return WorkerEngines(
         trainer=trainer,
         reference=reference,
         rollout=open_rollout(config, processors, place, shows_videos=shows_videos),
         images=open_images(config, processors),
-        replica_rank=ranks.rank % config.worker.rollout.tensor_parallel_size,
+        replica_rank=process_group.rank % config.worker.rollout.tensor_parallel_size,
     )
 
 
@@ -881,12 +897,12 @@ def correction(config: Config) -> Correction | None:
     )
 
 
-def selection(config: Config) -> Selection | None:
+def group_filter(config: Config) -> GroupFilter | None:
     """Return which groups are learned from; None: all."""
     algorithm, data = config.algorithm, config.data
     if not algorithm.online_filtering:
         return None
-    return Selection(
+    return GroupFilter(
         key=algorithm.filter_key,
         low=algorithm.filter_low,
         high=algorithm.filter_high,
@@ -896,10 +912,10 @@ def selection(config: Config) -> Selection | None:
     )
 
 
-def credit(config: Config) -> Credit:
+def advantage_settings(config: Config) -> AdvantageSettings:
     """Return how rewards become advantages."""
     algorithm = config.algorithm
-    return Credit(
+    return AdvantageSettings(
         estimator=algorithm.adv_estimator,
         gamma=algorithm.gamma,
         weights=algorithm.reward_weights or None,
@@ -953,10 +969,10 @@ def validation_sampling_params(config: Config) -> SamplingParams:
     )
 
 
-def rhythm(config: Config, *, can_validate: bool) -> Rhythm:
+def intervals(config: Config, *, can_validate: bool) -> Intervals:
     """Return when to validate, save and show answers."""
     trainer = config.trainer
-    return Rhythm(
+    return Intervals(
         validate_first=trainer.val_before_train and can_validate,
         validate_only=trainer.val_only,
         validate_every=max(trainer.val_freq, 0) if can_validate else 0,
@@ -1035,12 +1051,12 @@ def ledger(config: Config, plan: Plan, val_prompts: Prompts | None, engines: Eng
     ]
 
 
-def described(config: Config, crew: Crew) -> str:
+def described(config: Config, worker_group: WorkerGroup) -> str:
     """Return what the workers are, as a person says it."""
-    hosts = len({worker.host for worker in crew.workers})
-    size, rollout = len(crew.workers), config.worker.rollout
-    kind = "a GPU each" if crew.device == "cuda" else "on the CPU, since Ray sees no GPU"
-    if crew.device == "cpu" and config.trainer.device == "cpu":
+    hosts = len({worker.host for worker in worker_group.workers})
+    size, rollout = len(worker_group.workers), config.worker.rollout
+    kind = "a GPU each" if worker_group.device == "cuda" else "on the CPU, since Ray sees no GPU"
+    if worker_group.device == "cpu" and config.trainer.device == "cpu":
         kind = "on the CPU, as trainer.device says"
     replicas = size // rollout.tensor_parallel_size
     shards = workers_per_copy(config)

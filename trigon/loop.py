@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 from trigon.algorithms.advantages import estimate
 from trigon.algorithms.kl import AdaptiveKl
-from trigon.batch import Sampler, Selection, count_response_tokens, surplus_from, surplus_state
+from trigon.batch import GroupFilter, Sampler, count_response_tokens, surplus_from, surplus_state
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
-from trigon.credit import Credit, attach, kl_of, mean_of_tokens, outcomes_of, overlong
 from trigon.data.stream import PromptStream
 from trigon.evaluate import Evaluator
 from trigon.metrics import Mean, Metrics, merge, values
@@ -26,6 +25,14 @@ from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_learned, describe_validation
+from trigon.train_groups import (
+    AdvantageSettings,
+    build_reward_batch,
+    build_train_groups,
+    kl_of,
+    mean_of_tokens,
+    overlong,
+)
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TrainGroup
@@ -38,7 +45,7 @@ class SaveState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class Intervals:
     """When what happens.
 
     A frequency of 0 is never; the last step always validates and saves where they happen at all.
@@ -63,15 +70,15 @@ class Run:
     """
 
     plan: Plan
-    rhythm: Rhythm
+    intervals: Intervals
     sampling: SamplingParams
     prompts: PromptStream
     rollout: RolloutEngine
     rewards: RewardPool
     trainer: TrainEngine
     reference: LogprobEngine | None
-    selection: Selection | None
-    credit: Credit
+    group_filter: GroupFilter | None
+    advantage_settings: AdvantageSettings
     kl: AdaptiveKl
     needs_old: bool
     evaluator: Evaluator | None
@@ -103,22 +110,27 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, but for the end of a save that an error leaves in hand."""
     last = run.plan.total_steps
     progress = restore(run, resume_from)
-    if run.rhythm.validate_only:
+    if run.intervals.validate_only:
         validate(run, progress)
         return progress
     go_on_from(run, progress.step)
-    credit = run.credit
+    advantage_settings = run.advantage_settings
     sampler = Sampler(
-        run.prompts, run.rollout, run.rewards, run.sampling, run.report, with_baselines=credit.estimator == "remax"
+        run.prompts,
+        run.rollout,
+        run.rewards,
+        run.sampling,
+        run.report,
+        with_baselines=advantage_settings.estimator == "remax",
     )
-    if progress.step == 0 and run.rhythm.validate_first:
+    if progress.step == 0 and run.intervals.validate_first:
         run.report.step(0, last, validate(run, progress))
 
     for step in traced(range(progress.step + 1, last + 1), run.traced_steps, run.tracer):
         run.store.check()
         with awake(run, version=step - 1):
-            batch = sampler.fill(
-                wanted=run.plan.prompts_per_step, selection=run.selection, kept=progress.surplus, step=step
+            batch = sampler.collect_batch(
+                wanted=run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
             )
             groups = batch.groups
             probe = run.parity.probe(groups, run.rollout, run.sampling, step=step)
@@ -132,17 +144,19 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         if run.reference is not None:
             with run.report.phase("ref"):
                 ref = run.reference.logprobs(groups)
-        if credit.kl_in_reward is not None:
+        if advantage_settings.kl_in_reward is not None:
             with run.report.phase("ref"):
-                kl = kl_of(groups, credit.kl_in_reward, run.trainer, old=old, ref=ref)
+                kl = kl_of(groups, advantage_settings.kl_in_reward, run.trainer, old=old, ref=ref)
             penalties = [[progress.kl.coefficient * tokens for tokens in group] for group in kl]
             mean_kl = mean_of_tokens(kl)
             metrics = merge(metrics, {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(progress.kl.coefficient)})
             progress = replace(progress, kl=progress.kl.updated(mean_kl.value, sum(map(len, kl))))
-        outcomes = outcomes_of(groups, credit, penalties=penalties, baselines=batch.baselines)
-        advantages = estimate(outcomes, credit.estimator, gamma=credit.gamma, weights=credit.weights)
-        trains = outcomes.valid & ~overlong(groups) if credit.mask_overlong else outcomes.valid  # [G, N]
-        train_groups = attach(groups, advantages, trains, old=old, ref=ref)
+        outcomes = build_reward_batch(groups, advantage_settings, penalties=penalties, baselines=batch.baselines)
+        advantages = estimate(
+            outcomes, advantage_settings.estimator, gamma=advantage_settings.gamma, weights=advantage_settings.weights
+        )
+        trains = outcomes.valid & ~overlong(groups) if advantage_settings.mask_overlong else outcomes.valid  # [G, N]
+        train_groups = build_train_groups(groups, advantages, trains, old=old, ref=ref)
 
         with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
             for minibatch in minibatches(train_groups, run.plan):
@@ -155,14 +169,14 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         metrics = merge(metrics, learned, run.prompts.metrics())
         stopping = step == last or run.should_stop()
         score = None
-        if is_due(step, run.rhythm.validate_every) or (step == last and run.rhythm.validate_last):
+        if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
             validation = validate(run, progress)
             metrics, score = merge(metrics, validation), validation["val/reward_score"].value
         # Before the checkpoint: a run that dies between the two repeats the step, and writes its line again.
         run.report.step(
             step, last, metrics, num_tokens=count_tokens(groups), num_response_tokens=batch.num_sampled_tokens
         )
-        if stopping or is_due(step, run.rhythm.save_every):
+        if stopping or is_due(step, run.intervals.save_every):
             with run.report.phase("save_checkpoint"):
                 run.store.save(step, write=run.save_state, progress=remembered(run, progress), score=score)
                 if stopping:
@@ -181,7 +195,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     # Only an adaptive coefficient has a history; a fixed one, and the target, are the configuration's.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
     kept = checkpoint.progress.get("surplus", [])
-    if kept and (run.selection is None or not run.selection.keep_surplus):
+    if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
     surplus = surplus_from(kept, run.prompts, n=run.sampling.n, warn=run.report.warn)
@@ -218,7 +232,7 @@ def validate(run: Run, progress: Progress) -> Metrics:
     with awake(run, version=progress.step):
         groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
-    run.report.validation(progress.step, groups, values(metrics), shown=run.rhythm.generations_shown)
+    run.report.validation(progress.step, groups, values(metrics), shown=run.intervals.generations_shown)
     return metrics
 
 

@@ -71,7 +71,7 @@ class Prompt:
     vision: its images or videos, None for a text-only prompt: processed, as engines need them, or, where prompts travel
     and each process makes pixels itself, still as files.
     text: the prompt as a person reads it (one marker for each image or video).
-    answer: the row's ground truth, whatever the dataset holds.
+    ground_truth: of the row, whatever the dataset holds.
     row: the other columns of the row, less its images and videos; handed to the reward function.
     image_refs: where each image or video came from ("train:17/images/0 (figure.png)"), for reports.
     """
@@ -80,7 +80,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     vision: Vision | EncodedMedia | None
     text: str
-    answer: Any
+    ground_truth: Any
     row: Mapping[str, Any]
     image_refs: tuple[str, ...]
 

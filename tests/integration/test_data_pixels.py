@@ -6,9 +6,9 @@ import io
 import datasets
 import numpy as np
 import torch
-from builders import make_builder
 from PIL import Image
 
+from support.builders import make_builder
 from trigon.data.dataset import open_prompts
 from trigon.data.packing import pack_rollouts
 from trigon.data.stream import PromptStream

@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 import torch
-from builders import make_builder
 from PIL import Image
 
+from support.builders import make_builder
 from trigon.models.load import load_processors
 
 SYSTEM = "Be brief."

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_builder
-from oracle import load_hugging_face
-from videos import make_video
 
+from support.builders import make_builder
+from support.oracle import load_hugging_face
+from support.videos import make_video
 from trigon.data.processed import ProcessedImages
-from trigon.data.videos import Sampling, open_video
+from trigon.data.videos import FrameSampling, open_video
 from trigon.data.vision import image_processor_of, video_processor_of
-from trigon.distributed.wire import decode_prompts, encode_prompts
+from trigon.distributed.serialization import decode_prompts, encode_prompts
 from trigon.models.load import Processors, load_processors
 from trigon.models.positions import completion_positions, positions_of
 from trigon.torchvision_stub import declare_operators
 from trigon.types import EncodedMedia, Prompt, Vision
 
 MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
-SAMPLING = Sampling(fps=2.0, max_frames=6)
+SAMPLING = FrameSampling(fps=2.0, max_frames=6)
 
 # Sides longer than the video lasts, so that transformers agrees where the text goes on; and temporal patches of whole
 # seconds, since transformers 5.16 cuts fractions of them off.
@@ -48,7 +48,7 @@ def theirs(folder: Path, processors: Processors, problem: list[dict[str, str]], 
     chosen, metadata = [], []
     for video in videos:
         layout, frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
-        every = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=Sampling(1000.0, 768))[0]
+        every = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=FrameSampling(1000.0, 768))[0]
         fps = 1 / (every.seconds[1] - every.seconds[0])
         indices = [round(second * fps) for second in layout.seconds]
         chosen.append(np.stack(list(frames)))
@@ -112,7 +112,7 @@ def test_prompts_are_those_of_transformers(
 def test_a_long_video_pushes_the_text_behind_its_last_moment(tiny_vlm: Path) -> None:
     """Where a video lasts longer than its sides are long, as in the papers and in vLLM: see models/positions.py."""
     processors = load_processors(str(tiny_vlm))
-    builder = make_builder(processors, video_sampling=Sampling(fps=2.0, max_frames=768))
+    builder = make_builder(processors, video_sampling=FrameSampling(fps=2.0, max_frames=768))
     prompt = builder.build(row("<video>", make_video(frames=40, fps=2, width=56, height=56)), "train:0")
     positions = positions_of(processors.family, processors.hf_config)(prompt)
     video = torch.tensor(prompt.token_ids) == processors.hf_config.video_token_id

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import make_builder
-from oracle import group_of, load_hugging_face, padded_logprobs
 
+from support.builders import make_builder
+from support.oracle import group_of, load_hugging_face, padded_logprobs
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.data.prompts import PromptBuilder
 from trigon.errors import ModelError

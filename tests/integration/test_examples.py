@@ -23,9 +23,9 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from recipes import RECIPES, ROOT, arguments_of, name_of
 from safetensors.torch import save_file
 
+from support.recipes import RECIPES, ROOT, arguments_of, name_of
 from trigon.build import open_builder, open_processors
 from trigon.cli.main import main
 from trigon.config.load import load_config, split_arguments
@@ -35,9 +35,9 @@ from trigon.data.dataset import open_prompts
 from trigon.models.load import load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.models.tiny import TinyModelType
+from trigon.tiny.model import TinyModelType
+from trigon.tiny.warm_start import warm_start
 from trigon.training.optim import Schedule
-from trigon.training.supervised import warm_start
 
 STEPS = 2
 NUM_TRAIN, NUM_TEST = 8, 4

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from oracle import make_group, make_prompt
 from torch import Tensor, nn
 
+from support.oracle import make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.fused import require_liger, use_liger

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_builder
-from engines import TERMS
 
-from trigon.credit import attach
+from support.builders import make_builder
+from support.engines import TERMS
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import PromptStream
-from trigon.data.synthetic import make_dataset
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.rollout.transformers import TransformersEngine
 from trigon.rollout.vllm import VllmEngine
+from trigon.tiny.drawings import make_dataset
+from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
@@ -108,7 +108,7 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_class, n, tin
     ]
     old = trainer.logprobs(groups)
     advantages = [[torch.ones(len(tokens)) for tokens in row] for row in old]
-    trainer.step(attach(groups, advantages, torch.ones(len(groups), n, dtype=torch.bool), old=old, ref=old))
+    trainer.step(build_train_groups(groups, advantages, torch.ones(len(groups), n, dtype=torch.bool), old=old, ref=old))
     assert counting.calls - before == len(taken)
     engine.close()
     stream.close()

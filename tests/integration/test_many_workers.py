@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from runs import assert_learned, finish, lines, log_of, num_lines, rollouts, start
+
+from support.runs import assert_learned, finish, lines, log_of, num_lines, rollouts, start
 
 pytestmark = pytest.mark.alone
 

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs, random_words
 from torch import Tensor
 
+from support.oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs, random_words
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore
 from trigon.data.packing import by_group, pack_rollouts
@@ -23,9 +23,9 @@ from trigon.models.families import supported_model_types
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.models.tiny import TinyModelType
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.transformers import TransformersEngine
+from trigon.tiny.model import TinyModelType
 from trigon.training.state import save_tensors
 from trigon.types import Prompt, RolloutGroup, SamplingParams
 

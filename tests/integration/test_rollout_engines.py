@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_builder
-from oracle import load_hugging_face, padded_logprobs
 from PIL import Image
 
+from support.builders import make_builder
+from support.oracle import load_hugging_face, padded_logprobs
 from trigon.errors import EngineError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import make_builder
-from oracle import load_hugging_face
 from PIL import Image
 from safetensors.torch import save_file
 from test_model_families import (
@@ -27,6 +25,8 @@ from test_model_families import (
     packed_logprobs,
 )
 
+from support.builders import make_builder
+from support.oracle import load_hugging_face
 from trigon.data.vision import TileProcessor, image_processor_of
 from trigon.errors import ModelError
 from trigon.models.families import family_named

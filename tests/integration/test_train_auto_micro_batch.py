@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import assert_learned, finish, lines, log_of, rollouts, start
+
+from support.runs import assert_learned, finish, lines, log_of, rollouts, start
 
 # A group of the greatest lengths has 128 + 4 * 64 = 384 tokens. On a CPU with this much memory all of an update's two
 # groups fit into one row, and all of a step's four: 4 and 8 times the 192 of the longest sequence.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import tensors_in
-from runs import finish, lines, rollouts, start
 from safetensors.torch import load_file
 
+from support.engines import tensors_in
+from support.runs import finish, lines, rollouts, start
 from trigon.cli.export import main
 from trigon.torchvision_stub import declare_operators
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import datasets
 import pytest
-from runs import assert_learned, finish, lines, rollouts, start
 from test_rollout_engines import png
-from videos import make_video
+
+from support.runs import assert_learned, finish, lines, rollouts, start
+from support.videos import make_video
 
 STEPS = 2
 

@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import STEPS, assert_learned, finish, kill, lines, log_of, num_lines, rollouts, start, wait_for
+
+from support.runs import STEPS, assert_learned, finish, kill, lines, log_of, num_lines, rollouts, start, wait_for
 
 
 @pytest.fixture(scope="module")

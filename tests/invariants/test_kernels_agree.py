@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import load_hugging_face
 from test_packed_equals_padded import (
     ONE_ROW,
     TEMPERATURE,
@@ -20,8 +19,9 @@ from test_packed_equals_padded import (
     padded_scores,
     some_loss,
 )
-from varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn
 
+from support.oracle import load_hugging_face
+from support.varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn
 from trigon.models.attention import use_group_attention
 from trigon.models.kernels import Kernel
 from trigon.models.load import Processors, load_model, load_processors

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs
 from torch import Tensor
 
+from support.oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
@@ -243,7 +243,7 @@ def test_touching_the_vision_tower_gives_it_gradients_of_zero_and_nothing_else(
     assert all(parameter.grad is None for parameter in tower.parameters())
 
     policy.zero_grad()
-    touched = policy(row.packed, touch_vision=True)
+    touched = policy(row.packed, run_dummy_vision=True)
     touched.logprobs.sum().backward()
     assert torch.equal(touched.logprobs, untouched.logprobs)
     assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in tower.parameters())

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import (
+from safetensors.torch import load, save
+from torch import Tensor
+
+from support.engines import (
     CLIPPED,
     CPU,
     FULL_KL_TERMS,
@@ -24,15 +27,12 @@ from engines import (
     to_train,
     weights_of,
 )
-from ranks import RankProcesses
-from safetensors.torch import load, save
-from torch import Tensor
-
+from support.ranks import RankProcesses
 from trigon.algorithms.importance import Correction
 from trigon.metrics import Metrics, merge, values
 from trigon.models.families import family_named
-from trigon.training.budget import Lengths, fit_budgets
-from trigon.training.fsdp import ProcessRanks, Sharding
+from trigon.training.budget import Lengths, tune_engines
+from trigon.training.fsdp import Sharding, TorchProcessGroup
 from trigon.training.memory import HostMemory
 
 FULL = Sharding(
@@ -127,12 +127,12 @@ def learn(task: Task) -> Learned:
     is_full = task.options.get("terms", TERMS).kl_estimator == "full"
     compared_with = task.model if is_full and "lora_rank" not in task.options else None
     engine = make_engine(task.model, sharding=task.sharding, compared_with=compared_with, **task.options)
-    reference = engine.below_adapters() if "lora_rank" in task.options else engine
+    reference = engine.reference_without_adapters() if "lora_rank" in task.options else engine
     has_kl = task.options.get("terms", TERMS).kl_estimator is not None
     if task.measured:
-        ranks = ProcessRanks(CPU)
+        ranks = TorchProcessGroup(CPU)
         lengths = Lengths(30, ONE_GROUP - 30, image_pixels=None, update_tokens=ONE_GROUP, step_tokens=ONE_GROUP)
-        fit_budgets(engine, None, HostMemory(shared_by=ranks.size), lengths, ranks, known=None)
+        tune_engines(engine, None, HostMemory(shared_by=ranks.size), lengths, ranks, known=None)
     if task.loaded is not None:
         engine.load_state(task.loaded)
 

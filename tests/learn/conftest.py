@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_gradient(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the embedded model, as `trigon tiny` makes it, with its data. Do not write into either."""
     folder = tmp_path_factory.mktemp("taught")
     command = [sys.executable, "-m", "trigon.cli", "tiny", str(folder)]

@@ -100,7 +100,7 @@ def run(made: Path, folder: Path, steps: int, *overrides: str) -> dict[str, list
     """Train, and return each metric's course."""
     (folder / "reward.py").write_text(REWARD)
     loaded = load_config(
-        ROOT / "trigon" / "cli" / "quickstart.yaml",
+        ROOT / "trigon" / "tiny" / "quickstart.yaml",
         [
             f"data.train_files={made / 'data' / 'train.parquet'}",
             f"worker.actor.model.model_path={made / 'model'}",
@@ -132,9 +132,9 @@ def test_every_choice_is_tried():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_raises_the_reward(taught, tmp_path, name):
+def test_it_raises_the_reward(with_gradient, tmp_path, name):
     steps = OTHER_STEPS.get(name, STEPS)
-    course = run(taught, tmp_path, steps, *ALGORITHMS[name])
+    course = run(with_gradient, tmp_path, steps, *ALGORITHMS[name])
     accuracy = course["reward/accuracy"]
     assert len(accuracy) == steps
     assert accuracy[-1] >= accuracy[0] + 0.25, accuracy

@@ -23,14 +23,14 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(taught: Path) -> Path:
-    folder = taught / "run"
+def trained(with_gradient: Path) -> Path:
+    folder = with_gradient / "run"
     run(
         "train",
-        str(ROOT / "trigon" / "cli" / "quickstart.yaml"),
-        f"data.train_files={taught / 'data' / 'train.parquet'}",
-        f"data.val_files={taught / 'data' / 'validation.parquet'}",
-        f"worker.actor.model.model_path={taught / 'model'}",
+        str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
+        f"data.train_files={with_gradient / 'data' / 'train.parquet'}",
+        f"data.val_files={with_gradient / 'data' / 'validation.parquet'}",
+        f"worker.actor.model.model_path={with_gradient / 'model'}",
         f"trainer.save_checkpoint_path={folder}",
         f"trainer.max_steps={STEPS}",
         "trainer.val_freq=-1",
@@ -55,15 +55,15 @@ def test_engine_and_trainer_agree_all_the_way(trained):
     assert max(metric(trained, "mismatch/logprobs_diff_max")) < 1e-4
 
 
-def test_without_the_drawings_the_trained_model_is_at_chance(taught, trained):
-    exported = taught / "exported"
+def test_without_the_drawings_the_trained_model_is_at_chance(with_gradient, trained):
+    exported = with_gradient / "exported"
     run("export", str(trained), "--output", str(exported))
-    folder = taught / "blank"
+    folder = with_gradient / "blank"
     run(
         "train",
-        str(ROOT / "trigon" / "cli" / "quickstart.yaml"),
-        f"data.train_files={taught / 'data' / 'train.parquet'}",
-        f"data.val_files={taught / 'data' / 'validation_blank.parquet'}",
+        str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
+        f"data.train_files={with_gradient / 'data' / 'train.parquet'}",
+        f"data.val_files={with_gradient / 'data' / 'validation_blank.parquet'}",
         f"worker.actor.model.model_path={exported}",
         f"trainer.save_checkpoint_path={folder}",
         "trainer.val_only=true",

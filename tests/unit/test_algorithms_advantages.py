@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from trigon.algorithms.advantages import WITHOUT_A_GROUP, AdvantageEstimator, Outcomes, estimate, group_relative
+from trigon.algorithms.advantages import WITHOUT_A_GROUP, AdvantageEstimator, RewardBatch, estimate, group_relative
 
 ESTIMATORS = get_args(AdvantageEstimator)
 COMPARING = sorted(set(ESTIMATORS) - WITHOUT_A_GROUP)
@@ -17,7 +17,7 @@ OVER_THE_BATCH = ("reinforce_plus_plus", "grpo_batch", "reinforce_plus_plus_base
 
 def outcomes(rewards, *, valid=None, lengths=None, penalties=None, parts=None, baselines=None):
     rewards = torch.tensor(rewards)
-    return Outcomes(
+    return RewardBatch(
         rewards=rewards,
         valid=torch.ones_like(rewards, dtype=torch.bool) if valid is None else torch.tensor(valid),
         lengths=torch.full(rewards.shape, 2) if lengths is None else torch.tensor(lengths),

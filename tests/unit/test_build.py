@@ -12,16 +12,16 @@ from trigon.algorithms.importance import Correction, CorrectionKind
 from trigon.algorithms.kl import AdaptiveKl, SampledKl
 from trigon.algorithms.losses import LossSettings, PolicyLossType
 from trigon.algorithms.reduce import Averaging
-from trigon.batch import Selection
+from trigon.batch import GroupFilter
 from trigon.config.checks import ALONE_WILL_DO
 from trigon.config.plan import make_plan
 from trigon.config.schema import ActorConfig, AlgorithmConfig, Config
-from trigon.credit import Credit
 from trigon.errors import CheckpointError, ConfigError, ModelError
-from trigon.loop import Rhythm
+from trigon.loop import Intervals
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.train_groups import AdvantageSettings
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.step import LossTerms
@@ -140,24 +140,24 @@ def test_what_was_not_wished_for_is_left_to_its_default():
 
 
 def test_which_groups_are_learned_from():
-    assert build.selection(config()) is None
+    assert build.group_filter(config()) is None
     filtering = {"online_filtering": True, "filter_key": "accuracy", "filter_low": 0.1, "filter_high": 0.8}
     data = {"rollout_batch_size": 8}
-    assert build.selection(config(data=data, algorithm=filtering, trainer={"max_try_make_batch": -1})) == Selection(
-        key="accuracy", low=0.1, high=0.8, prompts_per_round=8, max_rounds=0, keep_surplus=False
-    )
+    assert build.group_filter(
+        config(data=data, algorithm=filtering, trainer={"max_try_make_batch": -1})
+    ) == GroupFilter(key="accuracy", low=0.1, high=0.8, prompts_per_round=8, max_rounds=0, keep_surplus=False)
     wishes = config(
         data={**data, "mini_rollout_batch_size": 3},
         algorithm={**filtering, "filter_surplus": "keep"},
         trainer={"max_try_make_batch": 5},
     )
-    chosen = build.selection(wishes)
+    chosen = build.group_filter(wishes)
     assert (chosen.prompts_per_round, chosen.max_rounds, chosen.keep_surplus) == (3, 5, True)
 
 
 def test_how_rewards_become_advantages():
-    plain = build.credit(config(algorithm={"disable_kl": True}))
-    assert plain == Credit(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
+    plain = build.advantage_settings(config(algorithm={"disable_kl": True}))
+    assert plain == AdvantageSettings(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
     wishes = {
         "adv_estimator": "gdpo",
         "gamma": 0.9,
@@ -165,7 +165,9 @@ def test_how_rewards_become_advantages():
         "kl_penalty": "full",
         "overlong_filtering": True,
     }
-    assert build.credit(config(algorithm=wishes)) == Credit("gdpo", 0.9, {"accuracy": 2.0}, "full", True)
+    assert build.advantage_settings(config(algorithm=wishes)) == AdvantageSettings(
+        "gdpo", 0.9, {"accuracy": 2.0}, "full", True
+    )
 
 
 def test_the_names_of_the_configuration_are_those_of_the_algorithms():
@@ -204,7 +206,7 @@ def test_the_parity_tolerance_follows_the_formats_unless_it_is_given(rollout, ac
 @pytest.mark.parametrize("never", [0, -1])
 def test_a_frequency_of_0_or_minus_1_is_never(never):
     wishes = config(trainer={"val_freq": never, "save_freq": never, "val_generations_to_log": 3})
-    assert build.rhythm(wishes, can_validate=True) == Rhythm(
+    assert build.intervals(wishes, can_validate=True) == Intervals(
         validate_first=True,
         validate_only=False,
         validate_every=0,
@@ -216,16 +218,16 @@ def test_a_frequency_of_0_or_minus_1_is_never(never):
 
 def test_without_validation_prompts_nothing_is_validated():
     wishes = config(trainer={"val_freq": 5, "val_before_train": True, "save_freq": 2})
-    rhythm = build.rhythm(wishes, can_validate=False)
-    assert (rhythm.validate_first, rhythm.validate_every, rhythm.validate_last) == (False, 0, False)
-    assert rhythm.save_every == 2
+    intervals = build.intervals(wishes, can_validate=False)
+    assert (intervals.validate_first, intervals.validate_every, intervals.validate_last) == (False, 0, False)
+    assert intervals.save_every == 2
     assert build.open_evaluator(wishes, None, None) is None
 
 
-def test_the_rhythm_is_the_trainers():
+def test_the_intervals_is_the_trainers():
     wishes = config(trainer={"val_freq": 5, "val_before_train": False, "save_freq": 2, "val_only": True})
-    rhythm = build.rhythm(wishes, can_validate=True)
-    assert (rhythm.validate_first, rhythm.validate_only, rhythm.validate_every) == (False, True, 5)
+    intervals = build.intervals(wishes, can_validate=True)
+    assert (intervals.validate_first, intervals.validate_only, intervals.validate_every) == (False, True, 5)
 
 
 def test_every_format_has_its_dtype():
@@ -310,7 +312,7 @@ def fitted(wishes: Config, folder: RunFolder, *, resumes: bool = False) -> tuple
     engine = FakeTrainEngine()
     engines = build.Engines("", engine, None, None, (), None, fit)
     console = Console(progress=False, step_lines=False)
-    plan = build.fit_plan(
+    plan = build.plan_with_budgets(
         wishes,
         make_plan(wishes, num_train_prompts=1000),
         engines,

@@ -6,10 +6,10 @@ import json
 import datasets
 import numpy as np
 import pytest
-from builders import make_builder
 from PIL import Image
-from videos import make_video
 
+from support.builders import make_builder
+from support.videos import make_video
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
 from trigon.errors import DataError
@@ -73,7 +73,7 @@ def test_a_dataset_becomes_prompts(processors, tmp_path):
     prompts = look(path, processors)
     assert len(prompts) == prompts.num_rows == 5
     assert [prompt.prompt_id for prompt in prompts] == [f"geometry:{i}" for i in range(5)]
-    assert [prompt.answer for prompt in prompts] == ["0", "1", "2", "3", "4"]
+    assert [prompt.ground_truth for prompt in prompts] == ["0", "1", "2", "3", "4"]
     assert tuple(len(prompt.token_ids) for prompt in prompts) == prompts.prompt_lengths
     assert prompts[3].image_refs == ("geometry:3/images/0",)
     assert prompts.report == {}

@@ -5,8 +5,8 @@ from collections import Counter
 
 import datasets
 import pytest
-from builders import make_builder
 
+from support.builders import make_builder
 from trigon.data.dataset import open_prompts
 from trigon.data.mixture import MixedPrompts, mixed
 from trigon.data.stream import PromptStream
@@ -78,7 +78,7 @@ def test_datasets_are_numbered_through(six, ten):
     prompts = mixed([six, ten], ())
     assert len(prompts) == prompts.num_rows == prompts.prompts_per_epoch == 16
     assert names(prompts[i] for i in (0, 5, 6, 15)) == ["six:0", "six:5", "ten:0", "ten:9"]
-    assert prompts[6].answer == "0"
+    assert prompts[6].ground_truth == "0"
     assert drawn(prompts, 3) == list(range(16))
 
 

@@ -35,7 +35,7 @@ def make_prompt(name: int, length: int, images: int = 0) -> Prompt:
         token_ids=tuple(1000 * name + place for place in range(length)),
         vision=vision if images else None,
         text="",
-        answer=None,
+        ground_truth=None,
         row={},
         image_refs=("",) * images,
     )

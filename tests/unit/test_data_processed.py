@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from builders import make_builder
 from PIL import Image
 
+from support.builders import make_builder
 from trigon.data.packing import pack_rollouts
 from trigon.data.processed import ProcessedImages
 from trigon.data.vision import ImageProcessor
@@ -95,7 +95,7 @@ def test_everything_else_of_a_prompt_stays(ask, open_processed):
     files = ask(png(), name="train:17")
     processed, _ = open_processed()
     [prompt] = processed.of([files])
-    for field in ("prompt_id", "token_ids", "text", "answer", "row", "image_refs"):
+    for field in ("prompt_id", "token_ids", "text", "ground_truth", "row", "image_refs"):
         assert getattr(prompt, field) == getattr(files, field)
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from builders import make_builder
 from PIL import Image
-from videos import make_video
 
+from support.builders import make_builder
+from support.videos import make_video
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.videos import Sampling
+from trigon.data.videos import FrameSampling
 from trigon.errors import ConfigError, DataError
 from trigon.models.load import load_processors
 from trigon.types import EncodedMedia
@@ -68,7 +68,7 @@ def test_a_prompt_holds_all_there_is_to_know(processors):
     prompt = make_builder(processors).build(row("<image>and<image>?", images, level=3, source="book"), "train:17")
     assert prompt.prompt_id == "train:17"
     assert prompt.text == "<image>and<image>?"
-    assert prompt.answer == "48"
+    assert prompt.ground_truth == "48"
     assert prompt.row == {"problem": "<image>and<image>?", "answer": "48", "level": 3, "source": "book"}
     assert prompt.image_refs == ("train:17/images/0 (figure.png)", "train:17/images/1")
     assert prompt.vision.grid_thw.tolist() == [[1, 4, 4], [1, 4, 6]]
@@ -119,7 +119,7 @@ def test_a_row_without_images_is_text(processors, images):
     prompt = make_builder(processors).build({"problem": "What is 1 + 1?", "answer": 2, "images": images}, "train:0")
     assert prompt.vision is None
     assert prompt.image_refs == ()
-    assert prompt.answer == 2
+    assert prompt.ground_truth == 2
 
 
 def test_a_row_needs_no_image_column(processors):
@@ -183,7 +183,7 @@ def test_token_ids_are_the_same_whether_images_are_processed_or_not(processors, 
     without = make_builder(processors, process_images=False)
     prompt = without.build(row(problem, images), "train:0")
     assert without.image_processor.calls == 0
-    for field in ("prompt_id", "token_ids", "text", "answer", "row", "image_refs"):
+    for field in ("prompt_id", "token_ids", "text", "ground_truth", "row", "image_refs"):
         assert getattr(prompt, field) == getattr(whole, field)
     assert (prompt.vision is None) == (whole.vision is None)
     assert without.check(row(problem, images), "train:0") == len(prompt.token_ids)
@@ -443,7 +443,7 @@ def test_a_video_stands_where_its_marker_stood(processors):
 
 def test_times_are_told_where_the_family_tells_them(tiny_model):
     own = load_processors(str(tiny_model("qwen3_vl")))
-    maker = make_builder(own, video_sampling=Sampling(fps=5.0, max_frames=6))
+    maker = make_builder(own, video_sampling=FrameSampling(fps=5.0, max_frames=6))
     prompt = maker.build(film("<video>?"), "train:0")  # frames 0, 2, 4, 7, 9 and 11 of 10 a second
     patch = "<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>"
     told = f"<0.1 seconds>{patch}<0.6 seconds>{patch}<1.0 seconds>{patch}"

@@ -6,9 +6,9 @@ import threading
 
 import datasets
 import pytest
-from builders import make_builder
 from PIL import Image
 
+from support.builders import make_builder
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError
@@ -80,7 +80,7 @@ def open_stream():
 
 
 def answers(prompts):
-    return [int(prompt.answer) for prompt in prompts]
+    return [int(prompt.ground_truth) for prompt in prompts]
 
 
 # Order

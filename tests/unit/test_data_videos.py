@@ -6,12 +6,12 @@ import struct
 import av
 import numpy as np
 import pytest
-from videos import frame, make_video
 
+from support.videos import frame, make_video
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.videos import Sampling, encoded_video, open_video, video_layout
+from trigon.data.videos import FrameSampling, encoded_video, open_video, video_layout
 
-SAMPLING = Sampling(fps=5.0, max_frames=768)
+SAMPLING = FrameSampling(fps=5.0, max_frames=768)
 WISHES = {"where": "train:7/videos/0", "image_dir": None, "max_pixels": 100_000}
 
 
@@ -58,15 +58,15 @@ def test_a_frame_is_the_picture_that_was_encoded():
 @pytest.mark.parametrize(
     ("frames", "sampling", "expected"),
     [
-        (12, Sampling(10.0, 768), [*range(12)]),
-        (12, Sampling(100.0, 768), [*range(12)]),  # no frame is taken twice
-        (12, Sampling(10.0, 2), [0, 11]),
-        (12, Sampling(10.0, 7), [0, 2, 4, 7, 9, 11]),  # an even number
-        (12, Sampling(0.1, 768), [0, 4, 7, 11]),  # at least four
-        (12, Sampling(0.1, 2), [0, 11]),  # but no more than are allowed
-        (3, Sampling(10.0, 768), [0, 2]),
-        (2, Sampling(10.0, 768), [0, 1]),
-        (1, Sampling(10.0, 768), [0, 0]),  # one picture, shown twice
+        (12, FrameSampling(10.0, 768), [*range(12)]),
+        (12, FrameSampling(100.0, 768), [*range(12)]),  # no frame is taken twice
+        (12, FrameSampling(10.0, 2), [0, 11]),
+        (12, FrameSampling(10.0, 7), [0, 2, 4, 7, 9, 11]),  # an even number
+        (12, FrameSampling(0.1, 768), [0, 4, 7, 11]),  # at least four
+        (12, FrameSampling(0.1, 2), [0, 11]),  # but no more than are allowed
+        (3, FrameSampling(10.0, 768), [0, 2]),
+        (2, FrameSampling(10.0, 768), [0, 1]),
+        (1, FrameSampling(10.0, 768), [0, 0]),  # one picture, shown twice
     ],
 )
 def test_how_many_frames_are_taken(frames, sampling, expected):
@@ -78,7 +78,7 @@ def test_how_many_frames_are_taken(frames, sampling, expected):
 def test_frames_are_chosen_by_the_clock_where_their_intervals_vary():
     times = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 21]  # the last two are shown longer
     video = make_video(frames=12, fps=10, times=times, codec="libvpx-vp9", container="webm")
-    layout, frames = seen(video, Sampling(5.0, 6))
+    layout, frames = seen(video, FrameSampling(5.0, 6))
     assert shown(frames) == [0, 4, 8, 10, 10, 11]  # nearest to 0, 0.42, 0.84, 1.26, 1.68 and 2.1 seconds
     assert layout.seconds == pytest.approx((0.0, 0.4, 0.8, 1.5, 1.5, 2.1))
 
@@ -181,7 +181,7 @@ def test_damaged_frames_are_refused():
     start = video.index(b"mdat") + 4
     noise = np.random.RandomState(0).bytes(3000)
     video[start + 600 : start + 3600] = noise
-    assert refusal(bytes(video), Sampling(30.0, 768))[0] == "video_unreadable"
+    assert refusal(bytes(video), FrameSampling(30.0, 768))[0] == "video_unreadable"
 
 
 def test_large_frames_are_refused_before_they_are_decoded():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import spread
+from trigon.distributed.balance import partition_balanced
 from trigon.distributed.engines import update_costs
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
 
@@ -18,31 +18,31 @@ def sums(costs, parts):
 
 
 def test_the_textbook_example():
-    assert spread([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]  # 16 and 14
+    assert partition_balanced([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]  # 16 and 14
 
 
 def test_equal_costs_are_dealt_evenly():
-    assert sorted(map(len, spread([5] * 8, 4))) == [2, 2, 2, 2]
+    assert sorted(map(len, partition_balanced([5] * 8, 4))) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
 def test_every_group_is_somewhere_once(num_parts):
     costs = [random.Random(1).randint(1, 100) for _ in range(37)]
-    parts = spread(costs, num_parts)
+    parts = partition_balanced(costs, num_parts)
     assert len(parts) == num_parts
     assert sorted(index for part in parts for index in part) == list(range(37))
     assert all(part == sorted(part) for part in parts)
 
 
 def test_fewer_groups_than_ranks_leave_ranks_without_one():
-    assert spread([3], 4) == [[0], [], [], []]
-    assert spread([], 2) == [[], []]
+    assert partition_balanced([3], 4) == [[0], [], [], []]
+    assert partition_balanced([], 2) == [[], []]
 
 
 def test_the_heaviest_rank_is_close_to_the_mean():
     draw = random.Random(0)
     costs = [draw.randint(300, 3000) for _ in range(64)]
-    heaviest = max(sums(costs, spread(costs, 8)))
+    heaviest = max(sums(costs, partition_balanced(costs, 8)))
     assert heaviest / (sum(costs) / 8) < 1.01
 
 
@@ -53,7 +53,7 @@ def test_it_is_at_least_as_even_as_dealing_out_the_largest_first():
         greedy = [0, 0, 0]
         for cost in sorted(costs, reverse=True):
             greedy[greedy.index(min(greedy))] += cost
-        assert max(sums(costs, spread(costs, 3))) <= max(greedy) + 1
+        assert max(sums(costs, partition_balanced(costs, 3))) <= max(greedy) + 1
 
 
 def test_a_groups_cost_is_its_prompt_once_and_every_completion():

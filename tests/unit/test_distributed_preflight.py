@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trigon.distributed.preflight import SAME_EVERYWHERE, Surroundings, check_surroundings, look_around
+from trigon.distributed.preflight import SAME_EVERYWHERE, NodeReport, check_node_reports, inspect_node
 from trigon.errors import ConfigError, EngineError
 
-FINE = Surroundings("one", {"python": "3.12", **dict.fromkeys(SAME_EVERYWHERE, "1.0")}, "")
+FINE = NodeReport("one", {"python": "3.12", **dict.fromkeys(SAME_EVERYWHERE, "1.0")}, "")
 
 
 @dataclass
@@ -34,15 +34,15 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return {"model": tmp_path / "model", "run": tmp_path / "run"}
 
 
-def look(places: dict[str, Path], ranks: Two | None = None) -> Surroundings:
-    return look_around(ranks or Two(), model_path=str(places["model"]), run_folder=places["run"], sign="run.lock")
+def look(places: dict[str, Path], ranks: Two | None = None) -> NodeReport:
+    return inspect_node(ranks or Two(), model_path=str(places["model"]), run_folder=places["run"], marker="run.lock")
 
 
 def test_a_node_where_all_is_well(places):
     found = look(places)
     assert found.problem == ""
     assert found.versions["torch"]
-    check_surroundings([found, found])
+    check_node_reports([found, found])
 
 
 def test_a_hub_id_is_not_looked_up(places):
@@ -52,7 +52,7 @@ def test_a_hub_id_is_not_looked_up(places):
 def test_a_node_that_does_not_see_model_and_run(places, tmp_path):
     found = look({"model": tmp_path / "elsewhere", "run": tmp_path / "nowhere"})
     with pytest.raises(ConfigError) as caught:
-        check_surroundings([FINE, found])
+        check_node_reports([FINE, found])
     said = str(caught.value)
     assert said.startswith(f"rank 1 on {found.host}: there is no model in {tmp_path / 'elsewhere'}")
     assert "it must be on a disk that all nodes share (trainer.save_checkpoint_path)" in said
@@ -72,7 +72,7 @@ def test_ranks_that_do_not_add_up(places):
 def test_other_versions_are_named_with_both_nodes():
     other = replace(FINE, host="two", versions={**FINE.versions, "torch": "2.0", "vllm": ""})
     with pytest.raises(ConfigError) as caught:
-        check_surroundings([FINE, FINE, other])
+        check_node_reports([FINE, FINE, other])
     assert str(caught.value) == (
         "rank 2 on two has other versions: torch 2.0 (rank 0 on one: 1.0), vllm missing (rank 0 on one: 1.0); install "
         "the same everywhere"

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import KL_TERMS, make_engine, make_rollouts, to_train
 from test_loop import CREDIT, EVERYTHING, SAMPLING, SELECTION, crash_at_times, open_kit, open_run, settings
 
+from support.engines import KL_TERMS, make_engine, make_rollouts, to_train
 from trigon.algorithms.importance import Correction
-from trigon.distributed.crew import Traffic
+from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import values
 
@@ -52,13 +52,13 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
         open_run(
             kit,
             folder / "run",
-            answer=crash_at_times,
-            **(settings(2) | {"credit": replace(CREDIT, estimator="remax", kl_in_reward="kl")}),
+            complete=crash_at_times,
+            **(settings(2) | {"advantage_settings": replace(CREDIT, estimator="remax", kl_in_reward="kl")}),
             sampling=replace(SAMPLING, top_k=50),
-            selection=replace(SELECTION, low=-1.0, high=2.0),
+            group_filter=replace(SELECTION, low=-1.0, high=2.0),
         ) as run,
     ):
-        train(replace(run, rhythm=replace(EVERYTHING, save_every=1)), None)
+        train(replace(run, intervals=replace(EVERYTHING, save_every=1)), None)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line)["metrics"]}
 
@@ -72,7 +72,7 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
     traffic = Traffic()
     for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
         traffic.count(phase, sent=1)
-    return keys | traffic.told().keys()
+    return keys | traffic.pop_metrics().keys()
 
 
 def test_every_number_that_is_told_is_described(told):

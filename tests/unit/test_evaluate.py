@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import datasets
 import pytest
-from builders import make_builder
 from PIL import Image
 
+from support.builders import make_builder
 from trigon.data.dataset import open_prompts
 from trigon.evaluate import VALIDATION_SEED_STEP, Evaluator
 from trigon.models.load import load_processors
@@ -86,7 +86,7 @@ def engine(processors):
     return Asked(
         tokenizer=tokenizer,
         stop_token_id=tokenizer.eos_token_id,
-        answer=lambda prompt, version, seed: f"{2 * (int(prompt.answer) // 2)} {seed}",
+        complete=lambda prompt, version, seed: f"{2 * (int(prompt.ground_truth) // 2)} {seed}",
     )
 
 
@@ -106,7 +106,7 @@ def fail(text):
 def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     phases = Phases()
     groups = evaluate(Evaluator(prompts, SAMPLING, 2, 2, fail), engine, rewards, phases=phases)
-    assert [group.prompt.answer for group in groups] == ["0", "1", "2", "3", "4"]
+    assert [group.prompt.ground_truth for group in groups] == ["0", "1", "2", "3", "4"]
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [
         [1.0, 1.0],
         [0.0, 0.0],
@@ -133,7 +133,7 @@ def test_a_vanished_image_is_left_out_with_a_warning(prompts, engine, rewards, t
     (tmp_path / "1.png").unlink()
     warnings, phases = [], Phases()
     groups = evaluate(Evaluator(prompts, SAMPLING, 2, 1, warnings.append), engine, rewards, phases=phases)
-    assert [group.prompt.answer for group in groups] == ["0", "2", "3", "4"]
+    assert [group.prompt.ground_truth for group in groups] == ["0", "2", "3", "4"]
     assert texts(groups) == [whole[0], *whole[2:]]
     [warning] = warnings
     assert "left out" in warning

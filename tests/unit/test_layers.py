@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trigon"
 
 FLOOR = {
-    "trainer": 7, "cli": 7, "build": 7,
-    "loop": 6, "batch": 6, "credit": 6, "evaluate": 6, "parity": 6,
+    "trainer": 7, "cli": 7, "tiny": 7, "build": 7,
+    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
     "data": 3,
@@ -32,11 +32,14 @@ FLOOR = {
 # The few that share a floor and know each other, in one direction.
 NEIGHBOURS = {
     ("trainer", "cli"),
+    ("cli", "tiny"),
+    ("tiny", "build"),
+    ("tiny", "cli"),
     ("cli", "build"),
     ("loop", "evaluate"),
     ("loop", "parity"),
     ("loop", "batch"),
-    ("loop", "credit"),
+    ("loop", "train_groups"),
 }
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
@@ -61,10 +64,17 @@ ONLY_IN = {
 
 # rewards/process.py chooses the environment of the processes that run user code; models/hub.py is told which hub, of
 # which every place that opens a model or a dataset would have to be told otherwise.
-ENVIRONMENT = ("distributed/cluster.py", "rollout/vllm.py", "rewards/process.py", "models/hub.py", "cli/")
+ENVIRONMENT = (
+    "distributed/cluster.py",
+    "rollout/vllm.py",
+    "rewards/process.py",
+    "models/hub.py",
+    "cli/",
+    "tiny/quickstart.py",
+)
 SWALLOW = ("rewards/", "report/sinks.py")
-# config/document.py is a command of its own: it writes docs/configuration.md.
-PRINT = ("cli/", "report/", "config/document.py")
+# scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
+PRINT = ("cli/", "report/", "scripts/configuration_page.py")
 
 
 class Import(NamedTuple):

@@ -16,20 +16,19 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from builders import make_builder
 from torch import Tensor
 
+from support.builders import make_builder
 from trigon.algorithms.kl import AdaptiveKl
-from trigon.batch import Selection
+from trigon.batch import GroupFilter
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
-from trigon.credit import Credit, kl_of, mean_of_tokens
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError, ParityError, RewardError
 from trigon.evaluate import Evaluator
-from trigon.loop import Rhythm, Run, count_tokens, is_due, train
+from trigon.loop import Intervals, Run, count_tokens, is_due, train
 from trigon.models.load import Processors, load_processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
@@ -37,13 +36,14 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
+from trigon.train_groups import AdvantageSettings, kl_of, mean_of_tokens
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 NUM_PROMPTS, NUM_VALIDATION = 10, 3
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, ignore_eos=False, seed=5)
-RHYTHM = Rhythm(
+INTERVALS = Intervals(
     validate_first=False,
     validate_only=False,
     validate_every=0,
@@ -51,7 +51,7 @@ RHYTHM = Rhythm(
     save_every=0,
     generations_shown=0,
 )
-CREDIT = Credit(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
+CREDIT = AdvantageSettings(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")
 REWARD = """
 REWARD_TYPE = "sequential"
@@ -176,7 +176,7 @@ def kit(tiny_model, tmp_path_factory):
 
 def right_at_times(prompt: Prompt, version: int, seed: int) -> str:
     """Answer right for some seeds, for more of them as the policy grows older."""
-    return prompt.answer if seed % 8 <= version else "no idea"
+    return prompt.ground_truth if seed % 8 <= version else "no idea"
 
 
 def crash_at_times(prompt: Prompt, version: int, seed: int) -> str:
@@ -193,14 +193,14 @@ def plan_of(*, steps: int, per_step: int = 4, per_update: int = 4, epochs: int =
 
 
 @contextmanager
-def open_run(kit: Kit, folder: Path, *, answer=right_at_times, token_logprob=FAKE_LOGPROB, **changes: Any):
+def open_run(kit: Kit, folder: Path, *, complete=right_at_times, token_logprob=FAKE_LOGPROB, **changes: Any):
     """Yield a run into the folder, and release the folder at the end, as a process that ends does."""
     with ExitStack() as stack:
         story = Story()
         rollout = TellingEngine(
             tokenizer=kit.processors.tokenizer,
             stop_token_id=kit.processors.stop_token_ids[0],
-            answer=answer,
+            complete=complete,
             token_logprob=token_logprob,
         )
         rollout.story = story
@@ -213,15 +213,15 @@ def open_run(kit: Kit, folder: Path, *, answer=right_at_times, token_logprob=FAK
         validation_sampling = replace(SAMPLING, n=2)
         run = Run(
             plan=plan_of(steps=3),
-            rhythm=RHYTHM,
+            intervals=INTERVALS,
             sampling=SAMPLING,
             prompts=stream,
             rollout=rollout,
             rewards=kit.rewards,
             trainer=trainer,
             reference=None,
-            selection=None,
-            credit=CREDIT,
+            group_filter=None,
+            advantage_settings=CREDIT,
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old=False,
             evaluator=Evaluator(kit.validation, validation_sampling, 2, 1, report.warn),
@@ -319,7 +319,9 @@ def test_every_epoch_over_the_rollouts_makes_an_update_of_each_mini_batch(kit, t
 
 
 def test_each_answer_trains_with_the_advantage_of_its_own_reward(kit, tmp_path):
-    with open_run(kit, tmp_path, plan=plan_of(steps=1), answer=lambda p, v, s: p.answer if s % 2 else "no") as run:
+    with open_run(
+        kit, tmp_path, plan=plan_of(steps=1), complete=lambda p, v, s: p.ground_truth if s % 2 else "no"
+    ) as run:
         train(run, None)
         [groups] = told(run).learned
     rows = iter(rollouts_of(tmp_path)["step_000001.jsonl"])
@@ -339,23 +341,23 @@ def test_each_answer_trains_with_the_advantage_of_its_own_reward(kit, tmp_path):
     assert mixed > 0, "no group had both right and wrong answers: the test shows nothing"
 
 
-# -- rhythm -------------------------------------------------------------------------------------------------------
+# -- intervals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("rhythm", "validated", "saved"),
+    ("intervals", "validated", "saved"),
     [
-        (RHYTHM, [], [5]),
-        (replace(RHYTHM, save_every=2), [], [2, 4, 5]),
-        (replace(RHYTHM, save_every=5), [], [5]),
-        (replace(RHYTHM, validate_first=True, validate_last=True), [0, 5], [5]),
-        (replace(RHYTHM, validate_first=True, validate_every=2, validate_last=True), [0, 2, 4, 5], [5]),
-        (replace(RHYTHM, validate_every=5, validate_last=True, save_every=3), [5], [3, 5]),
+        (INTERVALS, [], [5]),
+        (replace(INTERVALS, save_every=2), [], [2, 4, 5]),
+        (replace(INTERVALS, save_every=5), [], [5]),
+        (replace(INTERVALS, validate_first=True, validate_last=True), [0, 5], [5]),
+        (replace(INTERVALS, validate_first=True, validate_every=2, validate_last=True), [0, 2, 4, 5], [5]),
+        (replace(INTERVALS, validate_every=5, validate_last=True, save_every=3), [5], [3, 5]),
     ],
     ids=["never", "save every 2", "save every 5", "before and after", "every 2", "both at the last"],
 )
-def test_the_rhythm_is_kept(kit, tmp_path, rhythm, validated, saved):
-    with open_run(kit, tmp_path, plan=plan_of(steps=5), rhythm=rhythm) as run:
+def test_the_intervals_is_kept(kit, tmp_path, intervals, validated, saved):
+    with open_run(kit, tmp_path, plan=plan_of(steps=5), intervals=intervals) as run:
         train(run, None)
     lines = lines_of(tmp_path)
     assert sorted(lines) == ([0] if 0 in validated else []) + [1, 2, 3, 4, 5]
@@ -366,8 +368,8 @@ def test_the_rhythm_is_kept(kit, tmp_path, rhythm, validated, saved):
 
 
 def test_validation_sees_the_weights_after_its_step_and_its_score_is_kept_with_them(kit, tmp_path):
-    rhythm = replace(RHYTHM, validate_first=True, validate_every=2, save_every=1)
-    with open_run(kit, tmp_path, plan=plan_of(steps=3), rhythm=rhythm) as run:
+    intervals = replace(INTERVALS, validate_first=True, validate_every=2, save_every=1)
+    with open_run(kit, tmp_path, plan=plan_of(steps=3), intervals=intervals) as run:
         train(run, None)
     rollouts = rollouts_of(tmp_path)
     for step in (0, 2):
@@ -384,11 +386,11 @@ def test_validation_sees_the_weights_after_its_step_and_its_score_is_kept_with_t
 
 
 def test_val_only_validates_the_checkpoint_it_is_given_and_touches_nothing_else(kit, tmp_path):
-    with open_run(kit, tmp_path, plan=plan_of(steps=4), rhythm=replace(RHYTHM, save_every=2)) as run:
+    with open_run(kit, tmp_path, plan=plan_of(steps=4), intervals=replace(INTERVALS, save_every=2)) as run:
         train(run, None)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     checkpoint = newest(tmp_path)
-    with open_run(kit, tmp_path, rhythm=replace(RHYTHM, validate_only=True)) as run:
+    with open_run(kit, tmp_path, intervals=replace(INTERVALS, validate_only=True)) as run:
         assert train(run, checkpoint).step == 4
         assert run.trainer.updates == 4
         assert told(run).learned == []
@@ -400,17 +402,17 @@ def test_val_only_validates_the_checkpoint_it_is_given_and_touches_nothing_else(
 
 # -- stopping and going on ----------------------------------------------------------------------------------------
 
-EVERYTHING = replace(RHYTHM, validate_first=True, validate_every=2, validate_last=True, save_every=2)
+EVERYTHING = replace(INTERVALS, validate_first=True, validate_every=2, validate_last=True, save_every=2)
 
 
 def settings(steps: int) -> dict[str, Any]:
     """A run with everything that a checkpoint must remember: two updates a step, and an adaptive KL in the reward."""
     return {
         "plan": plan_of(steps=steps, per_update=2),
-        "rhythm": EVERYTHING,
+        "intervals": EVERYTHING,
         "needs_old": True,
         "reference": SteadyReference(-1.5),
-        "credit": replace(CREDIT, kl_in_reward="kl"),
+        "advantage_settings": replace(CREDIT, kl_in_reward="kl"),
         "kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=100.0),
     }
 
@@ -448,7 +450,10 @@ def test_a_run_that_died_between_two_saves_repeats_what_was_lost(kit, tmp_path, 
             raise RuntimeError("the machine is gone")
         return right_at_times(prompt, version, seed)
 
-    with open_run(kit, tmp_path, answer=die_in_step_4, **settings(6)) as run, pytest.raises(RuntimeError, match="gone"):
+    with (
+        open_run(kit, tmp_path, complete=die_in_step_4, **settings(6)) as run,
+        pytest.raises(RuntimeError, match="gone"),
+    ):
         train(run, None)
     assert saved_steps(tmp_path) == [2]
     assert sorted(lines_of(tmp_path)) == [0, 1, 2, 3]
@@ -524,7 +529,7 @@ def test_a_run_whose_save_failed_in_the_background_learns_of_it(kit, tmp_path):
 
 
 def test_an_answer_that_was_not_graded_neither_trains_nor_counts(kit, tmp_path):
-    with open_run(kit, tmp_path, plan=plan_of(steps=1), answer=crash_at_times) as run:
+    with open_run(kit, tmp_path, plan=plan_of(steps=1), complete=crash_at_times) as run:
         train(run, None)
         [groups] = told(run).learned
     rows = rollouts_of(tmp_path)["step_000001.jsonl"]
@@ -544,7 +549,7 @@ def test_an_answer_that_was_not_graded_neither_trains_nor_counts(kit, tmp_path):
 
 
 def test_an_answer_that_was_not_graded_does_not_count_among_the_rewards(kit, tmp_path):
-    with open_run(kit, tmp_path, plan=plan_of(steps=1), answer=crash_at_times) as run:
+    with open_run(kit, tmp_path, plan=plan_of(steps=1), complete=crash_at_times) as run:
         train(run, None)
     [line] = lines_of(tmp_path).values()
     assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"])
@@ -552,7 +557,7 @@ def test_an_answer_that_was_not_graded_does_not_count_among_the_rewards(kit, tmp
 
 
 def test_a_kl_in_the_reward_is_subtracted_before_advantages_are_made(kit, tmp_path):
-    changes = settings(1) | {"kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0), "rhythm": RHYTHM}
+    changes = settings(1) | {"kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0), "intervals": INTERVALS}
     with open_run(kit, tmp_path, **changes) as run:
         assert train(run, None).kl.coefficient == 0.1
     rows = rollouts_of(tmp_path)["step_000001.jsonl"]
@@ -598,22 +603,22 @@ def learned_rewards(run: Run, folder: Path) -> list[list[float]]:
     return [[row["reward"] for row in rows[i : i + 3]] for i in range(0, len(rows), 3)]
 
 
-SELECTION = Selection(key="accuracy", low=0.01, high=0.99, prompts_per_round=4, max_rounds=20, keep_surplus=False)
+SELECTION = GroupFilter(key="accuracy", low=0.01, high=0.99, prompts_per_round=4, max_rounds=20, keep_surplus=False)
 
 
 def mixed_at_times(prompt: Prompt, version: int, seed: int) -> str:
     """Answer some prompts always wrong, others always right, and the rest now and then."""
-    match int(prompt.answer) % 4:
+    match int(prompt.ground_truth) % 4:
         case 0:
             return "no idea"
         case 1:
-            return prompt.answer
+            return prompt.ground_truth
         case _:
-            return prompt.answer if seed % 2 else "no idea"
+            return prompt.ground_truth if seed % 2 else "no idea"
 
 
 def test_groups_that_teach_nothing_are_replaced_by_others(kit, tmp_path):
-    with open_run(kit, tmp_path, selection=SELECTION, answer=mixed_at_times) as run:
+    with open_run(kit, tmp_path, group_filter=SELECTION, complete=mixed_at_times) as run:
         train(run, None)
         events = [event for event in told(run).events if event.startswith(("sample", "learn"))]
         assert {event for event in events if event.startswith("learn")} == {"learn from 4"}
@@ -631,7 +636,7 @@ def test_groups_that_teach_nothing_are_replaced_by_others(kit, tmp_path):
 
 def test_a_round_that_finds_nothing_counts_as_a_try(kit, tmp_path):
     with (
-        open_run(kit, tmp_path, selection=replace(SELECTION, max_rounds=3), answer=lambda p, v, s: "no") as run,
+        open_run(kit, tmp_path, group_filter=replace(SELECTION, max_rounds=3), complete=lambda p, v, s: "no") as run,
         pytest.raises(DataError, match=r"0 of 4 groups in 3 rounds.*100% of those sampled were at or below"),
     ):
         train(run, None)
@@ -639,8 +644,8 @@ def test_a_round_that_finds_nothing_counts_as_a_try(kit, tmp_path):
 
 
 def test_a_step_that_finds_too_few_groups_learns_from_those_it_has(kit, tmp_path):
-    selection = replace(SELECTION, max_rounds=1)
-    with open_run(kit, tmp_path, plan=plan_of(steps=2), selection=selection, answer=mixed_at_times) as run:
+    group_filter = replace(SELECTION, max_rounds=1)
+    with open_run(kit, tmp_path, plan=plan_of(steps=2), group_filter=group_filter, complete=mixed_at_times) as run:
         train(run, None)
         learned = [len(groups) for groups in told(run).learned]
     assert 0 < min(learned) < 4
@@ -649,7 +654,7 @@ def test_a_step_that_finds_too_few_groups_learns_from_those_it_has(kit, tmp_path
 
 def test_a_key_that_no_reply_has_is_named_with_the_nearest(kit, tmp_path):
     with (
-        open_run(kit, tmp_path, selection=replace(SELECTION, key="acuracy")) as run,
+        open_run(kit, tmp_path, group_filter=replace(SELECTION, key="acuracy")) as run,
         pytest.raises(RewardError, match=r"filter_key=acuracy.*only accuracy, overall; did you mean accuracy"),
     ):
         train(run, None)
@@ -658,7 +663,7 @@ def test_a_key_that_no_reply_has_is_named_with_the_nearest(kit, tmp_path):
 def test_a_step_that_comes_to_the_end_of_the_data_asks_its_prompts_anew(kit, tmp_path):
     # Of 10 prompts about half are worth learning from: a step of 8 draws some of them twice, to be answered anew.
     with open_run(
-        kit, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), selection=SELECTION, answer=mixed_at_times
+        kit, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), group_filter=SELECTION, complete=mixed_at_times
     ) as run:
         train(run, None)
     names = [row["prompt_id"] for row in rollouts_of(tmp_path)["step_000001.jsonl"][::3]]
@@ -673,9 +678,9 @@ def test_bounds_are_those_that_a_reward_function_returns(kit, tmp_path):
     rewards = RewardPool(
         f"{tmp_path / 'tenth.py'}:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
     )
-    selection = replace(SELECTION, key="overall", low=0.1, max_rounds=1)
+    group_filter = replace(SELECTION, key="overall", low=0.1, max_rounds=1)
     with (
-        open_run(kit, tmp_path / "run", selection=selection, rewards=rewards) as run,
+        open_run(kit, tmp_path / "run", group_filter=group_filter, rewards=rewards) as run,
         pytest.raises(DataError, match="100% of those sampled were at or below"),
     ):
         train(run, None)
@@ -683,8 +688,8 @@ def test_bounds_are_those_that_a_reward_function_returns(kit, tmp_path):
 
 
 def test_a_surplus_never_grows_older_than_a_step(kit, tmp_path):
-    selection = replace(SELECTION, low=-1.0, high=2.0, prompts_per_round=10, keep_surplus=True)
-    with open_run(kit, tmp_path, plan=plan_of(steps=4), selection=selection) as run:
+    group_filter = replace(SELECTION, low=-1.0, high=2.0, prompts_per_round=10, keep_surplus=True)
+    with open_run(kit, tmp_path, plan=plan_of(steps=4), group_filter=group_filter) as run:
         train(run, None)
     for step in range(1, 5):
         rows = rollouts_of(tmp_path)[f"step_{step:06d}.jsonl"]
@@ -706,15 +711,15 @@ def test_what_was_kept_is_dropped_where_the_run_that_goes_on_cannot_use_it(kit, 
         assert {len(group.sequences) for groups in told(run).learned for group in groups} == {2}
 
     checkpoint = saved(tmp_path / "unfiltered")
-    with open_run(kit, tmp_path / "unfiltered", **(keeping(2) | {"selection": None})) as run:
+    with open_run(kit, tmp_path / "unfiltered", **(keeping(2) | {"group_filter": None})) as run:
         train(run, checkpoint)
     rows = rollouts_of(tmp_path / "unfiltered")["step_000002.jsonl"]
     assert {row["policy_version"] for row in rows} == {1}
 
 
 def keeping(steps: int) -> dict[str, Any]:
-    selection = replace(SELECTION, prompts_per_round=7, keep_surplus=True)
-    return settings(steps) | {"selection": selection, "answer": mixed_at_times}
+    group_filter = replace(SELECTION, prompts_per_round=7, keep_surplus=True)
+    return settings(steps) | {"group_filter": group_filter, "complete": mixed_at_times}
 
 
 def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(kit, tmp_path):
@@ -739,8 +744,8 @@ def test_answers_that_were_cut_do_not_train_but_count_in_their_group(kit, tmp_pa
         kit,
         tmp_path,
         plan=plan_of(steps=1),
-        credit=replace(CREDIT, mask_overlong=True),
-        answer=lambda p, v, s: "no idea at all whatever it may be" if s % 2 else p.answer,
+        advantage_settings=replace(CREDIT, mask_overlong=True),
+        complete=lambda p, v, s: "no idea at all whatever it may be" if s % 2 else p.ground_truth,
     ) as run:
         train(run, None)
         [groups] = told(run).learned
@@ -755,7 +760,11 @@ def test_answers_that_were_cut_do_not_train_but_count_in_their_group(kit, tmp_pa
 
 def test_remax_compares_with_a_greedy_answer(kit, tmp_path):
     with open_run(
-        kit, tmp_path, plan=plan_of(steps=1), credit=replace(CREDIT, estimator="remax"), answer=mixed_at_times
+        kit,
+        tmp_path,
+        plan=plan_of(steps=1),
+        advantage_settings=replace(CREDIT, estimator="remax"),
+        complete=mixed_at_times,
     ) as run:
         train(run, None)
         assert told(run).events[:3] == ["awake 0", "sample 4 for 1", "sample 4 for 1"]
@@ -783,11 +792,11 @@ def test_an_answer_without_a_baseline_does_not_train(kit, tmp_path):
     rollout = NoGreedy(
         tokenizer=kit.processors.tokenizer,
         stop_token_id=kit.processors.stop_token_ids[0],
-        answer=mixed_at_times,
+        complete=mixed_at_times,
         token_logprob=FAKE_LOGPROB,
     )
-    credit = replace(CREDIT, estimator="remax")
-    with open_run(kit, tmp_path, plan=plan_of(steps=1), credit=credit, rollout=rollout) as run:
+    advantage_settings = replace(CREDIT, estimator="remax")
+    with open_run(kit, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, rollout=rollout) as run:
         train(run, None)
         [groups] = told(run).learned
     trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
@@ -796,15 +805,18 @@ def test_an_answer_without_a_baseline_does_not_train(kit, tmp_path):
 
 
 def test_gdpo_asks_for_the_parts_it_is_to_weigh(kit, tmp_path):
-    credit = replace(CREDIT, estimator="gdpo", weights={"beauty": 1.0})
-    with open_run(kit, tmp_path, credit=credit) as run, pytest.raises(RewardError, match=r"lack beauty \(found: acc"):
+    advantage_settings = replace(CREDIT, estimator="gdpo", weights={"beauty": 1.0})
+    with (
+        open_run(kit, tmp_path, advantage_settings=advantage_settings) as run,
+        pytest.raises(RewardError, match=r"lack beauty \(found: acc"),
+    ):
         train(run, None)
 
 
 def test_the_full_kl_is_asked_of_the_trainer(kit, tmp_path):
-    credit = replace(CREDIT, kl_in_reward="full")
+    advantage_settings = replace(CREDIT, kl_in_reward="full")
     kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
-    with open_run(kit, tmp_path, plan=plan_of(steps=1), credit=credit, kl=kl) as run:
+    with open_run(kit, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, kl=kl) as run:
         train(run, None)
         assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
     assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # as the fake says

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import make_engine, make_rollouts, to_train, weights_of
-from oracle import make_group, make_prompt
 from torch import Tensor, nn
 
+from support.engines import make_engine, make_rollouts, to_train, weights_of
+from support.oracle import make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.metrics import values
 from trigon.models.features import FeatureMemory, Features
@@ -74,8 +74,8 @@ def test_it_counts_what_was_asked_for_since_it_last_told() -> None:
     memory.remember("a", features(0.0))
     memory.recall(["a", "b", "a"], CPU)
     memory.recall(["c"], CPU)
-    assert memory.told() == (2, 4)
-    assert memory.told() == (0, 0)
+    assert memory.pop_metrics() == (2, 4)
+    assert memory.pop_metrics() == (0, 0)
     memory.forget()
     assert memory.recall(["a"], CPU) == {}
 
@@ -138,7 +138,7 @@ def test_an_image_is_seen_once_and_by_itself_whatever_else_is_in_its_row(tiny_mo
         assert len(runs) == 3
         said(policy, row_of(folder, second, ([(4, 4)], 3)))
         assert len(runs) == 4
-    assert memory.told() == (5, 9)
+    assert memory.pop_metrics() == (5, 9)
     torch.testing.assert_close(apart, whole, rtol=1e-5, atol=2e-5)
 
     policy.forget_features()
@@ -182,7 +182,7 @@ def test_the_tower_runs_as_often_as_on_the_rank_that_has_most_to_see(tiny_vlm) -
     policy.remember_features(FeatureMemory(2**20), most=most)
     for row, says in ((packed, expected), (packed, expected), (text, of_text)):
         with tower_runs(policy) as runs, torch.no_grad():
-            torch.testing.assert_close(policy(row, touch_vision=True).logprobs, says, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(policy(row, run_dummy_vision=True).logprobs, says, rtol=1e-5, atol=2e-5)
         assert len(runs) == 3
     assert told == [1, 0, 0]
     with tower_runs(policy) as runs:
@@ -231,7 +231,7 @@ def test_with_lora_outside_the_tower_features_are_remembered_and_below_the_adapt
     engine = make_engine(tiny_vlm, freeze=True, lora_rank=2)
     rollouts = make_rollouts(tiny_vlm)
     engine.logprobs(rollouts)
-    engine.below_adapters().logprobs(rollouts)
+    engine.reference_without_adapters().logprobs(rollouts)
     metrics = values(engine.step(to_train(rollouts)))
     assert metrics["actor/vision_remembered"] == pytest.approx(2 / 3)
 

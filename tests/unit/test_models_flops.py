@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import load_hugging_face, make_group, make_prompt, padded_logprobs
 from test_models_attention import dense_mask
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from varlen import stand_in
 
+from support.oracle import load_hugging_face, make_group, make_prompt, padded_logprobs
+from support.varlen import stand_in
 from trigon.data.packing import pack_rollouts
 from trigon.models.flops import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.models.load import Processors, load_model, load_processors

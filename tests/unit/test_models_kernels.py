@@ -13,8 +13,8 @@ from test_models_attention import CPU, HEADS, KEY_HEADS, SCALE, TWO_GROUPS, dens
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
-from varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn, torch_2_10, torch_2_11, torch_2_13
 
+from support.varlen import TORCH_VERSIONS, stand_in, stand_in_flash_attn, torch_2_10, torch_2_11, torch_2_13
 from trigon.errors import ModelError
 from trigon.models.attention import RowPlan, group_attention, window_attention
 from trigon.models.kernels import adapt_varlen, lay_out, pieces_attention, resolve_kernel, takes

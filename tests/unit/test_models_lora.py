@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import load_hugging_face, make_group, make_prompt, padded_logprobs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from support.oracle import load_hugging_face, make_group, make_prompt, padded_logprobs
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.load import Processors, load_model, load_processors
@@ -25,7 +25,7 @@ from trigon.models.lora import (
     merge_names,
     merged_weight,
 )
-from trigon.models.policy import Policy, whole
+from trigon.models.policy import Policy, full_tensor
 from trigon.models.positions import positions_of
 from trigon.types import RolloutGroup
 
@@ -390,7 +390,7 @@ def test_a_model_without_adapters_has_none_to_describe(tiny_vlm: Path) -> None:
 
 def test_whole_returns_a_tensor_that_is_no_shard_itself() -> None:
     tensor = torch.zeros(2)
-    assert whole(tensor) is tensor
+    assert full_tensor(tensor) is tensor
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])

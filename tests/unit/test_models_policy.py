@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import load_hugging_face, make_group, make_prompt
 from safetensors.torch import load_file
 
+from support.oracle import load_hugging_face, make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.flops import GroupLengths, update_flops

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import load_hugging_face, make_prompt
 
+from support.oracle import load_hugging_face, make_prompt
 from trigon.errors import ModelError
 from trigon.models.families import family_named
 from trigon.models.load import load_processors

@@ -82,7 +82,7 @@ class Asked(FakeEngine):
 
 @pytest.fixture
 def engine(tokenizer):
-    return Asked(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda p, v, s: "one two " * 40)
+    return Asked(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda p, v, s: "one two " * 40)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recipes import EXAMPLES, RECIPES, ROOT, arguments_of, name_of
 
+from support.recipes import EXAMPLES, RECIPES, ROOT, arguments_of, name_of
 from trigon.config.checks import SHIPPED_REWARDS
 from trigon.config.load import load_config, split_arguments
 from trigon.data.sources import open_source
-from trigon.data.synthetic import make_dataset
 from trigon.rewards.load import SHIPPED
+from trigon.tiny.drawings import make_dataset
 
 RECIPE_NAMES = [
     "baselines/qwen2_5_vl_3b_clevr",

@@ -13,13 +13,13 @@ from trigon.report.run_folder import RunFolder, StepMetrics, read_metrics, rollo
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 
-def group(text="<think>2</think>\\boxed{4}", *, answer="4", parts=None, overall=1.0):
+def group(text="<think>2</think>\\boxed{4}", *, ground_truth="4", parts=None, overall=1.0):
     prompt = Prompt(
         prompt_id="train:17",
         token_ids=(1, 2, 3),
         vision=None,
         text="<image> What is it?",
-        answer=answer,
+        ground_truth=ground_truth,
         row={},
         image_refs=("train:17/images/0 (a.png)",),
     )
@@ -163,7 +163,9 @@ def test_hostile_text_stays_on_its_line_and_comes_back(folder, text):
 
 
 def test_numbers_that_are_not_finite_and_answers_of_any_kind_are_valid_json(folder):
-    odd = group(answer={"choices": (1, float("nan")), "set": {1}}, parts={"accuracy": float("inf")}, overall=math.nan)
+    odd = group(
+        ground_truth={"choices": (1, float("nan")), "set": {1}}, parts={"accuracy": float("inf")}, overall=math.nan
+    )
     row = json.loads(folder.write_rollouts(1, "train", rollout_rows([odd])).read_text().splitlines()[0])
     assert row["reward"] is None
     assert row["parts"] == {"accuracy": None}

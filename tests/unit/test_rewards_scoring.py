@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_running
 
+from support.processes import is_running
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool

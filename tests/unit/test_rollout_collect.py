@@ -62,16 +62,16 @@ class Phases:
 
 def prompts():
     return [
-        Prompt(f"train:{i}", (1, 2, 3), None, text="How many?", answer=str(i), row={"level": i}, image_refs=())
+        Prompt(f"train:{i}", (1, 2, 3), None, text="How many?", ground_truth=str(i), row={"level": i}, image_refs=())
         for i in range(4)
     ]
 
 
 def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
     def answer(prompt, version, seed):
-        return f"{2 * (int(prompt.answer) // 2)} {seed % 1000}"  # right for the even prompts
+        return f"{2 * (int(prompt.ground_truth) // 2)} {seed % 1000}"  # right for the even prompts
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
     phases, asked = Phases(), prompts()
     with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
         groups = collect(asked, engine, rewards, SAMPLING, step=1, phase=phases)
@@ -89,7 +89,7 @@ def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
 
 
 def test_no_prompts_no_groups(tokenizer, rewards):
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
     with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
         assert collect([], engine, rewards, SAMPLING, step=1, phase=Phases()) == []
 
@@ -108,7 +108,7 @@ class Failing(FakeEngine):
 
 
 def test_a_prompt_that_the_engine_fails_for_is_left_out(tokenizer, rewards):
-    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
+    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
     engine.fails = (0, 2)
     asked = prompts()
     with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
@@ -118,7 +118,7 @@ def test_a_prompt_that_the_engine_fails_for_is_left_out(tokenizer, rewards):
 
 
 def test_an_engine_that_fails_for_every_prompt_ends_the_run(tokenizer, rewards):
-    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=lambda *_: "1 1")
+    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
     engine.fails = (0, 1, 2, 3)
     with (
         engine.awake(iter([("updates", torch.zeros(1))]), version=0),
@@ -155,12 +155,12 @@ def noting(folder, contract, *, bad=(), max_failed_fraction=0.0):
 @pytest.mark.parametrize("contract", ["sequential", "batch"])
 def test_answers_are_graded_before_the_last_is_sampled(tokenizer, tmp_path, contract):
     def answer(prompt, version, seed):
-        if prompt.answer == "3":  # the test's own time limit ends a wait in vain
+        if prompt.ground_truth == "3":  # the test's own time limit ends a wait in vain
             while not (tmp_path / "graded 0").exists():
                 time.sleep(0.005)
         return "1"
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
     with noting(tmp_path, contract) as rewards, engine.awake(iter([]), version=0):
         groups = collect(prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[i] * 3 for i in range(4)]
@@ -170,11 +170,11 @@ def test_answers_are_graded_before_the_last_is_sampled(tokenizer, tmp_path, cont
 
 def test_an_engine_that_fails_in_the_middle_leaves_the_graders_usable(tokenizer, rewards):
     def answer(prompt, version, seed):
-        if prompt.answer == "2":
+        if prompt.ground_truth == "2":
             raise EngineError("out of memory")
         return "1 1"
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
     asked = prompts()
     with engine.awake(iter([]), version=0):
         with pytest.raises(EngineError, match="out of memory"):
@@ -191,7 +191,7 @@ def test_too_many_failures_end_the_sampling(tokenizer, tmp_path):
         time.sleep(0.01)
         return "1"
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
     many = prompts() * 200
     with (
         noting(tmp_path, "sequential", bad=("0",)) as rewards,

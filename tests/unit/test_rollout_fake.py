@@ -13,7 +13,7 @@ SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 
 
 def prompt(name="train:0"):
-    return Prompt(name, token_ids=(1, 2, 3), vision=None, text="How many?", answer="3", row={}, image_refs=())
+    return Prompt(name, token_ids=(1, 2, 3), vision=None, text="How many?", ground_truth="3", row={}, image_refs=())
 
 
 def weights():
@@ -25,8 +25,8 @@ def tokenizer(tiny_model):
     return load_processors(str(tiny_model("qwen2"))).tokenizer
 
 
-def engine(tokenizer, answer=lambda prompt, version, seed: f"{prompt.answer} {version}"):
-    return FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, answer=answer)
+def engine(tokenizer, complete=lambda prompt, version, seed: f"{prompt.ground_truth} {version}"):
+    return FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
 
 
 def test_it_says_what_the_function_says_and_stops(tokenizer):
@@ -41,7 +41,7 @@ def test_it_says_what_the_function_says_and_stops(tokenizer):
 
 
 def test_a_long_answer_is_cut(tokenizer):
-    fake = engine(tokenizer, answer=lambda prompt, version, seed: "one two three " * 20)
+    fake = engine(tokenizer, complete=lambda prompt, version, seed: "one two three " * 20)
     with fake.awake(weights(), version=0):
         [[completion, _]] = fake.generate([prompt()], SAMPLING, step=0)
     assert len(completion.token_ids) == 20
@@ -49,7 +49,7 @@ def test_a_long_answer_is_cut(tokenizer):
 
 
 def test_each_sample_is_told_its_own_seed(tokenizer):
-    fake = engine(tokenizer, answer=lambda prompt, version, seed: str(seed))
+    fake = engine(tokenizer, complete=lambda prompt, version, seed: str(seed))
     with fake.awake(weights(), version=0):
         [first, second] = fake.generate([prompt("a"), prompt("b")], SAMPLING, step=3)
     assert first[1].text == str(sample_seed(7, step=3, prompt_id="a", sample=1))[: len(first[1].text)]

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
 from test_training_parallel import ThreadRanks
 
+from support.engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_rollouts, to_train, weights_of
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
-from trigon.training.budget import Budgets, Lengths, find_budgets, fit_budgets, made_up_group
+from trigon.training.budget import Budgets, Lengths, dummy_group, measure_budgets, tune_engines
 from trigon.training.memory import CudaMemory, HostMemory
-from trigon.training.parallel import Alone
+from trigon.training.parallel import SingleProcess
 
 GIB = 2**30
 LENGTHS = Lengths(prompt_tokens=60, response_tokens=40, image_pixels=None, update_tokens=900, step_tokens=700)
@@ -49,7 +49,7 @@ class Emulated:
 
 
 def budgets_on(memory, engine, lengths: Lengths = LENGTHS, *, ranks=None, known: Budgets | None = None) -> Budgets:
-    return find_budgets(engine, None, memory, lengths, ranks or Alone(), known=known)
+    return measure_budgets(engine, None, memory, lengths, ranks or SingleProcess(), known=known)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_what_was_found_before_is_not_measured_again_on_a_device_of_the_same_kin
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_5_vl", "internvl"])
 def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_model, model_type):
     engine = make_engine(tiny_model(model_type))
-    group = made_up_group(engine.policy, LENGTHS, 3)
+    group = dummy_group(engine.policy, LENGTHS, 3)
     assert len(group.prompt.token_ids) == 60
     assert [len(part.token_ids) for part in group.sequences] == [40] * 3
     if model_type == "qwen2":
@@ -147,7 +147,7 @@ def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_
     assert shown == {"qwen2_5_vl": 49, "internvl": 44}[model_type]  # 7 x 7; eleven tiles of 4 with a word between them
     small = replace(LENGTHS, image_pixels=28 * 28 * 9)
     assert (
-        made_up_group(engine.policy, small, 3).prompt.token_ids.count(image)
+        dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
         == {"qwen2_5_vl": 45, "internvl": 44}[model_type]
     )
 
@@ -156,7 +156,7 @@ def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_
 def test_measuring_leaves_no_trace_in_what_is_learned(tiny_vlm, options):
     measured, by_hand = make_engine(tiny_vlm, **options), make_engine(tiny_vlm, **options)
     state = torch.random.get_rng_state()
-    found = fit_budgets(measured, None, HostMemory(shared_by=1), LENGTHS, Alone(), known=None)
+    found = tune_engines(measured, None, HostMemory(shared_by=1), LENGTHS, SingleProcess(), known=None)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in measured.policy.parameters())
     by_hand.use_budgets(update_max_tokens=found.update_tokens, score_max_tokens=found.experience_tokens)
@@ -193,8 +193,8 @@ def test_a_pass_takes_the_same_each_time_and_a_larger_one_no_more_than_a_line_sa
     folder = tiny_model("qwen2")
     engine = make_engine(folder, terms=terms, compared_with=folder if terms.kl_estimator == "full" else None)
     memory = HostMemory(shared_by=1)
-    groups = [made_up_group(engine.policy, LENGTHS, 26)]
-    with engine.rehearsing() as update:
+    groups = [dummy_group(engine.policy, LENGTHS, 26)]
+    with engine.dry_run_updates() as update:
         update(groups)
         one, again, two, four = (memory.peak_bytes(lambda n=n: update(groups * n)) for n in (1, 1, 2, 4))
     assert one == again

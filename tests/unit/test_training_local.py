@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import (
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.engines import (
     CLIPPED,
     FULL_KL_TERMS,
     KL_TERMS,
@@ -20,9 +23,6 @@ from engines import (
     to_train,
     weights_of,
 )
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from trigon.algorithms.importance import Correction
 from trigon.errors import CheckpointError, ModelError
 from trigon.metrics import values
@@ -212,14 +212,14 @@ def test_the_full_kl_of_fresh_adapters_is_zero(tiny_model):
     assert min(float(tokens.max()) for row in engine.full_kl(rollouts) for tokens in row) > 1e-7
 
 
-@pytest.mark.parametrize("taught", [(0, 2), (2,), (1,), ()])
+@pytest.mark.parametrize("with_gradient", [(0, 2), (2,), (1,), ()])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_groups_without_an_advantage_cost_nothing_and_change_nothing(tiny_model, model_type, taught):
+def test_groups_without_an_advantage_cost_nothing_and_change_nothing(tiny_model, model_type, with_gradient):
     folder = tiny_model(model_type)
     rollouts = make_rollouts(folder)
     first = to_train(rollouts)  # so that the optimizer has moments, by which it moves on without a gradient
     nothing = to_train(rollouts, advantages=(0.0, 0.0, 0.0))
-    second = [group if number in taught else nothing[number] for number, group in enumerate(to_train(rollouts))]
+    second = [group if number in with_gradient else nothing[number] for number, group in enumerate(to_train(rollouts))]
 
     skipping, thorough = make_engine(folder), make_engine(folder, terms=replace(KL_TERMS, kl_coefficient=0.0))
     ref = thorough.logprobs(rollouts)
@@ -228,7 +228,7 @@ def test_groups_without_an_advantage_cost_nothing_and_change_nothing(tiny_model,
     left_out = values(skipping.step(second))
     metrics = values(thorough.step([with_ref(group, tokens) for group, tokens in zip(second, ref, strict=True)]))
 
-    assert left_out["actor/skipped_groups"] == 3 - len(taught)
+    assert left_out["actor/skipped_groups"] == 3 - len(with_gradient)
     assert metrics["actor/skipped_groups"] == 0
     assert left_out["actor/packed_tokens"] < metrics["actor/packed_tokens"]
     for key in ("actor/pg_loss", "actor/grad_norm", "actor/lr"):
@@ -681,7 +681,7 @@ def test_with_lora_the_reference_scores_as_the_base_does_however_far_the_policy_
     rollouts = make_rollouts(folder)
     base = torch.cat([logprobs for group in make_engine(folder).logprobs(rollouts) for logprobs in group])
     engine = learned_with_lora(folder)
-    reference = engine.below_adapters()
+    reference = engine.reference_without_adapters()
 
     def said(by) -> Tensor:
         return torch.cat([logprobs for group in by.logprobs(rollouts) for logprobs in group])
@@ -742,4 +742,4 @@ def test_a_checkpoint_of_adapters_is_for_a_run_with_the_same_and_one_without_for
 def test_without_lora_an_engine_is_not_its_own_reference(tiny_model):
     folder = tiny_model("qwen2")
     with pytest.raises(ModelError, match="no adapters"):
-        make_engine(folder).below_adapters().logprobs(make_rollouts(folder))
+        make_engine(folder).reference_without_adapters().logprobs(make_rollouts(folder))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trigon.training.parallel import Alone, Ranks, passes_in_step
+from trigon.training.parallel import ProcessGroup, SingleProcess, passes_in_step
 
 
 class ThreadRanks:
@@ -30,10 +30,10 @@ class ThreadRanks:
     def largest(self, numbers: Sequence[float]) -> list[float]:
         return [max(column) for column in self._columns(numbers)]
 
-    def before_forward(self, policy: nn.Module, *, settle: bool) -> None:
+    def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
         raise NotImplementedError
 
-    def after_pass(self, policy: nn.Module) -> None:
+    def reshard(self, policy: nn.Module) -> None:
         raise NotImplementedError
 
     def _columns(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
@@ -48,7 +48,7 @@ def passes_on(*shows_image: Sequence[bool]) -> list[tuple[bool, ...]]:
     """Return what passes_in_step says on each rank, given which micro-batches of each show an image."""
     size = len(shows_image)
     barrier, board = threading.Barrier(size, timeout=10), {}
-    ranks: list[Ranks] = [ThreadRanks(rank, size, barrier, board) for rank in range(size)]
+    ranks: list[ProcessGroup] = [ThreadRanks(rank, size, barrier, board) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(passes_in_step, shows_image, ranks))
 
@@ -71,9 +71,9 @@ def test_all_ranks_make_as_many_passes_as_the_busiest_and_see_when_any_sees(show
 
 @pytest.mark.parametrize("shows_image", [[True, False, True], [False], []])
 def test_alone_a_rank_makes_its_own_passes_and_sees_its_own_images(shows_image):
-    assert passes_in_step(shows_image, Alone()) == tuple(shows_image)
+    assert passes_in_step(shows_image, SingleProcess()) == tuple(shows_image)
 
 
 def test_alone_every_number_is_the_total_and_the_largest():
-    assert Alone().totals([1.5, -2.0]) == Alone().largest([1.5, -2.0]) == [1.5, -2.0]
-    assert (Alone().rank, Alone().size, Alone().state_group) == (0, 1, None)
+    assert SingleProcess().totals([1.5, -2.0]) == SingleProcess().largest([1.5, -2.0]) == [1.5, -2.0]
+    assert (SingleProcess().rank, SingleProcess().size, SingleProcess().state_group) == (0, 1, None)

@@ -9,12 +9,12 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankProcesses
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from support.ranks import RankProcesses
 from trigon.errors import CheckpointError
 from trigon.training import state
 from trigon.training.state import ShardedFiles, StoredTensor, load_tensors, save_tensors, stage

@@ -40,7 +40,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcomes:
+class RewardBatch:
     """What a step's completions were worth: G groups of N.
 
     rewards: [G, N] float32, one for each completion, at its end.
@@ -68,7 +68,11 @@ class Outcomes:
 
 
 def estimate(
-    outcomes: Outcomes, estimator: AdvantageEstimator, *, gamma: float = 1.0, weights: Mapping[str, float] | None = None
+    outcomes: RewardBatch,
+    estimator: AdvantageEstimator,
+    *,
+    gamma: float = 1.0,
+    weights: Mapping[str, float] | None = None,
 ) -> list[list[Tensor]]:
     """Return the advantage of every token, for each completion of each group: float32 [R].
 
@@ -199,7 +203,7 @@ def parts_normalized(parts: Mapping[str, Tensor], valid: Tensor, weights: Mappin
 # -- one advantage for each token ---------------------------------------------------------------------------------
 
 
-def token_returns(outcomes: Outcomes, gamma: float) -> list[list[Tensor]]:
+def token_returns(outcomes: RewardBatch, gamma: float) -> list[list[Tensor]]:
     """Return for each token the discounted sum of what is still to come: float32 [R] for each completion.
 
     A completion's reward comes with its last token; penalties come with the token that earns them.

@@ -15,8 +15,8 @@ from trigon.garbage import collect_seldom
 
 COMMANDS = {
     "train": ("trigon.cli.train", "train: YAML file and key=value overrides, EasyR1's included"),
-    "quickstart": ("trigon.cli.quickstart", "train the embedded tiny model on the embedded data, here and now"),
-    "tiny": ("trigon.cli.tiny", "make the embedded tiny model and dataset"),
+    "quickstart": ("trigon.tiny.quickstart", "train the embedded tiny model on the embedded data, here and now"),
+    "tiny": ("trigon.tiny.make", "make the embedded tiny model and dataset"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and prove it"),
     "merge": ("trigon.cli.export", "the same under EasyR1's name: --local_dir .../global_step_N/actor"),
 }

@@ -153,7 +153,7 @@ def open_prompts(
     builder = builder.rooted(source.folder)
     builder.check_columns(source.rows.column_names)
     _check_media_columns(source, builder)
-    findings = _look_at_all(source, builder, num_workers=num_workers, on_progress=on_progress)
+    findings = _scan_rows(source, builder, num_workers=num_workers, on_progress=on_progress)
     usable = [(index, finding) for index, finding in enumerate(findings) if finding.problem is None]
     report: dict[Reason, int] = {}
     examples: dict[Reason, tuple[str, ...]] = {}
@@ -196,7 +196,7 @@ class _Finding:
     digest: bytes
 
 
-def _look_at_all(
+def _scan_rows(
     source: Source, builder: PromptBuilder, *, num_workers: int, on_progress: Callable[[int, int], None] | None
 ) -> list[_Finding]:
     total = len(source.rows)
@@ -204,7 +204,7 @@ def _look_at_all(
     tasks = [range(start, min(start + _ROWS_PER_TASK, total)) for start in range(0, total, _ROWS_PER_TASK)]
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="rows")
     try:
-        for part in pool.map(lambda indices: [_look_at(source, builder, index) for index in indices], tasks):
+        for part in pool.map(lambda indices: [_scan_row(source, builder, index) for index in indices], tasks):
             findings += part
             if on_progress is not None:
                 on_progress(len(findings), total)
@@ -213,7 +213,7 @@ def _look_at_all(
     return findings
 
 
-def _look_at(source: Source, builder: PromptBuilder, index: int) -> _Finding:
+def _scan_row(source: Source, builder: PromptBuilder, index: int) -> _Finding:
     row = source.rows[index]
     digest = hashlib.sha256()
     _feed(digest, row)

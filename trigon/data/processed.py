@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.images import open_image
-from trigon.data.videos import DEFAULT_SAMPLING, Sampling, open_video
+from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
 from trigon.data.vision import ImageProcessor, VideoProcessor
 from trigon.errors import DataError
 from trigon.types import EncodedMedia, Prompt, Vision
@@ -33,7 +33,7 @@ class ProcessedImages:
         num_workers: int,
         max_bytes: int,
         video_processor: VideoProcessor | None = None,
-        video_sampling: Sampling = DEFAULT_SAMPLING,
+        video_sampling: FrameSampling = DEFAULT_SAMPLING,
     ) -> None:
         """Prepare to process images and videos, remembering nothing yet.
 

@@ -30,7 +30,7 @@ from trigon.data.media_files import file_name
 from trigon.data.videos import (
     DEFAULT_SAMPLING,
     FRAMES_PER_PATCH,
-    Sampling,
+    FrameSampling,
     VideoLayout,
     encoded_video,
     open_video,
@@ -104,7 +104,7 @@ class PromptBuilder:
         limit_images: int,
         process_images: bool = True,
         video_key: str = "videos",
-        video_sampling: Sampling = DEFAULT_SAMPLING,
+        video_sampling: FrameSampling = DEFAULT_SAMPLING,
     ) -> None:
         """Prepare to build prompts.
 
@@ -210,7 +210,7 @@ class PromptBuilder:
             token_ids=layout.token_ids,
             vision=vision,
             text=layout.text,
-            answer=row[self.answer_key],
+            ground_truth=row[self.answer_key],
             row={key: value for key, value in row.items() if key not in (self.image_key, self.video_key)},
             image_refs=media.names,
         )

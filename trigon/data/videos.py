@@ -49,14 +49,14 @@ _NO_TIME = "it has no timestamps"
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class FrameSampling:
     """How frames are chosen. fps: from each second. max_frames: at most, at least two."""
 
     fps: float
     max_frames: int
 
 
-DEFAULT_SAMPLING = Sampling(fps=2.0, max_frames=768)
+DEFAULT_SAMPLING = FrameSampling(fps=2.0, max_frames=768)
 """Qwen's own."""
 
 
@@ -90,7 +90,7 @@ class _Timetable:
     time_base: Fraction
     is_told: bool
 
-    def chosen(self, sampling: Sampling) -> list[int]:
+    def chosen(self, sampling: FrameSampling) -> list[int]:
         """Return the numbers of the frames to take, ascending, an even count; a single frame is taken twice."""
         count = len(self.times)
         if count == 1:
@@ -117,7 +117,7 @@ class _Timetable:
 
 
 def video_layout(
-    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: Sampling
+    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
 ) -> VideoLayout:
     """Return what will be seen of a video, from its timetable and its first frame.
 
@@ -134,7 +134,7 @@ def video_layout(
 
 
 def open_video(
-    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: Sampling
+    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
 ) -> tuple[VideoLayout, Iterator[Pixels]]:
     """Return what video_layout does, and the frames that it tells of, upright, which are decoded as they are asked for.
 
@@ -144,7 +144,9 @@ def open_video(
     return layout, _frames(source, where, image_dir, max_pixels, sampling)
 
 
-def encoded_video(source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: Sampling) -> bytes:
+def encoded_video(
+    source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
+) -> bytes:
     """Return the file behind a video, byte for byte; its timetable and its first frame have been accepted.
 
     Args and Raises: as video_layout.
@@ -154,7 +156,9 @@ def encoded_video(source: Any, *, where: str, image_dir: Path | None, max_pixels
     return encoded
 
 
-def _frames(source: Any, where: str, image_dir: Path | None, max_pixels: int, sampling: Sampling) -> Iterator[Pixels]:
+def _frames(
+    source: Any, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
+) -> Iterator[Pixels]:
     with _opened(source, where, image_dir, max_pixels) as (container, timetable):
         frames = _decoded(container, timetable, where, max_pixels)
         frame, time = next(frames)
@@ -227,7 +231,7 @@ def _timetable(container: Any) -> _Timetable:
     return _Timetable(tuple(sorted(times)), stream.time_base, is_told)
 
 
-def _layout(first: Any, timetable: _Timetable, sampling: Sampling) -> VideoLayout:
+def _layout(first: Any, timetable: _Timetable, sampling: FrameSampling) -> VideoLayout:
     """Return what will be seen of a video whose first frame this is."""
     sideways = first.rotation % 180 != 0
     chosen = timetable.chosen(sampling)

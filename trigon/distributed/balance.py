@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 
-def spread(costs: Sequence[int], num_parts: int) -> list[list[int]]:
+def partition_balanced(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     """Return the indices of each part, ascending, so that the parts' sums lie close together.
 
     The largest differencing method of Karmarkar and Karp ("The Differencing Method of Set Partitioning", 1982), for

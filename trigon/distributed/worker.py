@@ -1,7 +1,7 @@
 """One worker: a process with a device, which is a rank of the sharded trainer and hosts a rollout engine as well.
 
-Weights go from the one to the other inside it. What comes in and goes out is bytes (wire.py). Refuses to know how
-engines are built: that is handed in.
+Weights go from the one to the other inside it. What comes in and goes out is bytes (serialization.py). Does not know
+how engines are built: the function that builds them is an argument.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from trigon.data.processed import ProcessedImages
 from trigon.distributed.cluster import enter_environment
-from trigon.distributed.preflight import Surroundings
-from trigon.distributed.wire import (
+from trigon.distributed.preflight import NodeReport
+from trigon.distributed.serialization import (
     decode_prompts,
     decode_rollouts,
     decode_train,
@@ -35,8 +35,8 @@ from trigon.distributed.wire import (
 from trigon.garbage import collect_seldom
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
-from trigon.training.budget import Budgets, Lengths, fit_budgets
-from trigon.training.fsdp import ProcessRanks
+from trigon.training.budget import Budgets, Lengths, tune_engines
+from trigon.training.fsdp import TorchProcessGroup
 from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.memory import memory_of
 from trigon.training.protocol import LogprobEngine
@@ -47,7 +47,7 @@ Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class WorkerEngines:
     """What one worker is made of. reference: None where no term needs one.
 
     replica_rank: its place among the ranks that sample the same prompts together (tensor parallelism); 0 answers.
@@ -60,14 +60,14 @@ class Member:
     replica_rank: int
 
 
-class OpenMember(Protocol):
+class OpenWorkerEngines(Protocol):
     """Builds a worker's engines, in the worker, together with all others."""
 
-    def __call__(self, ranks: ProcessRanks) -> Member: ...
+    def __call__(self, process_group: TorchProcessGroup) -> WorkerEngines: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class Heartbeat:
     """How a worker is. memory_bytes, max_memory_bytes: resident, now and at most. stack: what it is doing, the
     innermost call last; empty unless asked for. samples: completions finished in the generation asked for. groups: of
     its prompts that have ended, the place and the encoded completions, in the order in which they ended.
@@ -92,7 +92,7 @@ class _Generation:
 class Join(Protocol):
     """Makes a worker a rank, once all of them are there, and looks around on its node."""
 
-    def __call__(self) -> tuple[ProcessRanks, Surroundings]: ...
+    def __call__(self) -> tuple[TorchProcessGroup, NodeReport]: ...
 
 
 class Worker:
@@ -104,9 +104,9 @@ class Worker:
         self._thread: int | None = None
         self._awake: list[ExitStack] = []
         self._write_state: Callable[[], None] | None = None
-        self._ranks: ProcessRanks
+        self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
-        self._member: Member | None = None
+        self._engines: WorkerEngines | None = None
         collect_seldom()
         faulthandler.enable()  # a crash leaves the stack in this worker's log
 
@@ -129,28 +129,30 @@ class Worker:
         self._thread = threading.get_ident()
         enter_environment(environment, address=ray.util.get_node_ip_address())
 
-    def join(self, join: Join) -> Surroundings:
+    def join(self, join: Join) -> NodeReport:
         """Become a rank, and tell what there is here."""
-        self._ranks, surroundings = join()
+        self._process_group, surroundings = join()
         return surroundings
 
-    def open(self, open_member: OpenMember) -> Sizes:
+    def open(self, open_worker_engines: OpenWorkerEngines) -> Sizes:
         """Build the engines."""
-        self._member = open_member(self._ranks)
-        return self._member.trainer.sizes()
+        self._engines = open_worker_engines(self._process_group)
+        return self._engines.trainer.sizes()
 
-    def fit(self, lengths: Lengths, known: Budgets | None, shared_by: int) -> Budgets:
+    def tune_micro_batch(self, lengths: Lengths, known: Budgets | None, shared_by: int) -> Budgets:
         """Find how many tokens a pass may take, and go by that from now on. shared_by: workers on this machine."""
-        member = self._opened
-        memory = memory_of(self._ranks.device, shared_by=shared_by)
-        return fit_budgets(member.trainer, member.reference, memory, lengths, self._ranks, known=known)
+        engines = self._require_engines
+        memory = memory_of(self._process_group.device, shared_by=shared_by)
+        return tune_engines(engines.trainer, engines.reference, memory, lengths, self._process_group, known=known)
 
     # -- rollout --
 
     def wake(self, version: int) -> None:
         """Wake the rollout engine and hand it the trainer's weights, with all others."""
         context = ExitStack()
-        context.enter_context(self._opened.rollout.awake(self._opened.trainer.weights(), version=version))
+        context.enter_context(
+            self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
+        )
         self._awake.append(context)
 
     def sleep(self) -> None:
@@ -162,7 +164,7 @@ class Worker:
         prompts together the first has them.
         """
         self._generation = generation = _Generation(number)
-        answers = self._opened.replica_rank == 0
+        answers = self._require_engines.replica_rank == 0
 
         def on_progress(finished: int) -> None:
             generation.samples += finished
@@ -170,7 +172,7 @@ class Worker:
         def on_group(place: int, completions: Sequence[Completion]) -> None:
             generation.groups.append((place, encode_completions([completions])))
 
-        self._opened.rollout.generate(
+        self._require_engines.rollout.generate(
             self._seen(decode_prompts(prompts)),
             sampling,
             step=step,
@@ -182,20 +184,20 @@ class Worker:
 
     def logprobs(self, groups: bytes) -> bytes:
         """Score this rank's groups under the policy."""
-        return self._scored(self._opened.trainer.logprobs, groups)
+        return self._scored(self._require_engines.trainer.logprobs, groups)
 
     def full_kl(self, groups: bytes) -> bytes:
         """Compare the policy with the reference on this rank's groups."""
-        return self._scored(self._opened.trainer.full_kl, groups)
+        return self._scored(self._require_engines.trainer.full_kl, groups)
 
     def reference_logprobs(self, groups: bytes) -> bytes:
         """Score this rank's groups under the reference."""
-        assert self._opened.reference is not None
-        return self._scored(self._opened.reference.logprobs, groups)
+        assert self._require_engines.reference is not None
+        return self._scored(self._require_engines.reference.logprobs, groups)
 
     def step(self, groups: bytes) -> Metrics:
         """Learn from this rank's groups, with all others; the metrics of all, merged, are those of the update."""
-        return self._opened.trainer.step(self._with_pixels(decode_train(groups)))
+        return self._require_engines.trainer.step(self._with_pixels(decode_train(groups)))
 
     # -- traces --
 
@@ -212,7 +214,7 @@ class Worker:
 
     def stage_state(self, folder: Path, model_only: bool) -> None:
         """Copy what a checkpoint is to hold into host memory."""
-        self._write_state = self._opened.trainer.save_state(folder, model_only=model_only)
+        self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
 
     @ray.method(concurrency_group="saving")  # type: ignore[untyped-decorator]
     def write_state(self) -> None:
@@ -223,10 +225,10 @@ class Worker:
 
     def load_state(self, folder: Path) -> None:
         """Restore this rank's part of what any number of ranks wrote."""
-        self._opened.trainer.load_state(folder)
+        self._require_engines.trainer.load_state(folder)
 
     @ray.method(concurrency_group="vitals")  # type: ignore[untyped-decorator]
-    def vitals(self, *, with_stack: bool = False, generation: int = 0, since: int = 0) -> Vitals:
+    def heartbeat(self, *, with_stack: bool = False, generation: int = 0, since: int = 0) -> Heartbeat:
         """Tell how this worker is, while another method runs; and what has come of a generation, less its first groups,
         `since` of them. To be asked twice changes nothing.
         """
@@ -234,7 +236,7 @@ class Worker:
         asked = latest if latest.number == generation else _Generation(generation)  # it may not have begun
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         frame = sys._current_frames().get(self._thread) if with_stack and self._thread is not None else None
-        return Vitals(
+        return Heartbeat(
             memory_bytes=pages * resource.getpagesize(),
             max_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             stack="" if frame is None else "".join(traceback.format_stack(frame)),
@@ -243,13 +245,13 @@ class Worker:
         )
 
     @property
-    def _opened(self) -> Member:
-        assert self._member is not None, "open() comes first"
-        return self._member
+    def _require_engines(self) -> WorkerEngines:
+        assert self._engines is not None, "open() comes first"
+        return self._engines
 
     def _seen(self, prompts: list[Prompt]) -> list[Prompt]:
         """Return prompts with the pixels of their images."""
-        return prompts if self._opened.images is None else self._opened.images.of(prompts)
+        return prompts if self._require_engines.images is None else self._require_engines.images.of(prompts)
 
     def _scored(self, score: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], encoded: bytes) -> bytes:
         return encode_logprobs(score(self._with_pixels(decode_rollouts(encoded))))

@@ -71,7 +71,7 @@ class FeatureMemory:
         self._held.clear()
         self._num_bytes = 0
 
-    def told(self) -> tuple[int, int]:
+    def pop_metrics(self) -> tuple[int, int]:
         """Return how many of the images and videos asked for since the last call it held, and how many were asked for.
 
         One that several rows show, or several groups of a row, is asked for as often.

@@ -167,12 +167,12 @@ def load_model(
         )
         _refuse_half_loaded(folder, report)
     family.language_model(model).config.use_cache = False
-    make_ours(model, family, attention_kernel)
+    patch_model(model, family, attention_kernel)
     model.name_or_path = model_path  # as it was given, not where the Hub's copy lies
     return model.to(device).eval()
 
 
-def make_ours(model: Any, family: Family, attention_kernel: Kernel = "sdpa") -> None:
+def patch_model(model: Any, family: Family, attention_kernel: Kernel = "sdpa") -> None:
     """Let a transformers model compute as the policy needs it to; weights and their names stay."""
     use_group_attention(model, family, attention_kernel)
     project_patches_by_product(model, family)

@@ -60,7 +60,7 @@ class Policy(nn.Module):
         packed: PackedGroups,
         *,
         entropy_gradient: bool = False,
-        touch_vision: bool = False,
+        run_dummy_vision: bool = False,
         against: Predictions | None = None,
         states_only: bool = False,
     ) -> TokenLogprobs | Tensor:
@@ -79,9 +79,9 @@ class Policy(nn.Module):
         deepstack: dict[str, Any] = {}
         if packed.pixel_values is not None and packed.grid_thw is not None:
             if self._features is None:
-                features, layered = self._see(packed.pixel_values, packed.grid_thw)
+                features, layered = self._encode_vision(packed.pixel_values, packed.grid_thw)
             else:
-                features, layered = self._see_each(packed.pixel_values, packed.grid_thw, packed.vision_hashes)
+                features, layered = self._encode_each(packed.pixel_values, packed.grid_thw, packed.vision_hashes)
             config = self.model.config
             here = torch.isin(token_ids, torch.tensor(self.family.placeholder_token_ids(config), device=device))
             here = here[None]
@@ -93,10 +93,10 @@ class Policy(nn.Module):
             embeddings = embeddings.masked_scatter(here[..., None], features.to(embeddings.dtype))
             if self.family.deepstack:
                 deepstack = {"visual_pos_masks": here, "deepstack_visual_embeds": layered}
-        elif touch_vision and self._features is not None:
-            self._see_blank(self._most(0))
-        elif touch_vision and self.family.has_vision:
-            features, layered = self._see(*self._empty_image())
+        elif run_dummy_vision and self._features is not None:
+            self._encode_dummy(self._most(0))
+        elif run_dummy_vision and self.family.has_vision:
+            features, layered = self._encode_vision(*self._empty_image())
             embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *layered))
         position_ids = packed.position_ids.to(device)
         states = language(
@@ -122,13 +122,13 @@ class Policy(nn.Module):
         )
 
     @torch.no_grad()
-    def predictions(self, packed: PackedGroups, *, touch_vision: bool = False) -> Predictions:
+    def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
         """Return what this policy predicts of the row's completion tokens, for another one to be compared with.
 
         Called, like a forward, by all ranks at once.
         """
-        states = self(packed, touch_vision=touch_vision, states_only=True)
-        return Predictions(states, whole(self.model.lm_head.weight.detach()))
+        states = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
+        return Predictions(states, full_tensor(self.model.lm_head.weight.detach()))
 
     def layers(self) -> list[nn.Module]:
         """Return the parts that a sharded policy gathers one after the other: decoder layers and vision blocks."""
@@ -216,11 +216,11 @@ class Policy(nn.Module):
         for name, parameter in self.model.named_parameters():
             if parameter in own:
                 continue
-            weight = whole(parameter.detach())
+            weight = full_tensor(parameter.detach())
             name = name.replace(".base_layer.", ".")  # where peft keeps what it adapts
             adapter = adapters.get(name.removesuffix(".weight"))
             if adapter is not None:
-                lora_a, lora_b = whole(adapter.lora_a.detach()), whole(adapter.lora_b.detach())
+                lora_a, lora_b = full_tensor(adapter.lora_a.detach()), full_tensor(adapter.lora_b.detach())
                 weight = merged_weight(weight, lora_a, lora_b, adapter.scaling)
             yield from self.family.checkpoint_tensors(name, weight)
 
@@ -266,7 +266,7 @@ class Policy(nn.Module):
             weight.copy_(weights[name])
         self.forget_features()
 
-    def _see(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return features of all images and videos, [their tokens, D], and with deepstack as many for each of the first
         layers.
         """
@@ -278,7 +278,9 @@ class Policy(nn.Module):
         return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []
 
     @torch.no_grad()
-    def _see_each(self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+    def _encode_each(
+        self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return what _see does, of each image and video as if it were the only one, or from memory."""
         assert self._features is not None
         tower: Any = self.family.vision_tower(self.model)
@@ -288,20 +290,20 @@ class Policy(nn.Module):
         unseen = {key: index for index, key in enumerate(keys) if key not in known}  # of equal ones, one
         most = self._most(len(unseen))  # before the tower runs, which the other ranks may do less often
         for key, index in unseen.items():
-            tokens, layered = self._see(parts[index], grid_thw[index : index + 1])
+            tokens, layered = self._encode_vision(parts[index], grid_thw[index : index + 1])
             known[key] = Features(tokens, tuple(layered))
             if hashes:
                 self._features.remember(key, known[key])
-        self._see_blank(most - len(unseen))
+        self._encode_dummy(most - len(unseen))
         return torch.cat([known[key].tokens for key in keys]), [
             torch.cat(layer) for layer in zip(*(known[key].layered for key in keys), strict=True)
         ]
 
     @torch.no_grad()
-    def _see_blank(self, times: int) -> None:
+    def _encode_dummy(self, times: int) -> None:
         """Run the vision tower on an empty image so many times, while other ranks see theirs."""
         for _ in range(times):
-            self._see(*self._empty_image())
+            self._encode_vision(*self._empty_image())
 
     def _empty_image(self) -> tuple[Tensor, Tensor]:
         side = self.family.patches_per_side(self.model.config)
@@ -320,7 +322,7 @@ def _lengths_of(group: TrainGroup) -> GroupLengths:
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor as one piece: itself, or if it is sharded (a DTensor), gathered by all ranks at once."""
     # Told apart by its method, so that torch.distributed need not be known here.
     gather = getattr(tensor, "full_tensor", None)

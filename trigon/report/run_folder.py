@@ -89,7 +89,7 @@ def rollout_rows(groups: Iterable[RolloutGroup]) -> list[RolloutRow]:
             num_tokens=len(rollout.completion.token_ids),
             policy_version=rollout.completion.policy_version,
             images=group.prompt.image_refs,
-            ground_truth=group.prompt.answer,
+            ground_truth=group.prompt.ground_truth,
         )
         for group in groups
         for sample, rollout in enumerate(group.rollouts)

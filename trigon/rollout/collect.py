@@ -54,7 +54,7 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
     return RewardRequest(
         response=completion.text,
         response_length=len(completion.token_ids),
-        ground_truth=prompt.answer,
+        ground_truth=prompt.ground_truth,
         prompt=prompt.text,
         finish_reason=completion.finish_reason,
         row=prompt.row,

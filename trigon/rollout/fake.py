@@ -15,20 +15,22 @@ from trigon.rollout.protocol import OnGroup
 from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
 
-Answer = Callable[[Prompt, int, int], str]
+CompleteText = Callable[[Prompt, int, int], str]
 """(prompt, policy_version, seed of the sample) -> the text of its completion."""
 
 
 class FakeEngine:
     """Says what `answer` says, cut at max_tokens, one log-probability for all tokens. Satisfies RolloutEngine."""
 
-    def __init__(self, *, tokenizer: Any, stop_token_id: int, answer: Answer, token_logprob: float = -1.0) -> None:
+    def __init__(
+        self, *, tokenizer: Any, stop_token_id: int, complete: CompleteText, token_logprob: float = -1.0
+    ) -> None:
         """Args: stop_token_id: ends every answer that is not cut. token_logprob: of each sampled token, at most 0."""
         # It says the same again and again, and to look it up takes a hundredth of the time.
         self._encode = lru_cache(4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._decode = lru_cache(4096)(lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True))
         self._stop_token_id = stop_token_id
-        self._answer = answer
+        self._complete_text = complete
         self._token_logprob = token_logprob
         self._version: int | None = None
         self._awake = False
@@ -69,7 +71,9 @@ class FakeEngine:
                 sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample)
                 for sample in range(sampling.n)
             ]
-            completions.append([self._complete(self._answer(prompt, self._version, seed), sampling) for seed in seeds])
+            completions.append(
+                [self._complete(self._complete_text(prompt, self._version, seed), sampling) for seed in seeds]
+            )
             if on_progress is not None:
                 on_progress(sampling.n)
             if on_group is not None:

@@ -26,7 +26,7 @@ from trigon.errors import ConfigError
 from trigon.models.policy import Policy
 from trigon.training.local import LocalScorer, LocalTrainEngine
 from trigon.training.memory import Memory
-from trigon.training.parallel import Ranks
+from trigon.training.parallel import ProcessGroup
 from trigon.training.protocol import LogprobEngine
 from trigon.types import (
     Completion,
@@ -81,30 +81,30 @@ class Budgets:
     device_bytes: int
 
 
-def fit_budgets(
+def tune_engines(
     trainer: LocalTrainEngine,
     reference: LogprobEngine | None,
     memory: Memory,
     lengths: Lengths,
-    ranks: Ranks,
+    process_group: ProcessGroup,
     *,
     known: Budgets | None,
 ) -> Budgets:
     """Do what find_budgets does, and have the engines pack by what was found from now on."""
     scorer = reference if isinstance(reference, LocalScorer) else None  # otherwise it is the trainer's own
-    budgets = find_budgets(trainer, scorer, memory, lengths, ranks, known=known)
+    budgets = measure_budgets(trainer, scorer, memory, lengths, process_group, known=known)
     trainer.use_budgets(update_max_tokens=budgets.update_tokens, score_max_tokens=budgets.experience_tokens)
     if scorer is not None:
         scorer.use_budget(budgets.experience_tokens)
     return budgets
 
 
-def find_budgets(
+def measure_budgets(
     trainer: LocalTrainEngine,
     reference: LocalScorer | None,
     memory: Memory,
     lengths: Lengths,
-    ranks: Ranks,
+    process_group: ProcessGroup,
     *,
     known: Budgets | None,
 ) -> Budgets:
@@ -114,11 +114,11 @@ def find_budgets(
     known: what was found before, and is returned if every rank's device is of the same kind.
     Raises: ConfigError if the longest sequence does not fit.
     """
-    [strangers] = ranks.totals([float(known is None or known.device != memory.device_name)])
+    [strangers] = process_group.totals([float(known is None or known.device != memory.device_name)])
     if known is not None and strangers == 0:
         return known
-    fitting = _Fitting(trainer.policy, memory, lengths, ranks)
-    with trainer.rehearsing() as update:
+    fitting = _Fitting(trainer.policy, memory, lengths, process_group)
+    with trainer.dry_run_updates() as update:
         fitting.try_first(update, what="an update's pass")  # from here on there are gradients, as in most such passes
         update_tokens, update_bytes = fitting.largest(
             update, to_come=trainer.optimizer_bytes, most=lengths.update_tokens, what="an update's pass"
@@ -130,7 +130,7 @@ def find_budgets(
             most=lengths.step_tokens,
             what="a pass without gradient",
         )
-        for score in (trainer.rehearse, *(() if reference is None else (reference.rehearse,)))
+        for score in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
     ]
     return Budgets(
         update_tokens=update_tokens,
@@ -161,14 +161,14 @@ class _Line:
 class _Fitting:
     """Finds the largest row that a kind of pass can take, on all ranks."""
 
-    def __init__(self, policy: Policy, memory: Memory, lengths: Lengths, ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, memory: Memory, lengths: Lengths, process_group: ProcessGroup) -> None:
         self._memory = memory
         self._lengths = lengths
-        self._ranks = ranks
+        self._process_group = process_group
         # So many answers that the chunks in which logits are computed are full, and grow no more.
         self._answers = ceil(policy.logprob_chunk / lengths.response_tokens)
-        self._group = made_up_group(policy, lengths, self._answers)
-        self._long_group = made_up_group(policy, lengths, 2 * self._answers)
+        self._group = dummy_group(policy, lengths, self._answers)
+        self._long_group = dummy_group(policy, lengths, 2 * self._answers)
 
     def try_first(self, make: Pass, *, what: str) -> None:
         """Make a pass as small as any that is measured. Raises: ConfigError if there is not enough memory for it."""
@@ -184,14 +184,14 @@ class _Fitting:
         free = memory.free_bytes() - to_come
         room = free - HEADROOM * memory.total_bytes
         line = self._line(make, what)
-        [shortfall] = self._ranks.largest([-(room - line.fixed) / line.by_token])
+        [shortfall] = self._process_group.largest([-(room - line.fixed) / line.by_token])
         tokens = int(-shortfall)
         if tokens < longest:
             raise self._refusal(what, line.fixed + longest * line.by_token, room)
         tokens = max(longest, min(tokens // _ROUND * _ROUND, most, memory.most_tokens or most))
         while (groups := tokens // tokens_of(self._group)) > 2 and not self._holds(make, groups, room):
             tokens = max(longest, int(0.8 * tokens) // _ROUND * _ROUND)
-        [taken] = self._ranks.largest([memory.total_bytes - free + line.fixed + tokens * line.by_token])
+        [taken] = self._process_group.largest([memory.total_bytes - free + line.fixed + tokens * line.by_token])
         return tokens, int(taken)
 
     def _line(self, make: Pass, what: str) -> _Line:
@@ -211,7 +211,7 @@ class _Fitting:
     def _holds(self, make: Pass, groups: int, room: float) -> bool:
         """Tell whether a row of so many groups really fits, on all ranks."""
         peak = self._peak(make, [self._group] * groups)
-        [failed] = self._ranks.totals([float(peak is None or peak > room)])
+        [failed] = self._process_group.totals([float(peak is None or peak > room)])
         return failed == 0
 
     def _peak(self, make: Pass, groups: Sequence[TrainGroup]) -> int | None:
@@ -219,7 +219,7 @@ class _Fitting:
         try:
             return self._memory.peak_bytes(lambda: make(groups))
         except torch.OutOfMemoryError:
-            if self._ranks.size > 1:  # the others are in the middle of the same pass, and cannot be told
+            if self._process_group.size > 1:  # the others are in the middle of the same pass, and cannot be told
                 raise
         return None
 
@@ -233,7 +233,7 @@ class _Fitting:
         )
 
 
-def made_up_group(policy: Policy, lengths: Lengths, answers: int) -> TrainGroup:
+def dummy_group(policy: Policy, lengths: Lengths, answers: int) -> TrainGroup:
     """Return a prompt of the greatest length, filled with images where the model sees any, and so many answers to it.
 
     All tokens are the same one, and all pixels 0: what they are does not change what a pass takes.
@@ -262,7 +262,7 @@ def made_up_group(policy: Policy, lengths: Lengths, answers: int) -> TrainGroup:
         token_ids=(*token_ids, *[word] * (lengths.prompt_tokens - len(token_ids))),
         vision=vision if grids else None,
         text="",
-        answer=None,
+        ground_truth=None,
         row={},
         image_refs=(),
     )

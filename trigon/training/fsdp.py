@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from trigon.models.policy import Policy
-from trigon.training.parallel import Ranks
+from trigon.training.parallel import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Sharding:
     cpu_offload: bool
 
 
-class ProcessRanks:
+class TorchProcessGroup:
     """Ranks that are processes, joined by torch.distributed. Satisfies Ranks."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class ProcessRanks:
         self._state_group = dist.new_group(backend="gloo")
 
     @classmethod
-    def joined(cls, device: torch.device, *, timeout_seconds: float) -> ProcessRanks:
+    def joined(cls, device: torch.device, *, timeout_seconds: float) -> TorchProcessGroup:
         """Join the others as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; blocks until all are there.
 
         timeout_seconds: after which a collective that some rank does not reach is an error on the others.
@@ -91,14 +91,14 @@ class ProcessRanks:
         dist.all_reduce(one)
         return int(one)
 
-    def before_forward(self, policy: nn.Module, *, settle: bool) -> None:
+    def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
         """See Ranks. Within a copy gradients are summed and sharded after each pass, between copies when they settle.
 
         What waits lies in one flat tensor for each layer, with no place for a parameter that had no gradient yet.
         """
-        cast(FSDPModule, policy).set_requires_all_reduce(settle)
+        cast(FSDPModule, policy).set_requires_all_reduce(sync_gradients)
 
-    def after_pass(self, policy: nn.Module) -> None:
+    def reshard(self, policy: nn.Module) -> None:
         """See Ranks. The root, which fully_shard leaves gathered after a forward, is all there is to let go of."""
         for module in policy.modules():
             if isinstance(module, FSDPModule):
@@ -113,7 +113,7 @@ class ProcessRanks:
 
 def open_sharded(
     make_policy: Callable[[torch.device], Policy],
-    ranks: Ranks,
+    process_group: ProcessGroup,
     sharding: Sharding,
     device: torch.device,
 ) -> Policy:
@@ -122,9 +122,9 @@ def open_sharded(
     make_policy: given a device, returns the policy, on "meta" without weights. It is called with "cpu" on rank 0 alone,
     from where each tensor is sent out in turn, and with "meta" on all.
     """
-    whole = make_policy(torch.device("cpu")) if ranks.rank == 0 else None
+    whole = make_policy(torch.device("cpu")) if process_group.rank == 0 else None
     policy = make_policy(torch.device("meta"))
-    _shard(policy, _mesh(device, ranks.size, sharding.ranks_per_copy), sharding)
+    _shard(policy, _mesh(device, process_group.size, sharding.ranks_per_copy), sharding)
     policy.to_empty(device="cpu" if sharding.cpu_offload else device)
     set_model_state_dict(
         policy,

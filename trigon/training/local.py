@@ -22,9 +22,9 @@ from trigon.metrics import Mean, Metric, Metrics, Sum, merge
 from trigon.models.features import FeatureMemory
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapter_config, adapters_off
-from trigon.models.policy import Policy, whole
+from trigon.models.policy import Policy, full_tensor
 from trigon.training.optim import Schedule, Strategy, make_optimizer, on_this_rank, state_bytes, state_dtype
-from trigon.training.parallel import Alone, Ranks, passes_in_step
+from trigon.training.parallel import ProcessGroup, SingleProcess, passes_in_step
 from trigon.training.state import ShardedFiles, load_tensors, save_tensors, stage
 from trigon.training.step import (
     LossTerms,
@@ -72,7 +72,7 @@ class LocalScorer:
         device: torch.device,
         compute_dtype: torch.dtype | None,
         offload_params: bool,
-        ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
+        process_group: ProcessGroup = SingleProcess(),  # noqa: B008  (it holds nothing)
         features: FeatureMemory | None = None,
     ) -> None:
         """max_tokens: token budget of a packed row. offload_params: keep the weights on the CPU between calls.
@@ -86,9 +86,9 @@ class LocalScorer:
         self._max_tokens = max_tokens
         self._compute_dtype = compute_dtype
         self._offload_params = offload_params
-        self._ranks = ranks
+        self._process_group = process_group
         if features is not None:
-            policy.remember_features(features, most=lambda number: int(ranks.largest([number])[0]))
+            policy.remember_features(features, most=lambda number: int(process_group.largest([number])[0]))
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the context in which the policy computes: autocast, unless all weights have the dtype already."""
@@ -105,7 +105,7 @@ class LocalScorer:
         try:
             yield
         finally:
-            self._ranks.after_pass(self.policy)
+            self._process_group.reshard(self.policy)
             if self._offload_params:
                 self.policy.to("cpu")
 
@@ -113,7 +113,7 @@ class LocalScorer:
         """See LogprobEngine. Of several ranks each is given its own groups, and all are to be called."""
         return self._scored(groups, against=None)
 
-    def rehearse(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
+    def dry_run(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
         """Make the pass of logprobs, or of full_kl, over groups in one row, however long, for nothing."""
         with nullcontext() if against is None else against.awake():
             self._scored(groups, against=against, max_tokens=sum(map(tokens_of, groups)))
@@ -127,10 +127,10 @@ class LocalScorer:
         with reference.awake():
             return self._scored(groups, against=reference)
 
-    def predictions(self, packed: PackedGroups, *, touch_vision: bool) -> Predictions:
+    def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
         """See Policy.predictions."""
         with self.precision():
-            return self.policy.predictions(packed, touch_vision=touch_vision)
+            return self.policy.predictions(packed, run_dummy_vision=run_dummy_vision)
 
     def _scored(
         self, groups: Sequence[RolloutGroup], *, against: Reference | None, max_tokens: int | None = None
@@ -143,7 +143,7 @@ class LocalScorer:
                 positions=self._positions,
                 precision=self.precision,
                 device=self.device,
-                ranks=self._ranks,
+                process_group=self._process_group,
                 against=against,
             )
 
@@ -168,7 +168,7 @@ class LocalTrainEngine:
         compute_dtype: torch.dtype | None,
         offload_params: bool,
         offload_optimizer: bool,
-        ranks: Ranks = Alone(),  # noqa: B008  (it holds nothing)
+        process_group: ProcessGroup = SingleProcess(),  # noqa: B008  (it holds nothing)
         reference: LocalScorer | None = None,
         features: FeatureMemory | None = None,
     ) -> None:
@@ -189,7 +189,7 @@ class LocalTrainEngine:
         self._offload_params = offload_params
         self._offload_optimizer = offload_optimizer
         self._strategy = strategy
-        self._ranks = ranks
+        self._process_group = process_group
         self._features = features
         self._optimizer = make_optimizer(
             policy.parameters(),
@@ -206,14 +206,16 @@ class LocalTrainEngine:
             device=device,
             compute_dtype=compute_dtype,
             offload_params=False,  # weights() decides when the policy leaves the device
-            ranks=ranks,
+            process_group=process_group,
             features=features,
         )
-        self._reference: Reference | None = reference or (self.below_adapters() if policy.has_adapters else None)
+        self._reference: Reference | None = reference or (
+            self.reference_without_adapters() if policy.has_adapters else None
+        )
 
-    def below_adapters(self) -> BelowAdapters:
+    def reference_without_adapters(self) -> ReferenceWithoutAdapters:
         """Return the policy without LoRA's adapters, which training leaves as it was: the reference."""
-        return BelowAdapters(self, self._scorer)
+        return ReferenceWithoutAdapters(self, self._scorer)
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
@@ -238,22 +240,26 @@ class LocalTrainEngine:
     def _step(self, groups: Sequence[TrainGroup], reference: Reference | None) -> Metrics:
         self._wake(optimizer=True)
         denominators = self._count(groups)
-        taught = [group for group in groups if has_pass(group, regularized=self._terms.regularized)]
-        batches = pack_train(taught, max_tokens=self._update_max_tokens, positions=self._positions)
+        with_gradient = [group for group in groups if has_gradient(group, regularized=self._terms.regularized)]
+        batches = pack_train(with_gradient, max_tokens=self._update_max_tokens, positions=self._positions)
         shows_image = [batch.packed.pixel_values is not None for batch in batches]
-        if len(taught) < len(groups):
+        if len(with_gradient) < len(groups):
             # A gradient of zero is not none: the optimizer moves on by its moments. So what is left out leaves a pass
             # that reaches the same parameters.
             had_image = any(group.prompt.vision is not None for group in groups)
             if not batches or (had_image and not any(shows_image)):
                 shows_image.append(had_image)
-        passes = passes_in_step(shows_image, self._ranks)
+        passes = passes_in_step(shows_image, self._process_group)
         metrics: Metrics = {}
         same_parameters = len(set(passes)) == 1  # without an image the vision tower gets no gradient
-        for index, touch_vision in enumerate(passes):
-            self._ranks.before_forward(self._policy, settle=index == len(passes) - 1 or not same_parameters)
+        for index, run_dummy_vision in enumerate(passes):
+            self._process_group.before_forward(
+                self._policy, sync_gradients=index == len(passes) - 1 or not same_parameters
+            )
             if index >= len(batches):
-                idle_backward(self._policy, self._scorer.precision, reference=reference, touch_vision=touch_vision)
+                idle_backward(
+                    self._policy, self._scorer.precision, reference=reference, run_dummy_vision=run_dummy_vision
+                )
                 continue
             shares = micro_batch_backward(
                 self._policy,
@@ -262,14 +268,14 @@ class LocalTrainEngine:
                 denominators,
                 self._scorer.precision,
                 reference=reference,
-                touch_vision=touch_vision,
-                gradient_scale=float(self._ranks.size),  # a sharded policy takes the mean over the ranks
+                run_dummy_vision=run_dummy_vision,
+                gradient_scale=float(self._process_group.size),  # a sharded policy takes the mean over the ranks
             )
             metrics = merge(metrics, shares)
         rate = self._schedule.learning_rate(self._updates + 1)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)))
+        norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)))
         finite = norm < float("inf")  # False for nan as well
         learns = finite and denominators.tokens > 0  # else the optimizer would move on by its moments
         if learns:
@@ -278,26 +284,26 @@ class LocalTrainEngine:
         self._optimizer.zero_grad(set_to_none=True)
         packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in batches))
         share = metrics.get("actor/pg_loss", Sum(0.0)).value
-        [loss] = self._ranks.totals([share])
+        [loss] = self._process_group.totals([share])
         update_metrics: dict[str, Metric] = {
             # The micro-batches' shares add up to the loss of one update; a step's updates are averaged.
             "actor/pg_loss": Mean(loss),
             "actor/grad_norm": Mean(norm) if finite else Mean(0.0, 0.0),
             "actor/lr": Mean(rate),
-            "actor/skipped_updates": Sum(float(not learns and self._ranks.rank == 0)),
+            "actor/skipped_updates": Sum(float(not learns and self._process_group.rank == 0)),
             "actor/micro_batches": Sum(float(len(batches))),
             "actor/packed_tokens": Sum(packed_tokens),
             "actor/packing_fill": Mean(packed_tokens, float(len(batches) * self._update_max_tokens)),
-            "actor/skipped_groups": Sum(float(len(groups) - len(taught))),
-            **self._policy.update_work(taught),
+            "actor/skipped_groups": Sum(float(len(groups) - len(with_gradient))),
+            **self._policy.update_work(with_gradient),
         }
-        remembered, shown = (0, 0) if self._features is None else self._features.told()
+        remembered, shown = (0, 0) if self._features is None else self._features.pop_metrics()
         if shown:
             update_metrics["actor/vision_remembered"] = Mean(float(remembered), float(shown))
         return {**metrics, **update_metrics}
 
     @contextmanager
-    def rehearsing(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
+    def dry_run_updates(self) -> Iterator[Callable[[Sequence[TrainGroup]], None]]:
         """Return what makes an update's pass over groups in one row, however long, for nothing.
 
         Gradients add up until the context ends, and are forgotten then. Of several ranks all are to make the same.
@@ -305,9 +311,9 @@ class LocalTrainEngine:
         reference = self._reference if self._terms.kl_estimator == "full" else None
         self._wake(optimizer=False)
 
-        def rehearse(groups: Sequence[TrainGroup]) -> None:
+        def dry_run(groups: Sequence[TrainGroup]) -> None:
             [batch] = pack_train(groups, max_tokens=sum(map(tokens_of, groups)), positions=self._positions)
-            self._ranks.before_forward(self._policy, settle=False)
+            self._process_group.before_forward(self._policy, sync_gradients=False)
             micro_batch_backward(
                 self._policy,
                 to_device(batch, self._device),
@@ -315,24 +321,24 @@ class LocalTrainEngine:
                 Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
                 self._scorer.precision,
                 reference=reference,
-                touch_vision=batch.packed.pixel_values is not None,
+                run_dummy_vision=batch.packed.pixel_values is not None,
                 gradient_scale=1.0,
             )
 
         try:
             with nullcontext() if reference is None else reference.awake():
-                yield rehearse
+                yield dry_run
                 # What waits between the copies of a sharded policy would be added to the first update.
-                self._ranks.before_forward(self._policy, settle=True)
-                idle_backward(self._policy, self._scorer.precision, reference=reference, touch_vision=True)
+                self._process_group.before_forward(self._policy, sync_gradients=True)
+                idle_backward(self._policy, self._scorer.precision, reference=reference, run_dummy_vision=True)
         finally:
-            self._ranks.after_pass(self._policy)
+            self._process_group.reshard(self._policy)
             self._optimizer.zero_grad(set_to_none=True)
 
-    def rehearse(self, groups: Sequence[RolloutGroup]) -> None:
+    def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
         """Make the pass of logprobs, with a reference at hand that of full_kl, over groups in one row, for nothing."""
         self._wake(optimizer=False)
-        self._scorer.rehearse(groups, against=self._reference)
+        self._scorer.dry_run(groups, against=self._reference)
 
     def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
         """Pack rows of other token budgets from now on."""
@@ -370,8 +376,8 @@ class LocalTrainEngine:
 
         def write() -> None:
             for name, tensors in parts.items():
-                save_tensors(tensors, folder / name, group=self._ranks.state_group)
-            if self._ranks.rank > 0:
+                save_tensors(tensors, folder / name, group=self._process_group.state_group)
+            if self._process_group.rank > 0:
                 return
             if not model_only:
                 _write_json(folder / STATE_FILE, state)
@@ -396,7 +402,7 @@ class LocalTrainEngine:
                 f"this run has {self._strategy}"
             )
         self._wake(optimizer=True)
-        load_tensors(self._saved_weights(), folder / self._weights_folder, group=self._ranks.state_group)
+        load_tensors(self._saved_weights(), folder / self._weights_folder, group=self._process_group.state_group)
         self._policy.forget_features()
         self._load_optimizer_tensors(folder / OPTIMIZER_FOLDER)
         self._updates = int(state["updates"])
@@ -427,7 +433,7 @@ class LocalTrainEngine:
     def _count(self, groups: Sequence[TrainGroup]) -> Denominators:
         """Return what the update trains on, on all ranks."""
         ours = count_denominators(sequence.loss_mask for group in groups for sequence in group.sequences)
-        tokens, sequences = self._ranks.totals([ours.tokens, ours.sequences])
+        tokens, sequences = self._process_group.totals([ours.tokens, ours.sequences])
         return Denominators(int(tokens), int(sequences))
 
     def _wake(self, *, optimizer: bool) -> None:
@@ -473,7 +479,7 @@ class LocalTrainEngine:
                 f"the optimizer state in {folder} does not fit this model: unknown {sorted(unknown)[:3]}, missing "
                 f"{incomplete[:3]} ({len(unknown)} and {len(incomplete)} in all)"
             )
-        load_tensors(wanted, folder, group=self._ranks.state_group)
+        load_tensors(wanted, folder, group=self._process_group.state_group)
         self._optimizer.state.clear()
         for full, tensor in wanted.items():
             name, _, key = full.rpartition("/")
@@ -481,7 +487,7 @@ class LocalTrainEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class BelowAdapters:
+class ReferenceWithoutAdapters:
     """An engine's policy as if it had no adapters. Satisfies LogprobEngine and step.Reference."""
 
     engine: LocalTrainEngine
@@ -496,13 +502,13 @@ class BelowAdapters:
         """See step.Reference. It is where the policy is."""
         return nullcontext()
 
-    def predictions(self, packed: PackedGroups, *, touch_vision: bool) -> Predictions:
+    def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
         """See Policy.predictions."""
         with adapters_off(self.scorer.policy.model):
-            return self.scorer.predictions(packed, touch_vision=touch_vision)
+            return self.scorer.predictions(packed, run_dummy_vision=run_dummy_vision)
 
 
-def has_pass(group: TrainGroup, *, regularized: bool) -> bool:
+def has_gradient(group: TrainGroup, *, regularized: bool) -> bool:
     """Tell whether an update makes a pass for a group: where any token of it that trains has an advantage, or, as in
     LossTerms.regularized, a gradient without one.
     """

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """What one rank knows of all. Every method is to be called on all ranks, in the same order.
 
     rank: this one, from 0. size: how many there are. state_group: the process group on which checkpoints are agreed,
@@ -36,19 +36,19 @@ class Ranks(Protocol):
         """Return the largest of each number on any rank."""
         ...
 
-    def before_forward(self, policy: nn.Module, *, settle: bool) -> None:
+    def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
         """Prepare a pass with gradient. settle: so that after it gradients are those of all ranks.
 
         They may wait for a later pass of the same update otherwise, if that gives one to the same parameters.
         """
         ...
 
-    def after_pass(self, policy: nn.Module) -> None:
+    def reshard(self, policy: nn.Module) -> None:
         """Let go of weights that were gathered from other ranks."""
         ...
 
 
-class Alone:
+class SingleProcess:
     """The ranks of a single process."""
 
     rank = 0
@@ -63,14 +63,14 @@ class Alone:
         """See Ranks."""
         return list(numbers)
 
-    def before_forward(self, policy: nn.Module, *, settle: bool) -> None:
+    def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
         """See Ranks. There is nobody to exchange gradients with."""
 
-    def after_pass(self, policy: nn.Module) -> None:
+    def reshard(self, policy: nn.Module) -> None:
         """See Ranks. Nothing was gathered."""
 
 
-def passes_in_step(shows_image: Sequence[bool], ranks: Ranks) -> tuple[bool, ...]:
+def passes_in_step(shows_image: Sequence[bool], process_group: ProcessGroup) -> tuple[bool, ...]:
     """Return one entry for each pass that all ranks must make together, given which of this rank's show an image.
 
     A sharded policy is gathered by all ranks at once, so that all make as many passes as the one that has most, and
@@ -78,6 +78,6 @@ def passes_in_step(shows_image: Sequence[bool], ranks: Ranks) -> tuple[bool, ...
 
     Example: rank 0 has (True, False, False), rank 1 has (False,): both get (True, False, False).
     """
-    [most] = ranks.largest([len(shows_image)])
+    [most] = process_group.largest([len(shows_image)])
     padded = [*map(float, shows_image), *[0.0] * (int(most) - len(shows_image))]
-    return tuple(shown > 0 for shown in ranks.largest(padded))
+    return tuple(shown > 0 for shown in process_group.largest(padded))

@@ -22,7 +22,7 @@ from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
-from trigon.training.parallel import Ranks, passes_in_step
+from trigon.training.parallel import ProcessGroup, passes_in_step
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
 
 Precision = Callable[[], AbstractContextManager[object]]
@@ -61,7 +61,7 @@ class Reference(Protocol):
         """Return a context in which it is where it computes."""
         ...
 
-    def predictions(self, packed: PackedGroups, *, touch_vision: bool) -> Predictions:
+    def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
         """See Policy.predictions."""
         ...
 
@@ -89,7 +89,7 @@ def micro_batch_backward(
     precision: Precision,
     *,
     reference: Reference | None,
-    touch_vision: bool,
+    run_dummy_vision: bool,
     gradient_scale: float,
 ) -> Metrics:
     """Add this micro-batch's share of the step's gradient, and return its metrics, weighted by its trainable tokens.
@@ -97,11 +97,11 @@ def micro_batch_backward(
     reference: needed where the KL is the full one. touch_vision: as in Policy.forward.
     gradient_scale: by which the gradient, and nothing else, is multiplied.
     """
-    against = None if reference is None else reference.predictions(batch.packed, touch_vision=touch_vision)
+    against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
     with precision():
         said: TokenLogprobs = policy(
             batch.packed,
-            touch_vision=touch_vision,
+            run_dummy_vision=run_dummy_vision,
             entropy_gradient=terms.entropy_coefficient > 0,
             against=against,
         )
@@ -174,13 +174,13 @@ def _kl_of(said: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) -> Te
     return kl_per_token(said.logprobs, batch.ref_logprobs, estimator)
 
 
-def idle_backward(policy: Policy, precision: Precision, *, reference: Reference | None, touch_vision: bool) -> None:
+def idle_backward(policy: Policy, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool) -> None:
     """Make a pass whose gradient is zero: what a rank without a micro-batch does while others have one."""
     row = _idle_row(policy)
     if reference is not None:
-        reference.predictions(row, touch_vision=touch_vision)
+        reference.predictions(row, run_dummy_vision=run_dummy_vision)
     with precision():
-        said = policy(row, touch_vision=touch_vision)
+        said = policy(row, run_dummy_vision=run_dummy_vision)
     torch.autograd.backward(said.logprobs.sum() * 0.0)
 
 
@@ -192,7 +192,7 @@ def score_rollouts(
     positions: Positions,
     precision: Precision,
     device: torch.device,
-    ranks: Ranks,
+    process_group: ProcessGroup,
     against: Reference | None = None,
 ) -> list[list[Tensor]]:
     """Return the policy's log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU.
@@ -200,15 +200,15 @@ def score_rollouts(
     groups: this rank's own; it may have none. against: return the full KL from this reference instead.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
-    passes = passes_in_step([row.packed.pixel_values is not None for row in rows], ranks)
+    passes = passes_in_step([row.packed.pixel_values is not None for row in rows], process_group)
     said: list[Tensor] = []
     with torch.no_grad(), precision():
-        for index, touch_vision in enumerate(passes):
+        for index, run_dummy_vision in enumerate(passes):
             packed = to_device(rows[index].packed if index < len(rows) else _idle_row(policy), device)
-            theirs = None if against is None else against.predictions(packed, touch_vision=touch_vision)
-            row: TokenLogprobs = policy(packed, touch_vision=touch_vision, against=theirs)
+            theirs = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
+            row: TokenLogprobs = policy(packed, run_dummy_vision=run_dummy_vision, against=theirs)
             said.append((row.logprobs if row.kl is None else row.kl).cpu())
-    ranks.after_pass(policy)
+    process_group.reshard(policy)
     return by_group(rows, said[: len(rows)])
 
 

@@ -183,7 +183,7 @@ def _read_prompts(reader: _Reader) -> list[Prompt]:
             token_ids=ids,
             vision=EncodedMedia(tuple(encoded), tuple(names), _MEDIA_KINDS[kind]) if encoded else None,
             text="",
-            answer=None,
+            ground_truth=None,
             row={},
             image_refs=(),
         )

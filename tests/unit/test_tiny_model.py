@@ -15,7 +15,7 @@ from PIL import Image
 
 from trigon.errors import ModelError
 from trigon.models.families import family_named
-from trigon.models.tiny import TinyModelType, make_tiny
+from trigon.tiny.model import TinyModelType, make_tiny
 from trigon.torchvision_stub import declare_operators
 
 ALL_TYPES = get_args(TinyModelType)
@@ -60,7 +60,7 @@ def test_it_loads_as_its_family_with_under_a_million_parameters(
 def test_the_same_arguments_give_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     torch.manual_seed(99)
     here = make_tiny(tmp_path / "here", model_type="qwen2_5_vl", seed=3)
-    code = "import sys; from pathlib import Path; from trigon.models.tiny import make_tiny; "
+    code = "import sys; from pathlib import Path; from trigon.tiny.model import make_tiny; "
     code += "make_tiny(Path(sys.argv[1]), model_type='qwen2_5_vl', seed=3)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, capture_output=True)
     assert _hashes(here) == _hashes(tmp_path / "there")

@@ -106,7 +106,7 @@ def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, see
         token_ids=tuple(token_ids),
         vision=vision,
         text="",
-        answer=None,
+        ground_truth=None,
         row={},
         image_refs=tuple("" for _ in grids),
     )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from trigon.data.synthetic import make_dataset
 from trigon.report.console import Console
+from trigon.tiny.drawings import make_dataset
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
 WARM_START_SKILL, WARM_START_UPDATES = 0.35, 120
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             make_dataset, folder / "data", num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=chosen.seed
         )
         with console.progress("make the model and draw the data", None):
-            from trigon.models.tiny import make_tiny
+            from trigon.tiny.model import make_tiny
 
             make_tiny(aside, model_type=chosen.model_type, seed=chosen.seed)
             train, _ = drawing.result()
@@ -73,8 +73,8 @@ def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Cons
     from trigon.models.load import load_model, load_processors
     from trigon.models.policy import Policy
     from trigon.models.positions import positions_of
+    from trigon.tiny.warm_start import Example, warm_start
     from trigon.training.optim import Schedule
-    from trigon.training.supervised import Example, warm_start
 
     processors = load_processors(str(folder))
     builder = PromptBuilder(
@@ -93,7 +93,7 @@ def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Cons
 
     def example(index: int) -> Example:
         prompt = builder.build(rows[index], f"train:{index}")
-        answer = f"<think>I see it in the picture.</think>\\boxed{{{prompt.answer}}}"
+        answer = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
         return prompt, (*processors.tokenizer.encode(answer), processors.stop_token_ids[0])
 
     policy = Policy(

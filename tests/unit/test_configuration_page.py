@@ -6,7 +6,7 @@ import jinja2
 import pytest
 import yaml
 
-from trigon.config.document import document
+from configuration_page import document
 from trigon.config.load import load_config
 from trigon.config.options import meanings, options, read_text_option, sections
 from trigon.errors import ConfigError
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_committed_page_is_the_written_one():
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == document(), (
-        "run: python -m trigon.config.document > docs/configuration.md"
+        "run: python scripts/configuration_page.py > docs/configuration.md"
     )
 
 

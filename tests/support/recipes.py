@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(path for path in EXAMPLES.rglob("*.sh") if "trigon.trainer.main" in path.read_text(encoding="utf-8"))
 """Every script that trains. A new one is tested because it is there."""

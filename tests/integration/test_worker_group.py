@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from trigon.distributed.cluster import Layout, Placed, cluster, workers
-from trigon.distributed.crew import Crew
 from trigon.distributed.engines import WorkersRolloutEngine
-from trigon.distributed.wire import encode_completions
-from trigon.distributed.worker import Member, Worker, actor_of
+from trigon.distributed.serialization import encode_completions
+from trigon.distributed.worker import Worker, WorkerEngines, actor_of
+from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, TrigonError, WorkerError
 from trigon.types import Completion, Prompt, SamplingParams
 
@@ -54,7 +54,7 @@ def placed() -> Iterator[list[Placed]]:
             """A worker that fails as it is told, or samples what it is asked."""
 
             def sample_with(self, folder: Path, ranks_each: int) -> None:
-                self._member = Member(None, None, Echo(folder), None, replica_rank=self._rank % ranks_each)
+                self._engines = WorkerEngines(None, None, Echo(folder), None, replica_rank=self._rank % ranks_each)
 
             def rank(self) -> int:
                 return int(os.environ["RANK"])
@@ -85,26 +85,28 @@ def placed() -> Iterator[list[Placed]]:
 def fail(placed: list[Placed], how: str, *, until: Path = Path("/"), deadline_seconds: float = 60.0) -> TrigonError:
     """Let workers fail, and return what the driver makes of it."""
     with pytest.raises(TrigonError) as caught:
-        Crew(placed, "cpu", deadline_seconds).all(lambda actor, _: actor.fail.remote(how, until), phase="update")
+        WorkerGroup(placed, "cpu", deadline_seconds).call_all(
+            lambda actor, _: actor.fail.remote(how, until), phase="update"
+        )
     return caught.value
 
 
 def test_ranks_know_who_they_are(placed):
-    assert Crew(placed, "cpu", 60.0).all(lambda actor, _: actor.rank.remote(), phase="rank") == [0, 1]
+    assert WorkerGroup(placed, "cpu", 60.0).call_all(lambda actor, _: actor.rank.remote(), phase="rank") == [0, 1]
 
 
 def asked(*names: str) -> list[Prompt]:
     return [
-        Prompt(name, (number, 2, 3), None, text="", answer="", row={}, image_refs=())
+        Prompt(name, (number, 2, 3), None, text="", ground_truth="", row={}, image_refs=())
         for number, name in enumerate(names, 1)
     ]
 
 
 @pytest.mark.parametrize("ranks_each", [1, 2])
 def test_groups_are_heard_of_while_others_are_still_sampled(placed, tmp_path, ranks_each):
-    crew = Crew(placed, "cpu", 60.0)
-    crew.all(lambda actor, _: actor.sample_with.remote(tmp_path, ranks_each), phase="open")
-    engine = WorkersRolloutEngine(crew, tensor_parallel_size=ranks_each)
+    worker_group = WorkerGroup(placed, "cpu", 60.0)
+    worker_group.call_all(lambda actor, _: actor.sample_with.remote(tmp_path, ranks_each), phase="open")
+    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=ranks_each)
     prompts = asked("first", "second", "lost", "late", "last", "very last")
     for name in ("first", "second", "lost"):
         (tmp_path / name).touch()
@@ -124,24 +126,24 @@ def test_groups_are_heard_of_while_others_are_still_sampled(placed, tmp_path, ra
     assert heard == dict(enumerate(rows))
     assert sum(progress) == 12
     # Each group has travelled once, and costs the same however it is put together with others.
-    received = crew.traffic.told()["moved/received_bytes"].value
+    received = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
     assert received == sum(len(encode_completions([row])) for row in rows)
     # Who asks for a generation that has not begun is not told of the one before.
-    later = crew.all(lambda actor, _: actor.vitals.remote(generation=2), phase="look")
-    assert [(vitals.samples, vitals.groups) for vitals in later] == [(0, ())] * 2
+    later = worker_group.call_all(lambda actor, _: actor.heartbeat.remote(generation=2), phase="look")
+    assert [(heartbeat.samples, heartbeat.groups) for heartbeat in later] == [(0, ())] * 2
     again = engine.generate(prompts[:3], SAMPLING, step=8)
     assert [[completion.token_ids[-1] for completion in row] for row in again] == [[8, 8], [8, 8], []]
 
 
 def test_who_does_not_want_to_hear_any_more_ends_the_call(placed, tmp_path):
-    crew = Crew(placed, "cpu", 60.0)
-    crew.all(lambda actor, _: actor.sample_with.remote(tmp_path, 1), phase="open")
+    worker_group = WorkerGroup(placed, "cpu", 60.0)
+    worker_group.call_all(lambda actor, _: actor.sample_with.remote(tmp_path, 1), phase="open")
     (tmp_path / "first").touch()
 
     def refuse(index, row):
         raise EngineError(f"enough of {index}")
 
-    engine = WorkersRolloutEngine(crew, tensor_parallel_size=1)
+    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=1)
     with pytest.raises(EngineError, match="enough of 0"):
         engine.generate(asked("first", "second", "third"), SAMPLING, step=1, on_group=refuse)
     for name in ("second", "third"):

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: `python -m trigon.config.document > docs/configuration.md`.
+"""Writes docs/configuration.md: `python scripts/configuration_page.py > docs/configuration.md`.
 
 Knows the schema and the tables of older names; holds no sentence about any one option.
 """
@@ -15,7 +15,8 @@ from trigon.config.options import meanings, options, sections
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m trigon.config.document > docs/configuration.md`; change trigon/config/schema.py instead. -->
+<!-- Written by `python scripts/configuration_page.py > docs/configuration.md`; change
+     trigon/config/schema.py instead. -->
 
     trigon train run.yaml worker.rollout.n=8 data.max_pixels=1000000
 

@@ -8,19 +8,19 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from oracle import make_group, make_prompt
 from torch import Tensor
 
+from support.oracle import make_group, make_prompt
 from trigon.algorithms.losses import LossSettings
 from trigon.models.features import FeatureMemory
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.training.fsdp import ProcessRanks, Sharding, open_sharded
+from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
 from trigon.training.local import LocalScorer, LocalTrainEngine
 from trigon.training.optim import Schedule
-from trigon.training.parallel import Alone
+from trigon.training.parallel import SingleProcess
 from trigon.training.state import ShardedFiles
 from trigon.training.step import LossTerms
 from trigon.types import RolloutGroup, TrainGroup, TrainSequence
@@ -87,7 +87,7 @@ def make_engine(
             policy.enable_gradient_checkpointing()
         return policy
 
-    ranks = Alone() if sharding is None else ProcessRanks(CPU)
+    ranks = SingleProcess() if sharding is None else TorchProcessGroup(CPU)
 
     def placed(make: Callable[[torch.device], Policy]) -> Policy:
         return make(CPU) if sharding is None else open_sharded(make, ranks, sharding, CPU)
@@ -103,7 +103,7 @@ def make_engine(
             device=CPU,
             compute_dtype=computed,
             offload_params=False,
-            ranks=ranks,
+            process_group=ranks,
         )
     policy = placed(make_policy)
     return LocalTrainEngine(
@@ -121,7 +121,7 @@ def make_engine(
         compute_dtype=computed,
         offload_params=False,
         offload_optimizer=False,
-        ranks=ranks,
+        process_group=ranks,
         reference=reference,
         features=FeatureMemory(vision_cache_bytes) if policy.has_frozen_vision else None,
     )

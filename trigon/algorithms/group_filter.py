@@ -11,7 +11,7 @@ Verdict = Literal["kept", "low", "high", "ungraded"]
 """low, high: the mean lies at or beyond that bound. ungraded: there is no mean."""
 
 
-def verdicts(values: Tensor, valid: Tensor, *, low: float, high: float) -> list[Verdict]:
+def classify_groups(values: Tensor, valid: Tensor, *, low: float, high: float) -> list[Verdict]:
     """Keep the groups whose mean value lies strictly between two bounds.
 
     Dynamic sampling: DAPO, section 3.2 (arXiv:2503.14476).

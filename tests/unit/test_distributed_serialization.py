@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trigon.distributed.wire import (
+from trigon.distributed.serialization import (
     decode_completions,
     decode_logprobs,
     decode_prompts,
@@ -54,7 +54,7 @@ def same_prompt(sent, arrived):
         assert arrived.vision is None
     else:
         assert (arrived.vision.encoded, arrived.vision.hashes) == (sent.vision.encoded, sent.vision.hashes)
-    assert (arrived.text, arrived.answer, arrived.row, arrived.image_refs) == ("", None, {}, ())
+    assert (arrived.text, arrived.ground_truth, arrived.row, arrived.image_refs) == ("", None, {}, ())
 
 
 def odd_floats(length):

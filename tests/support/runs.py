@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")  # the only keys that may differ between two equal runs
 
 
@@ -44,7 +44,7 @@ def start(
         sys.executable,
         "-m",
         "trigon.trainer.main",
-        f"config={ROOT / 'trigon' / 'cli' / 'quickstart.yaml'}",
+        f"config={ROOT / 'trigon' / 'tiny' / 'quickstart.yaml'}",
         f"data.train_files={made / 'data' / 'train.parquet'}",
         f"data.val_files={made / 'data' / 'validation.parquet'}",
         f"worker.actor.model.model_path={made / 'model'}",

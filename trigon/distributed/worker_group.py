@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import Placed
-from trigon.distributed.worker import Vitals
+from trigon.distributed.worker import Heartbeat
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
 
@@ -49,7 +49,7 @@ class Traffic:
         self._sent[phase] = self._sent.get(phase, 0) + sent
         self._received[phase] = self._received.get(phase, 0) + received
 
-    def told(self) -> dict[str, Metric]:
+    def pop_metrics(self) -> dict[str, Metric]:
         """Return the bytes so far as metrics, and begin anew."""
         metrics: dict[str, Metric] = {
             "moved/sent_bytes": Sum(float(sum(self._sent.values()))),
@@ -63,11 +63,11 @@ class Traffic:
 
 
 def _look(actor: Any, _: Placed) -> Any:
-    return actor.vitals.remote()
+    return actor.heartbeat.remote()
 
 
 @dataclass(slots=True)
-class Crew:
+class WorkerGroup:
     """The workers of a run.
 
     device: what each worker has. deadline_seconds: how long one call may take before the run is ended.
@@ -78,15 +78,15 @@ class Crew:
     device: Literal["cpu", "cuda"]
     deadline_seconds: float
     traffic: Traffic = field(default_factory=Traffic)
-    _vitals: dict[int, Vitals] = field(default_factory=dict)
+    _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
-    def all(
+    def call_all(
         self,
         call: Callable[[Any, Placed], Any],
         *,
         phase: str,
         look: Callable[[Any, Placed], Any] = _look,
-        on_look: Callable[[int, Vitals], None] | None = None,
+        on_look: Callable[[int, Heartbeat], None] | None = None,
         at_least_seconds: float = 0.0,
     ) -> list[Any]:
         """Make one call to each worker at once, and return their results by rank.
@@ -112,9 +112,9 @@ class Crew:
                 raise self._explained(failures, phase)
             if pending and time.monotonic() - started > deadline:
                 raise self._hung(list(pending.values()), phase, deadline)
-            for rank, vitals in self._seen(looks):
+            for rank, heartbeat in self._seen(looks):
                 if on_look is not None:
-                    on_look(rank, vitals)
+                    on_look(rank, heartbeat)
             for worker in pending.values():
                 if worker.rank not in looks.values():
                     looks[look(worker.handle, worker)] = worker.rank
@@ -130,17 +130,17 @@ class Crew:
         self.traffic.count(phase, received=len(payload))
         return payload
 
-    def _seen(self, looks: dict[Any, int]) -> list[tuple[int, Vitals]]:
+    def _seen(self, looks: dict[Any, int]) -> list[tuple[int, Heartbeat]]:
         """Return (rank, how it is) for those that have answered. looks: the open questions; they are taken out."""
         answered, _ = ray.wait(list(looks), num_returns=len(looks), timeout=0) if looks else ([], [])
         found = []
         for reference in answered:
             rank = looks.pop(reference)
             try:
-                self._vitals[rank] = ray.get(reference)
+                self._heartbeats[rank] = ray.get(reference)
             except (RayActorError, RayTaskError):  # the call itself will tell, and better
                 continue
-            found.append((rank, self._vitals[rank]))
+            found.append((rank, self._heartbeats[rank]))
         return found
 
     def _give_grace(self, pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:
@@ -176,13 +176,13 @@ class Crew:
 
     def _hung(self, workers: Sequence[Placed], phase: str, deadline: float) -> WorkerError:
         """Return what can be said of workers that do not come to an end."""
-        questions = {worker.rank: worker.handle.vitals.remote(with_stack=True) for worker in workers}
+        questions = {worker.rank: worker.handle.heartbeat.remote(with_stack=True) for worker in workers}
         lines = []
         for rank, question in questions.items():
             try:
-                vitals = ray.get(question, timeout=_GRACE_SECONDS)
-                self._vitals[rank] = vitals
-                doing = f"is in\n{vitals.stack}"
+                heartbeat = ray.get(question, timeout=_GRACE_SECONDS)
+                self._heartbeats[rank] = heartbeat
+                doing = f"is in\n{heartbeat.stack}"
             except (GetTimeoutError, RayActorError, RayTaskError):
                 doing = "does not answer: it is stopped, or stuck outside of Python"
             lines.append(f"rank {rank} on {self._host(rank)}{self._memory(rank)} {doing}")
@@ -196,10 +196,11 @@ class Crew:
         return f"{worker.host} (process {worker.pid})"
 
     def _memory(self, rank: int) -> str:
-        vitals = self._vitals.get(rank)
-        if vitals is None:
+        heartbeat = self._heartbeats.get(rank)
+        if heartbeat is None:
             return ""
-        return f", last seen with {vitals.memory_bytes / 2**30:.1f} GiB (at most {vitals.max_memory_bytes / 2**30:.1f})"
+        now, most = (num_bytes / 2**30 for num_bytes in (heartbeat.memory_bytes, heartbeat.max_memory_bytes))
+        return f", last seen with {now:.1f} GiB (at most {most:.1f})"
 
 
 def _take(done: Sequence[Any], pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:

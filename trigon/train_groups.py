@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trigon.algorithms.advantages import AdvantageEstimator, Outcomes
+from trigon.algorithms.advantages import AdvantageEstimator, RewardBatch
 from trigon.algorithms.kl import KlEstimator, kl_per_token
 from trigon.errors import RewardError
 from trigon.metrics import Mean
@@ -20,7 +20,7 @@ from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
+class AdvantageSettings:
     """How rewards become advantages.
 
     gamma: as in advantages.estimate. weights: of the parts of the reward, for gdpo; None: 1 for all but overall.
@@ -34,24 +34,24 @@ class Credit:
     mask_overlong: bool
 
 
-def outcomes_of(
+def build_reward_batch(
     groups: Sequence[RolloutGroup],
-    credit: Credit,
+    advantage_settings: AdvantageSettings,
     *,
     penalties: Sequence[Sequence[Tensor]] | None,
     baselines: Tensor | None,
-) -> Outcomes:
+) -> RewardBatch:
     """Return what the groups' completions were worth. Raises: RewardError if gdpo misses a part of a reward."""
     rollouts = [group.rollouts for group in groups]
     valid = torch.tensor([[rollout.score.outcome == "ok" for rollout in row] for row in rollouts])
     if baselines is not None:  # an answer that has nothing to be compared with is as good as ungraded
         valid &= baselines.isfinite()[:, None]
-    return Outcomes(
+    return RewardBatch(
         rewards=torch.tensor([[rollout.score.overall for rollout in row] for row in rollouts]),
         valid=valid,
         lengths=torch.tensor([[len(rollout.completion.token_ids) for rollout in row] for row in rollouts]),
         penalties=penalties,
-        parts=reward_parts(groups, credit.weights) if credit.estimator == "gdpo" else {},
+        parts=reward_parts(groups, advantage_settings.weights) if advantage_settings.estimator == "gdpo" else {},
         baselines=baselines,
     )
 
@@ -107,7 +107,7 @@ def mean_of_tokens(numbers: Sequence[Sequence[Tensor]]) -> Mean:
     return Mean(float(every.sum()), float(every.numel()))
 
 
-def attach(
+def build_train_groups(
     groups: Sequence[RolloutGroup],
     advantages: Sequence[Sequence[Tensor]],
     trains: Tensor,

@@ -2,7 +2,7 @@
 
 import torch
 
-from trigon.algorithms.select import verdicts
+from trigon.algorithms.group_filter import classify_groups
 
 ALL = torch.ones(1, 4, dtype=torch.bool)
 
@@ -10,7 +10,7 @@ ALL = torch.ones(1, 4, dtype=torch.bool)
 def judged(values, valid=None, low=0.01, high=0.99):
     values = torch.tensor(values)
     valid = torch.ones_like(values, dtype=torch.bool) if valid is None else torch.tensor(valid)
-    return verdicts(values, valid, low=low, high=high)
+    return classify_groups(values, valid, low=low, high=high)
 
 
 def test_groups_between_the_bounds_are_kept():
@@ -26,8 +26,8 @@ def test_ten_equal_numbers_have_that_number_for_a_mean():
     for number in (0.1, 0.2, 0.3, 0.7, 0.9):
         for count in (2, 3, 5, 7, 10):
             values = torch.full((1, count), number, dtype=torch.float64)
-            assert verdicts(values, torch.ones(1, count, dtype=torch.bool), low=number, high=1.0) == ["low"]
-            assert verdicts(values, torch.ones(1, count, dtype=torch.bool), low=0.0, high=number) == ["high"]
+            assert classify_groups(values, torch.ones(1, count, dtype=torch.bool), low=number, high=1.0) == ["low"]
+            assert classify_groups(values, torch.ones(1, count, dtype=torch.bool), low=0.0, high=number) == ["high"]
 
 
 def test_ungraded_answers_do_not_count():

@@ -1,0 +1,1 @@
+"""What several test files share: engines and prompts on tiny models, oracles, runs, videos."""
