@@ -27,10 +27,15 @@ import torch
 from shared import SHORT, VOCABULARY, Figure, Shape, figures_table, make_data, make_folder, phases_of, table
 from side_trigon import options
 
-from trigon import build
 from trigon.algorithms.advantages import estimate
-from trigon.build import Engines, TrackerEnvironment, run_training
+from trigon.build import data as build_data
+from trigon.build import run as build_run
+from trigon.build.engines import Engines, open_engines
+from trigon.build.options import advantage_settings, sampling_params
+from trigon.build.run import TrackerEnvironment, run_training
+from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
+from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
 from trigon.garbage import collect_seldom
@@ -100,8 +105,8 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         several = config.model_copy(update={"trainer": config.trainer.model_copy(update={"n_gpus_per_node": 2})})
         return real_builder(several, processors)  # to several workers images go as files, which they process themselves
 
-    real_builder = build.open_builder
-    with mock.patch.multiple(build, open_engines=open_fakes, open_builder=open_builder):
+    real_builder = build_data.open_builder
+    with mock.patch.multiple(build_run, open_engines=open_fakes, open_builder=open_builder):
         run_training(
             loaded.config,
             warnings=(),
@@ -142,15 +147,17 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
     config = load_config(None, options(folder, widest, 1)).config
     found = []
     with ExitStack() as stack:
-        processors = build.open_processors(config)
+        processors = build_data.open_processors(config)
         report = stack.enter_context(_quiet_reporter(folder))
-        prompts = build.look_at(config, config.data.train_files, (), build.open_builder(config, processors), report)
-        plan = build.make_plan(config, num_train_prompts=prompts.prompts_per_epoch)
-        store = build.CheckpointStore(folder / "run", keep=0, background=False, warn=report.warn)
-        opened = build.open_engines(config, processors, plan, store, report, stack, shows_videos=False)
+        prompts = build_data.scan_datasets(
+            config, config.data.train_files, (), build_data.open_builder(config, processors), report
+        )
+        plan = make_plan(config, num_train_prompts=prompts.prompts_per_epoch)
+        store = CheckpointStore(folder / "run", keep=0, background=False, warn=report.warn)
+        opened = open_engines(config, processors, plan, store, report, stack, shows_videos=False)
         rows = [prompts[index] for index in range(widest.prompts)]
         for number, shape in enumerate([shapes[0], *shapes]):  # the first one warms up
-            sampling = replace(build.sampling_params(config), n=shape.n, max_tokens=shape.response)
+            sampling = replace(sampling_params(config), n=shape.n, max_tokens=shape.response)
             with opened.rollout.awake(opened.trainer.weights(), version=number):
                 start = time.perf_counter()
                 answers = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
@@ -161,13 +168,13 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
                 )
                 for prompt, row in zip(rows, answers, strict=False)
             ]
-            advantage_settings = build.advantage_settings(config)
-            outcomes = build_reward_batch(groups, advantage_settings, penalties=None, baselines=None)
+            settings = advantage_settings(config)
+            outcomes = build_reward_batch(groups, settings, penalties=None, baselines=None)
             advantages = estimate(
                 outcomes,
-                advantage_settings.estimator,
-                gamma=advantage_settings.gamma,
-                weights=advantage_settings.weights,
+                settings.estimator,
+                gamma=settings.gamma,
+                weights=settings.weights,
             )
             trained = build_train_groups(groups, advantages, outcomes.valid, old=None, ref=None)
             start = time.perf_counter()

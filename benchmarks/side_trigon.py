@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shared import GEOMETRY, LONG, SHORT, Shape
 
-from trigon.build import TrackerEnvironment, run_training
+from trigon.build.run import TrackerEnvironment, run_training
 from trigon.config.load import load_config
 from trigon.garbage import collect_seldom
 

@@ -6,13 +6,31 @@ from typing import get_args
 import pytest
 import torch
 
-from trigon import build
 from trigon.algorithms.advantages import WITHOUT_A_GROUP, AdvantageEstimator
 from trigon.algorithms.importance import Correction, CorrectionKind
 from trigon.algorithms.kl import AdaptiveKl, SampledKl
 from trigon.algorithms.losses import LossSettings, PolicyLossType
 from trigon.algorithms.reduce import Averaging
 from trigon.batch import GroupFilter
+from trigon.build.auto_micro_batch import plan_with_budgets
+from trigon.build.data import open_evaluator
+from trigon.build.engines import Engines
+from trigon.build.models import choose_device, choose_kernel
+from trigon.build.options import (
+    DTYPES,
+    advantage_settings,
+    group_filter,
+    initial_kl,
+    intervals,
+    kl_is_in_reward,
+    loss_terms,
+    needs_reference,
+    parity_tolerance,
+    run_folder,
+    sampling_params,
+    validation_sampling_params,
+)
+from trigon.build.run import TrackerEnvironment, tracker_settings
 from trigon.config.checks import ALONE_WILL_DO
 from trigon.config.plan import make_plan
 from trigon.config.schema import ActorConfig, AlgorithmConfig, Config
@@ -21,6 +39,7 @@ from trigon.loop import Intervals
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.report.summary import next_steps
 from trigon.train_groups import AdvantageSettings
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.fake import FakeTrainEngine
@@ -37,14 +56,14 @@ def test_training_samples_as_the_rollout_section_says():
         data={"max_response_length": 77},
         worker={"rollout": {"n": 5, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "ignore_eos": True, "seed": 3}},
     )
-    assert build.sampling_params(wishes) == SamplingParams(
+    assert sampling_params(wishes) == SamplingParams(
         n=5, temperature=0.7, top_p=0.9, top_k=20, max_tokens=77, ignore_eos=True, seed=3
     )
 
 
 def test_validation_samples_as_training_where_nothing_else_is_said():
     wishes = config(data={"max_response_length": 77}, worker={"rollout": {"n": 5, "temperature": 0.7, "seed": 3}})
-    assert build.validation_sampling_params(wishes) == build.sampling_params(wishes)
+    assert validation_sampling_params(wishes) == sampling_params(wishes)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +81,7 @@ def test_validation_samples_as_training_where_nothing_else_is_said():
 def test_each_override_of_validation_counts_even_where_it_is_zero_and_changes_nothing_else(field, value):
     rollout = {"n": 5, "temperature": 0.7, "ignore_eos": True, "seed": 3}
     wishes = config(worker={"rollout": {**rollout, "val_override_config": {field: value}}})
-    training, validation = build.sampling_params(wishes), build.validation_sampling_params(wishes)
+    training, validation = sampling_params(wishes), validation_sampling_params(wishes)
     assert getattr(validation, field) == value
     assert getattr(training, field) != value
     others = [name for name in SamplingParams.__slots__ if name != field]
@@ -90,9 +109,9 @@ def test_where_the_kl_goes(disable_kl, kl_coef, use_kl_loss, needs, in_reward, i
             "kl_penalty": "low_var_kl",
         }
     )
-    assert build.needs_reference(wishes) == needs
-    assert build.kl_is_in_reward(wishes) == in_reward
-    assert build.loss_terms(wishes).kl_estimator == in_loss
+    assert needs_reference(wishes) == needs
+    assert kl_is_in_reward(wishes) == in_reward
+    assert loss_terms(wishes).kl_estimator == in_loss
 
 
 def test_the_loss_is_what_the_actor_section_says():
@@ -121,7 +140,7 @@ def test_the_loss_is_what_the_actor_section_says():
             }
         },
     )
-    assert build.loss_terms(wishes) == LossTerms(
+    assert loss_terms(wishes) == LossTerms(
         policy=LossSettings(
             kind="cispo", clip_low=0.1, clip_high=0.4, clip_dual=5.0, cap=6.0, tau_positive=1.5, tau_negative=2.5
         ),
@@ -135,28 +154,28 @@ def test_the_loss_is_what_the_actor_section_says():
 
 
 def test_what_was_not_wished_for_is_left_to_its_default():
-    terms = build.loss_terms(config(worker={"actor": {"clip_ratio_high": 0.4, "loss_fixed_length": 9}}))
+    terms = loss_terms(config(worker={"actor": {"clip_ratio_high": 0.4, "loss_fixed_length": 9}}))
     assert (terms.policy.cap, terms.fixed_length, terms.correction, terms.entropy_coefficient) == (1.4, 9, None, 0.0)
 
 
 def test_which_groups_are_learned_from():
-    assert build.group_filter(config()) is None
+    assert group_filter(config()) is None
     filtering = {"online_filtering": True, "filter_key": "accuracy", "filter_low": 0.1, "filter_high": 0.8}
     data = {"rollout_batch_size": 8}
-    assert build.group_filter(
-        config(data=data, algorithm=filtering, trainer={"max_try_make_batch": -1})
-    ) == GroupFilter(key="accuracy", low=0.1, high=0.8, prompts_per_round=8, max_rounds=0, keep_surplus=False)
+    assert group_filter(config(data=data, algorithm=filtering, trainer={"max_try_make_batch": -1})) == GroupFilter(
+        key="accuracy", low=0.1, high=0.8, prompts_per_round=8, max_rounds=0, keep_surplus=False
+    )
     wishes = config(
         data={**data, "mini_rollout_batch_size": 3},
         algorithm={**filtering, "filter_surplus": "keep"},
         trainer={"max_try_make_batch": 5},
     )
-    chosen = build.group_filter(wishes)
+    chosen = group_filter(wishes)
     assert (chosen.prompts_per_round, chosen.max_rounds, chosen.keep_surplus) == (3, 5, True)
 
 
 def test_how_rewards_become_advantages():
-    plain = build.advantage_settings(config(algorithm={"disable_kl": True}))
+    plain = advantage_settings(config(algorithm={"disable_kl": True}))
     assert plain == AdvantageSettings(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
     wishes = {
         "adv_estimator": "gdpo",
@@ -165,7 +184,7 @@ def test_how_rewards_become_advantages():
         "kl_penalty": "full",
         "overlong_filtering": True,
     }
-    assert build.advantage_settings(config(algorithm=wishes)) == AdvantageSettings(
+    assert advantage_settings(config(algorithm=wishes)) == AdvantageSettings(
         "gdpo", 0.9, {"accuracy": 2.0}, "full", True
     )
 
@@ -184,7 +203,7 @@ def test_the_names_of_the_configuration_are_those_of_the_algorithms():
 @pytest.mark.parametrize(("kl_type", "horizon"), [("fixed", 0.0), ("adaptive", 500.0)])
 def test_only_an_adaptive_kl_has_a_horizon(kl_type, horizon):
     wishes = config(algorithm={"kl_type": kl_type, "kl_coef": 0.02, "kl_target": 0.3, "kl_horizon": 500.0})
-    assert build.initial_kl(wishes) == AdaptiveKl(coefficient=0.02, target=0.3, horizon=horizon)
+    assert initial_kl(wishes) == AdaptiveKl(coefficient=0.02, target=0.3, horizon=horizon)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +219,13 @@ def test_only_an_adaptive_kl_has_a_horizon(kl_type, horizon):
     ],
 )
 def test_the_parity_tolerance_follows_the_formats_unless_it_is_given(rollout, actor, tolerance):
-    assert build.parity_tolerance(config(worker={"rollout": rollout, "actor": {"fsdp": actor}})) == tolerance
+    assert parity_tolerance(config(worker={"rollout": rollout, "actor": {"fsdp": actor}})) == tolerance
 
 
 @pytest.mark.parametrize("never", [0, -1])
 def test_a_frequency_of_0_or_minus_1_is_never(never):
     wishes = config(trainer={"val_freq": never, "save_freq": never, "val_generations_to_log": 3})
-    assert build.intervals(wishes, can_validate=True) == Intervals(
+    assert intervals(wishes, can_validate=True) == Intervals(
         validate_first=True,
         validate_only=False,
         validate_every=0,
@@ -218,39 +237,39 @@ def test_a_frequency_of_0_or_minus_1_is_never(never):
 
 def test_without_validation_prompts_nothing_is_validated():
     wishes = config(trainer={"val_freq": 5, "val_before_train": True, "save_freq": 2})
-    intervals = build.intervals(wishes, can_validate=False)
-    assert (intervals.validate_first, intervals.validate_every, intervals.validate_last) == (False, 0, False)
-    assert intervals.save_every == 2
-    assert build.open_evaluator(wishes, None, None) is None
+    kept = intervals(wishes, can_validate=False)
+    assert (kept.validate_first, kept.validate_every, kept.validate_last) == (False, 0, False)
+    assert kept.save_every == 2
+    assert open_evaluator(wishes, None, None) is None
 
 
 def test_the_intervals_is_the_trainers():
     wishes = config(trainer={"val_freq": 5, "val_before_train": False, "save_freq": 2, "val_only": True})
-    intervals = build.intervals(wishes, can_validate=True)
-    assert (intervals.validate_first, intervals.validate_only, intervals.validate_every) == (False, True, 5)
+    kept = intervals(wishes, can_validate=True)
+    assert (kept.validate_first, kept.validate_only, kept.validate_every) == (False, True, 5)
 
 
 def test_every_format_has_its_dtype():
-    assert {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} == build.DTYPES
+    assert {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} == DTYPES
     for name in ("float32", "bfloat16", "float16"):
         dtype = config(worker={"rollout": {"dtype": name}}).worker.rollout.dtype
-        assert build.DTYPES[dtype] == getattr(torch, name)
+        assert DTYPES[dtype] == getattr(torch, name)
 
 
 def test_the_run_folder_is_the_one_named_or_made_of_project_and_experiment():
     names = {"project_name": "p", "experiment_name": "e"}
-    assert build.run_folder(config(trainer=names)) == Path("checkpoints/p/e")
-    assert build.run_folder(config(trainer={**names, "save_checkpoint_path": "/runs/x"})) == Path("/runs/x")
+    assert run_folder(config(trainer=names)) == Path("checkpoints/p/e")
+    assert run_folder(config(trainer={**names, "save_checkpoint_path": "/runs/x"})) == Path("/runs/x")
 
 
 def test_the_device_is_the_one_wished_for():
-    assert build.choose_device(config(trainer={"device": "cpu"})) == torch.device("cpu")
+    assert choose_device(config(trainer={"device": "cpu"})) == torch.device("cpu")
     if torch.cuda.is_available():
-        assert build.choose_device(config()).type == "cuda"
+        assert choose_device(config()).type == "cuda"
     else:
-        assert build.choose_device(config()).type == "cpu"
+        assert choose_device(config()).type == "cpu"
         with pytest.raises(ConfigError, match=r"trainer\.device is cuda.*trainer\.device=cpu"):
-            build.choose_device(config(trainer={"device": "cuda"}))
+            choose_device(config(trainer={"device": "cuda"}))
 
 
 def test_models_attend_by_the_kernel_that_was_asked_for_or_the_best_that_runs(monkeypatch):
@@ -258,25 +277,25 @@ def test_models_attend_by_the_kernel_that_was_asked_for_or_the_best_that_runs(mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     wishes = [config(worker={"actor": {"model": {"attention_kernel": kernel}}}) for kernel in ("auto", "sdpa", "flex")]
     exact = config(worker={"actor": {"fsdp": {"mp_param_dtype": "fp32"}}})
-    assert [build.choose_kernel(each, gpu) for each in (*wishes, exact)] == ["varlen", "sdpa", "flex", "sdpa"]
-    assert [build.choose_kernel(each, cpu) for each in wishes[:2]] == ["sdpa", "sdpa"]
+    assert [choose_kernel(each, gpu) for each in (*wishes, exact)] == ["varlen", "sdpa", "flex", "sdpa"]
+    assert [choose_kernel(each, cpu) for each in wishes[:2]] == ["sdpa", "sdpa"]
     with pytest.raises(ModelError, match="attention_kernel=flex needs a GPU"):
-        build.choose_kernel(wishes[2], cpu)
+        choose_kernel(wishes[2], cpu)
 
 
 def test_fused_functions_are_refused_where_they_cannot_run():
     fused = config(worker={"actor": {"model": {"use_liger_kernel": True}}})
     with pytest.raises(ModelError, match="use_liger_kernel needs a GPU"):
-        build.choose_kernel(fused, torch.device("cpu"))
+        choose_kernel(fused, torch.device("cpu"))
     both = config(worker={"actor": {"model": {"use_liger_kernel": True, "compile_layers": True}}})
     with pytest.raises(ConfigError, match="change the same norms and MLPs"):
-        build.choose_kernel(both, torch.device("cpu"))
+        choose_kernel(both, torch.device("cpu"))
 
 
 def test_trackers_are_told_the_whole_configuration():
-    environment = build.TrackerEnvironment(Path("/tb"), None, "offline", "secret")
+    environment = TrackerEnvironment(Path("/tb"), None, "offline", "secret")
     wishes = config(trainer={"project_name": "p", "experiment_name": "e"})
-    settings = build.tracker_settings(wishes, environment, Path("/runs/x"))
+    settings = tracker_settings(wishes, environment, Path("/runs/x"))
     assert (settings.project, settings.experiment, settings.folder) == ("p", "e", Path("/runs/x"))
     assert settings.config == wishes.model_dump()
     assert (settings.tensorboard_dir, settings.swanlab_mode) == (Path("/tb"), "offline")
@@ -284,7 +303,7 @@ def test_trackers_are_told_the_whole_configuration():
 
 def test_what_to_do_next_depends_on_what_came_of_the_run():
     def said(exported, step):
-        return " ".join(build.next_steps(config(), Path("/runs/x"), exported, step))
+        return " ".join(next_steps(config(), Path("/runs/x"), exported, step))
 
     assert "trigon export /runs/x" in said(None, 5)
     assert "export" not in said(Path("/model"), 5)
@@ -310,9 +329,9 @@ def fitted(wishes: Config, folder: RunFolder, *, resumes: bool = False) -> tuple
         return FOUND
 
     engine = FakeTrainEngine()
-    engines = build.Engines("", engine, None, None, (), None, fit)
+    engines = Engines("", engine, None, None, (), None, fit)
     console = Console(progress=False, step_lines=False)
-    plan = build.plan_with_budgets(
+    plan = plan_with_budgets(
         wishes,
         make_plan(wishes, num_train_prompts=1000),
         engines,

@@ -1,4 +1,4 @@
-"""Keeps the floor plan of docs/architecture.md true: who may import whom, and which file alone may do certain things.
+"""Keeps the layer plan of docs/architecture.md true: who may import whom, and which file alone may do certain things.
 
 Reads the source; imports nothing of it, but in the one test that asks what importing the configuration brings along.
 """
@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trigon"
 
-FLOOR = {
+LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7,
     "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
@@ -29,7 +29,7 @@ FLOOR = {
     "types": 0, "errors": 0, "garbage": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
 }  # fmt: skip
 
-# The few that share a floor and know each other, in one direction.
+# The few that share a layer and know each other, in one direction.
 NEIGHBOURS = {
     ("trainer", "cli"),
     ("cli", "tiny"),
@@ -106,7 +106,7 @@ def room_named(module: str) -> str | None:
     if package != "trigon":
         return None
     room = rest.split(".")[0]
-    return room if room in FLOOR else "__init__"
+    return room if room in LAYER else "__init__"
 
 
 def stands_in(file: str, places: tuple[str, ...]) -> bool:
@@ -145,8 +145,8 @@ def imports(path: Path) -> Iterator[Import]:
             yield Import(f"trigon/{name_of(path)}:{node.lineno}", name_of(path), module)
 
 
-def test_every_file_has_a_floor() -> None:
-    assert {room_of(path) for path in FILES} <= FLOOR.keys()
+def test_every_file_has_a_layer() -> None:
+    assert {room_of(path) for path in FILES} <= LAYER.keys()
 
 
 def test_imports_go_strictly_down_or_stay_in_the_room() -> None:
@@ -155,9 +155,9 @@ def test_imports_go_strictly_down_or_stay_in_the_room() -> None:
         here = room_of(path)
         for found in imports(path):
             there = room_named(found.module)
-            if there in (None, here, "__init__") or (here, there) in NEIGHBOURS or FLOOR[there] < FLOOR[here]:
+            if there in (None, here, "__init__") or (here, there) in NEIGHBOURS or LAYER[there] < LAYER[here]:
                 continue
-            wrong.append(f"{found.place}: {here} (floor {FLOOR[here]}) knows {found.module} (floor {FLOOR[there]})")
+            wrong.append(f"{found.place}: {here} (layer {LAYER[here]}) knows {found.module} (layer {LAYER[there]})")
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from trigon.build import as_workers_need
+from trigon.build.workers import as_workers_need
 from trigon.config.load import load_config
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError, DataError, ModelError

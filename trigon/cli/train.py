@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
     """Train, and export the last checkpoint to a folder if one is given."""
     # Heavy libraries are imported only now that the configuration is known to be sound.
-    from trigon.build import TrackerEnvironment, run_training
+    from trigon.build.run import TrackerEnvironment, run_training
 
     trackers = TrackerEnvironment(
         tensorboard_dir=path_from("TENSORBOARD_DIR"),

@@ -154,7 +154,7 @@ class Reporter:
             )
         self.begin()
 
-    def ledger(self, rows: Sequence[tuple[str, str]]) -> None:
+    def overview(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print what the run will do: (what, how much)."""
         self._console.table("What this run will do", ("", ""), rows)
 

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def import_ahead(config: Config) -> None:
     """Import what training in this process will want, if it is installed; if not, training will say so."""
-    import trigon.build  # noqa: F401
+    import trigon.build.run  # noqa: F401
     from trigon.data import sources
 
     sources.import_ahead()
