@@ -11,7 +11,10 @@ FOLDER=$(mktemp -d)
 trap 'rm -rf "$FOLDER"' EXIT
 
 echo "[1/3] the wheel"
-"$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$FOLDER" .
+# Built from a copy: setuptools would leave a build/ folder here, and take files from it that no longer exist.
+mkdir "$FOLDER/source"
+cp -r trigon pyproject.toml README.md LICENSE "$FOLDER/source"
+"$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$FOLDER" "$FOLDER/source"
 wheels=("$FOLDER"/trigon_rl-*.whl)
 echo "      $(basename "${wheels[0]}"), $(du -h "${wheels[0]}" | cut -f1)"
 
@@ -32,16 +35,18 @@ place=$("$FOLDER/venv/bin/python" -c 'import trigon; print(trigon.__file__)')
     echo "trigon is imported from $place, not from the wheel" >&2
     exit 1
 }
-"$trigon" --version
-"$trigon" --help >help.txt
-for command in train quickstart tiny export; do "$trigon" "$command" --help >>help.txt; done
-for reward in math r1v dapo geoqa counting vqa android_gui; do # the shipped ones are found by name
-    "$trigon" train data.train_files=hub/data@train trainer.val_before_train=false trainer.val_freq=-1 \
-        worker.actor.model.model_path=hub/model "worker.reward.reward_function=$reward" --print-config >config.yaml 2>>help.txt
-done
-"$trigon" quickstart trainer.max_steps=2 >quickstart.txt 2>&1 || {
-    tail -n 40 quickstart.txt >&2
-    exit 1
+attempt() { # what the command prints is shown only if it fails
+    "$trigon" "$@" >output.txt 2>&1 || {
+        printf 'trigon %s:\n%s\n' "$*" "$(tail -n 40 output.txt)" >&2
+        exit 1
+    }
 }
+"$trigon" --version
+for command in train quickstart tiny export; do attempt "$command" --help; done
+for reward in math r1v dapo geoqa counting vqa android_gui; do # the shipped ones are found by name
+    attempt train --print-config data.train_files=hub/data@train trainer.val_before_train=false trainer.val_freq=-1 \
+        worker.actor.model.model_path=hub/model "worker.reward.reward_function=$reward" worker.rollout.n=4
+done
+attempt quickstart trainer.max_steps=2
 test -f runs/quickstart/model/config.json
 echo "      train, quickstart, tiny and export work from the wheel"
