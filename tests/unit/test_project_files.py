@@ -46,6 +46,18 @@ def test_every_file_that_the_guides_link_to_exists(guide: str) -> None:
     assert [link for link in links if not ((ROOT / guide).parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_source_file_that_the_guides_name_exists(guide: str) -> None:
+    """A path in backticks is one from the root, or, as the layers are named, one inside the package."""
+    names = re.findall(
+        r"(?<![\w/.-])((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|yaml|txt|md)|(?:[a-z_]+/){2,})(?![\w/])", read(guide)
+    )
+    folders = {path.name for base in (ROOT, ROOT / "trigon") for path in base.iterdir() if path.is_dir()}
+    ours = {name for name in names if name.split("/")[0] in folders}
+    missing = [name for name in ours if not (ROOT / name).exists() and not (ROOT / "trigon" / name).exists()]
+    assert sorted(missing) == []
+
+
 def test_the_list_of_dependencies_is_complete_and_has_none_too_many() -> None:
     extras = project()["optional-dependencies"]
     wanted = [*project()["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
