@@ -202,7 +202,7 @@ def test_geo3k_is_written_as_two_files_with_the_images_inside(prepare, source, t
     assert prepare(folder, source) == 0
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"{folder / 'train.parquet'}: 99 rows", f"{folder / 'test.parquet'}: 6 rows"]
-    assert "left out: train:7: 0 <image> markers, 1 images\n" in said.err
+    assert "skipped: train:7: 0 <image> markers, 1 images\n" in said.err
     assert sorted(path.name for path in folder.iterdir()) == ["test.parquet", "train.parquet"]
     written, given = open_source(f"{folder}@test"), open_source(f"{source}@test")
     assert written.image_columns == ("images",)
