@@ -2,10 +2,10 @@
 
     python3 examples/data_preprocess/geo3k.py --local_dir ~/data/geo3k
 
-writes train.parquet and test.parquet, with columns `problem`, `answer` and `images`; the files contain
-the images. `--source DIR_OR_ID` reads a local folder, or another dataset of the hub, with these columns
-and splits instead. Every image is decoded once; rows that training could not use are printed and
-skipped.
+writes train.parquet and test.parquet, with columns `problem`, `answer` and `images`; the files
+contain the images. `--source DIR_OR_ID` reads a local folder, or another dataset of the hub, with
+these columns and splits instead. Every image is decoded once; rows that training could not use are
+printed and skipped.
 """
 
 from __future__ import annotations
