@@ -145,7 +145,7 @@ class Reporter:
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 
     def rewind(self, step: int) -> None:
-        """Remove what was reported after this step, from which a run resumes. At 0 an earlier run's reports are moved."""
+        """Remove what was reported after this step, from which a run resumes; see RunFolder.rewind."""
         moved = self._folder.rewind(step)
         if moved is not None:
             self.warn(
@@ -162,8 +162,9 @@ class Reporter:
         self._console.warn(text)
 
     def summary(self, *, exported: Path | None, next_steps: Sequence[str]) -> None:
-        """Print validation before and after, times and paths. All steps in the run folder count, also those before a resume.
+        """Print the first and the last validation, the time of each phase, and the paths of the run.
 
+        All of it is read from the run folder, so steps before a resume are included.
         exported: folder of the exported model, if any. next_steps: hints, one line each.
         """
         lines = self._folder.read_metrics()
@@ -195,9 +196,8 @@ class Reporter:
             ]
             self._console.table("Time", ("phase", "time", "share"), rows)
         if tokens:
-            self._console.print(
-                f"tokens trained on: {format_number(tokens)} ({format_number(tokens / all_seconds)} per second of the run)"
-            )
+            rate = format_number(tokens / all_seconds)
+            self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
         self._console.print(f"run:      {self._folder.path}")
         self._console.print(f"metrics:  {self._folder.path / 'metrics.jsonl'}")
         self._console.print(f"rollouts: {self._folder.path / 'rollouts'}")

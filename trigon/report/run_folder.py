@@ -216,8 +216,8 @@ def _parse_line(line: bytes, path: Path) -> StepMetrics:
         return StepMetrics(int(content["step"]), numbers)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} has a line that does not contain the metrics of a step ({error}): {line[:80]!r}. Remove the line, or "
-            "move the file away"
+            f"{path} has a line without the metrics of a step ({error}): {line[:80]!r}. Remove the line, or move the "
+            "file away"
         ) from error
 
 

@@ -264,7 +264,8 @@ def _as_text(rows: Sequence[RolloutRow]) -> str:
     for row in rows:
         prompt_id, prompt, response, ground_truth = _texts(row)
         blocks.append(
-            f"{prompt_id}\nprompt: {prompt}\ncompletion: {response}\nground truth: {ground_truth}\nreward: {format_number(row.reward)}\n"
+            f"{prompt_id}\nprompt: {prompt}\ncompletion: {response}\nground truth: {ground_truth}\n"
+            f"reward: {format_number(row.reward)}\n"
         )
     return "\n".join(blocks)
 
