@@ -222,7 +222,7 @@ def make_run(
         group_filter=make_group_filter(config),
         advantage_settings=make_advantage_settings(config),
         kl=make_initial_kl(config),
-        needs_old=needs_old_logprobs(config, plan),
+        needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
