@@ -1,7 +1,8 @@
 """Makes Python's garbage collector run less often.
 
-By default it runs after every 700 allocations of objects that can be part of a cycle. Importing torch, transformers and
-vLLM allocates a million such objects that are never freed, and a quarter of the import time was spent collecting.
+By default it runs after every 700 allocations of objects that can be part of a cycle. Importing
+torch, transformers and vLLM allocates a million such objects that are never freed, and a quarter of
+the import time was spent collecting.
 """
 
 from __future__ import annotations

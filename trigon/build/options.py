@@ -29,7 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_path(config: Config) -> str:
-    """Return the model to start from. trigon.config.checks has rejected a configuration without one."""
+    """Return the model to start from. trigon.config.checks has rejected a configuration without
+    one.
+    """
     path = config.worker.actor.model.model_path
     assert path is not None
     return path
@@ -73,7 +75,9 @@ def needs_old_logprobs(config: Config, plan: Plan) -> bool:
 
 
 def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
-    """Return when to validate, save and show completions. can_validate: there are validation prompts."""
+    """Return when to validate, save and show completions. can_validate: there are validation
+    prompts.
+    """
     trainer = config.trainer
     return Intervals(
         validate_first=trainer.val_before_train and can_validate,
@@ -105,7 +109,9 @@ def make_sampling_params(config: Config) -> SamplingParams:
 
 
 def make_validation_sampling_params(config: Config) -> SamplingParams:
-    """Return the sampling parameters of validation: those of training, changed by val_override_config."""
+    """Return the sampling parameters of validation: those of training, changed by
+    val_override_config.
+    """
     override = config.worker.rollout.val_override_config
     training = make_sampling_params(config)
     return SamplingParams(

@@ -1,7 +1,7 @@
 """Runs a training from its configuration to the summary on the console.
 
-Parts are opened in the order in which their errors are cheap: the reward function, the run folder and the data before
-the models, the models before the rollout engine.
+Parts are opened in the order in which their errors are cheap: the reward function, the run folder
+and the data before the models, the models before the rollout engine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def run_training(
 ) -> None:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
-    warnings: of the configuration, to be printed. should_stop: called after each step; True saves a checkpoint and ends
-    the run. export_to: folder in which the last checkpoint is written as a Hugging Face model; None: not exported.
+    warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
+    checkpoint and ends the run. export_to: folder in which the last checkpoint is written as a
+    Hugging Face model; None: not exported.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -118,7 +119,8 @@ def run_training(
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError or ModelError if a tracker is not installed, or the device or a kernel is not available.
+    """Raise ConfigError or ModelError if a tracker is not installed, or the device or a kernel is
+    not available.
 
     The devices of several workers are checked when these have started.
     """
@@ -154,7 +156,8 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
 
 
 def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | None:
-    """Return the checkpoint to resume from: load_checkpoint_path, or else the last one of the run folder.
+    """Return the checkpoint to resume from: load_checkpoint_path, or else the last one of the run
+    folder.
 
     None: the run starts from the beginning.
     """

@@ -22,7 +22,8 @@ config=CONFIG.yaml is accepted too.
 """
 
 EXIT_STOPPED = 143
-"""Exit status after SIGTERM: the current step was finished and saved, and the same command resumes."""
+"""Exit status after SIGTERM: the current step was finished and saved, and the same command resumes.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,7 +67,9 @@ def read_path(variable: str) -> Path | None:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM was received. A second SIGTERM ends the process at once."""
+    """Yield a function that returns whether SIGTERM was received. A second SIGTERM ends the process
+    at once.
+    """
     received = False
 
     def handle(number: int, frame: object) -> None:

@@ -1,7 +1,8 @@
 """Reports metrics, rollouts and progress to the run folder, the console and the trackers.
 
-Measures the wall-clock time of each phase and the peak memory. These are the only numbers that differ between equal
-runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other metrics come from the caller.
+Measures the wall-clock time of each phase and the peak memory. These are the only numbers that
+differ between equal runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other
+metrics come from the caller.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
 
 PER_RESPONSE_TOKEN = ("gen", "reward")
-"""Phases whose time is divided by the completion tokens; that of all others is divided by all tokens."""
+"""Phases whose time is divided by the completion tokens; that of all others is divided by all
+tokens.
+"""
 
 
 class Reporter:
     """Reports a run.
 
-    sinks: the trackers; one that fails is reported once and not used again. num_devices: divisor of perf/throughput.
+    sinks: the trackers; one that fails is reported once and not used again. num_devices: divisor of
+    perf/throughput.
     clock: seconds, for tests.
     """
 
@@ -56,10 +60,11 @@ class Reporter:
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Show the progress of a phase, and yield advance(k), to be called when k more of total are done.
+        """Show the progress of a phase, and yield advance(k), to be called when k more of total are
+        done.
 
-        Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of nested phases only the
-        outermost one is timed.
+        Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of
+        nested phases only the outermost one is timed.
         """
         from trigon.training.trace import marked  # imports torch
 
@@ -83,8 +88,9 @@ class Reporter:
     ) -> None:
         """Report the metrics of a step, with its timings, throughput and memory added.
 
-        Call it before the step's checkpoint is saved, so that the metrics of a resumed run are complete; the time of
-        the save belongs to the next step. num_tokens: of all sequences of the step, prompts included;
+        Call it before the step's checkpoint is saved, so that the metrics of a resumed run are
+        complete; the time of the save belongs to the next step. num_tokens: of all sequences of the
+        step, prompts included;
         num_response_tokens: of their completions; 0: no throughput is reported.
         """
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
@@ -117,7 +123,9 @@ class Reporter:
         return measured
 
     def _utilization(self, metrics: Metrics) -> dict[str, Metric]:
-        """Return the model FLOPs utilization of the updates, or nothing if the devices' peak is unknown."""
+        """Return the model FLOPs utilization of the updates, or nothing if the devices' peak is
+        unknown.
+        """
         work, peak = metrics.get("actor/model_tflops"), metrics.get("perf/peak_tflops")
         seconds = self._seconds.get("update_actor", 0.0)
         if work is None or peak is None or not seconds:
@@ -162,7 +170,8 @@ class Reporter:
         self._console.warn(text)
 
     def summary(self, *, exported: Path | None, next_steps: Sequence[str]) -> None:
-        """Print the first and the last validation, the time of each phase, and the paths of the run.
+        """Print the first and the last validation, the time of each phase, and the paths of the
+        run.
 
         All of it is read from the run folder, so steps before a resume are included.
         exported: folder of the exported model, if any. next_steps: hints, one line each.

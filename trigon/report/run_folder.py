@@ -54,8 +54,9 @@ class RolloutRow:
     """A line of a rollouts file: one completion with its prompt and score.
 
     Texts are raw: pass them through console.sanitize before printing them.
-    sample: index within the group. reward: Score.overall; parts, outcome and error are those of Score. num_tokens: of
-    the completion. images: the source of each image. ground_truth: as in the dataset.
+    sample: index within the group. reward: Score.overall; parts, outcome and error are those of
+    Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
+    dataset.
     """
 
     prompt_id: str
@@ -157,8 +158,8 @@ class RunFolder:
     def rewind(self, step: int) -> Path | None:
         """Remove metrics and rollouts after this step, from which a run resumes.
 
-        A resumed run thereby leaves the same files as one that was not interrupted. At step 0 the run starts from the
-        beginning, and an earlier run's files are moved instead.
+        A resumed run thereby leaves the same files as one that was not interrupted. At step 0 the
+        run starts from the beginning, and an earlier run's files are moved instead.
         Returns: the folder to which files were moved, or None.
         """
         if step == 0:
@@ -244,7 +245,9 @@ def _lock(path: Path) -> int:
 
 
 def _remove_incomplete_line(path: Path) -> None:
-    """Remove a last line without a line end, left by a crash, so that the next line starts on its own."""
+    """Remove a last line without a line end, left by a crash, so that the next line starts on its
+    own.
+    """
     if path.exists():
         content = path.read_bytes()
         num_bytes = content.rfind(b"\n") + 1
@@ -259,7 +262,9 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _to_json(value: Any) -> Any:
-    """Return value in JSON types: a number that is not finite as None, an object of another type as its str()."""
+    """Return value in JSON types: a number that is not finite as None, an object of another type as
+    its str().
+    """
     match value:
         case None | bool() | int() | str():
             return value

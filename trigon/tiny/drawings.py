@@ -1,8 +1,8 @@
 """Generates a dataset in Geometry3K's schema whose problems cannot be solved without the image.
 
-A drawing is a square of unit cells, some of them shaded; the problem is to find the shaded area. The text is the same
-for every row, the areas are equally frequent, and positions and colours are random, so that without the image the
-accuracy is that of chance, 1 / NUM_ANSWERS.
+A drawing is a square of unit cells, some of them shaded; the problem is to find the shaded area.
+The text is the same for every row, the areas are equally frequent, and positions and colours are
+random, so that without the image the accuracy is that of chance, 1 / NUM_ANSWERS.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SHADES = ((200, 30, 30), (30, 60, 200), (20, 130, 40), (160, 30, 160))
 def make_dataset(folder: Path, *, num_train: int, num_validation: int, seed: int) -> tuple[Path, Path]:
     """Write train.parquet, validation.parquet and BLANK, and return the paths of the first two.
 
-    Columns: images (a list of one PNG), problem (with `<image>`), answer (text). All drawings of both files are
-    different. The same arguments give the same pixels. BLANK has the rows of validation.parquet with images of one
-    colour.
+    Columns: images (a list of one PNG), problem (with `<image>`), answer (text). All drawings of
+    both files are different. The same arguments give the same pixels. BLANK has the rows of
+    validation.parquet with images of one colour.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(itertools.islice(_distinct_rows(random.Random(seed)), num_train + num_validation))

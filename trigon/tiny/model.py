@@ -1,8 +1,9 @@
-"""Makes tiny model folders with all files of a published checkpoint and random weights, in a second and offline.
+"""Makes tiny model folders with all files of a published checkpoint and random weights, in a second
+and offline.
 
-Their configurations have every mechanism of the real families (window and full attention, patch merging, m-RoPE,
-deepstack, MoE). With them come a tokenizer, image and video processors and a generation config. The same arguments give
-the same bytes, independent of the global random state.
+Their configurations have every mechanism of the real families (window and full attention, patch
+merging, m-RoPE, deepstack, MoE). With them come a tokenizer, image and video processors and a
+generation config. The same arguments give the same bytes, independent of the global random state.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ TILE_SIZE, TILE_TOKENS = 56, 4
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
 
-# transformers 5.19 writes Qwen3-VL's MoE weights not transposed, and CLIP's names without their former prefix.
+# transformers 5.19 writes Qwen3-VL's MoE weights not transposed, and CLIP's names without their
+# former prefix.
 _SAVED_DIFFERENTLY = ("qwen3_vl_moe", "llava")
 
 
@@ -52,10 +54,12 @@ def make_tiny(
     seed: int = 0,
     tie_word_embeddings: bool = False,
 ) -> Path:
-    """Write a model folder with random weights (float32, under a million parameters), and return it.
+    """Write a model folder with random weights (float32, under a million parameters), and return
+    it.
 
-    The folder is created if missing; existing files are overwritten. It loads with AutoConfig, AutoTokenizer,
-    AutoProcessor and AutoModelForImageTextToText (AutoModelForCausalLM for the text families), and in vLLM.
+    The folder is created if missing; existing files are overwritten. It loads with AutoConfig,
+    AutoTokenizer, AutoProcessor and AutoModelForImageTextToText (AutoModelForCausalLM for the text
+    families), and in vLLM.
     Raises: ModelError for an unknown model_type.
     """
     if model_type not in get_args(TinyModelType):
@@ -83,7 +87,9 @@ def make_tiny(
 
 
 def _save_as_published(folder: Path, model: Any, family: Family) -> None:
-    """Write the weights again where published checkpoints differ from those that transformers 5 writes."""
+    """Write the weights again where published checkpoints differ from those that transformers 5
+    writes.
+    """
     if family.model_type in _SAVED_DIFFERENTLY:
         tensors = {
             name: tensor.detach().contiguous()
@@ -144,7 +150,9 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
 
 
 def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
-    """Return the common arguments of image and video processors. One image token covers 2 x 2 patches."""
+    """Return the common arguments of image and video processors. One image token covers 2 x 2
+    patches.
+    """
     token_pixels = (2 * patch_size) ** 2
     return {
         "patch_size": patch_size,
@@ -155,7 +163,9 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
-    """Return a small config of the family. The heads have 32 dimensions, the minimum of vLLM's CPU attention."""
+    """Return a small config of the family. The heads have 32 dimensions, the minimum of vLLM's CPU
+    attention.
+    """
     import transformers  # its classes are imported on first use
 
     text: dict[str, Any] = {
@@ -192,7 +202,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
     }
     match model_type:
         case "qwen2_vl":
-            # In this family embed_dim is the width of the vision tower, and hidden_size that of its output.
+            # In this family embed_dim is the width of the vision tower, and hidden_size that of its
+            # output.
             return transformers.Qwen2VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config={
@@ -210,7 +221,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **tied,
             )
         case "qwen2_5_vl":
-            # Windows of 2 x 2 image tokens: a drawing of 3 x 3 has four, so windows differ from full attention.
+            # Windows of 2 x 2 image tokens: a drawing of 3 x 3 has four, so windows differ from
+            # full attention.
             return transformers.Qwen2_5_VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config=vision | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -219,7 +231,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
             )
         case "qwen3_vl" | "qwen3_vl_moe":
             kind = transformers.Qwen3VLConfig if model_type == "qwen3_vl" else transformers.Qwen3VLMoeConfig
-            # Six positions per side, one per patch of a drawing of 96 x 96; other sizes are interpolated.
+            # Six positions per side, one per patch of a drawing of 96 x 96; other sizes are
+            # interpolated.
             return kind(
                 text_config=text
                 | (experts | {"norm_topk_prob": True} if model_type == "qwen3_vl_moe" else {})

@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     made = folder / "made" / f"{chosen.model_type}_seed{chosen.seed}"
     # Loaded first, so that an error in an override is found before anything is made.
     early = load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
-    # A second thread does not speed up so small a model, and with one thread its numbers are the same on every machine
-    # with the same kernels. Set before torch is imported, which reads it.
+    # A second thread does not speed up so small a model, and with one thread its numbers are the
+    # same on every machine with the same kernels. Set before torch is imported, which reads it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         if not (made / "model").is_dir():
@@ -59,7 +59,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def import_ahead(config: Config) -> None:
-    """Import the libraries that training in this process uses, if installed. Training reports missing ones."""
+    """Import the libraries that training in this process uses, if installed. Training reports
+    missing ones.
+    """
     import trigon.build.run  # noqa: F401
     from trigon.data import sources
 
@@ -72,7 +74,9 @@ def import_ahead(config: Config) -> None:
 
 
 def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:
-    """Return the overrides that the command adds to the configuration file and the user's overrides."""
+    """Return the overrides that the command adds to the configuration file and the user's
+    overrides.
+    """
     return [
         f"data.train_files={train_files}",
         f"data.val_files={val_files}",

@@ -1,4 +1,5 @@
-"""Trains the tokenizer of the tiny models: byte-level BPE with Qwen's special tokens and chat layout.
+"""Trains the tokenizer of the tiny models: byte-level BPE with Qwen's special tokens and chat
+layout.
 
 The training text is built in, so the same model type always gives the same tokenizer.
 """
@@ -58,8 +59,9 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-# The training text of the tokenizer. Frequent words become single tokens first, so many sentences are close to the
-# prompts and completions of the tests; the others give tokens for ordinary English. A change changes all token ids.
+# The training text of the tokenizer. Frequent words become single tokens first, so many sentences
+# are close to the prompts and completions of the tests; the others give tokens for ordinary
+# English. A change changes all token ids.
 _CORPUS = (
     (
         r"<think> </think> \boxed{0} \boxed{1} \boxed{2} \boxed{3} \boxed{4} \boxed{5} \boxed{6} \boxed{7} "
@@ -128,7 +130,8 @@ def train_tokenizer(model_type: TinyModelType) -> Any:
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    # The untrained tokenizer has Qwen's normalizer, pre-tokenizer and decoder, with which the merges are learned.
+    # The untrained tokenizer has Qwen's normalizer, pre-tokenizer and decoder, with which the
+    # merges are learned.
     learner = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_ENTRIES - len(_SPECIAL_TOKENS),
@@ -151,8 +154,8 @@ def train_tokenizer(model_type: TinyModelType) -> Any:
 def _chat_layout(model_type: TinyModelType) -> dict[str, Any]:
     """Return the tokenizer's chat template and names of image tokens.
 
-    InternVL's template writes one placeholder per image, and its processor adds the tokens around it; LLaVA has no
-    such tokens.
+    InternVL's template writes one placeholder per image, and its processor adds the tokens around
+    it; LLaVA has no such tokens.
     """
     if model_type not in ("internvl", "llava"):
         return {"chat_template": CHAT_TEMPLATE}

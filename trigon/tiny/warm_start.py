@@ -1,4 +1,5 @@
-"""A short supervised warm start, since reinforcement learning needs completions that are sometimes correct.
+"""A short supervised warm start, since reinforcement learning needs completions that are sometimes
+correct.
 
 Used by `trigon tiny` before a run, and by no run itself.
 """
@@ -37,15 +38,18 @@ def warm_start(
     seed: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> float:
-    """Train the policy in place on target completions until it reaches target_accuracy, and return its accuracy.
+    """Train the policy in place on target completions until it reaches target_accuracy, and return
+    its accuracy.
 
-    The loss is the mean negative log-probability of the target tokens. The accuracy is the mean probability of a target
-    completion, that of sampling at temperature 1. It is measured before each update, on examples not trained on before
-    (while there are any), and averaged over the last ACCURACY_WINDOW updates. It rises suddenly, after a number of
-    updates that depends on the seed, so a number of updates would be no good criterion.
+    The loss is the mean negative log-probability of the target tokens. The accuracy is the mean
+    probability of a target completion, that of sampling at temperature 1. It is measured before
+    each update, on examples not trained on before (while there are any), and averaged over the last
+    ACCURACY_WINDOW updates. It rises suddenly, after a number of updates that depends on the seed,
+    so a number of updates would be no good criterion.
 
-    Args: make_example: makes the example of an index below num_examples, when it is drawn. batch_size: examples per
-    update. seed: of their order. on_progress: called with the accuracy before each update.
+    Args: make_example: makes the example of an index below num_examples, when it is drawn.
+    batch_size: examples per update. seed: of their order. on_progress: called with the accuracy
+    before each update.
     """
     optimizer = make_optimizer(
         policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
