@@ -1,6 +1,4 @@
-"""Runs with several workers (Ray, FSDP2, vLLM) have the numbers of one worker, also after a worker
-was killed.
-"""
+"""Runs with several workers (Ray, FSDP2, vLLM) have the numbers of one, also after a resume."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def assert_close(actual: list[dict], expected: list[dict], *, tolerance: float) 
 
 
 def from_step(folder: Path, step: int, destination: Path) -> Path:
-    """Return a copy of a run folder, as if the run had been killed after the checkpoint of this
-    step.
-    """
+    """Return a copy of a run folder, as if the run had been killed after saving this step."""
     shutil.copytree(folder, destination)
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(destination / f"global_step_{later}", ignore_errors=True)
@@ -76,7 +72,7 @@ def from_step(folder: Path, step: int, destination: Path) -> Path:
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Return the command lines of all processes with this mark in their environment, by process id."""
+    """Return the command lines of the processes with this mark in their environment, by id."""
     processes = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -90,9 +86,7 @@ def marked(mark: str) -> dict[int, str]:
 
 
 def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, method: str, after: int) -> None:
-    """Kill a worker while it executes this method, after the run has written `after` lines of
-    metrics.
-    """
+    """Kill a worker that executes this method, after `after` steps are in metrics.jsonl."""
     workers: list[int] = []
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -169,9 +163,7 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
 
 
 def assert_same(actual: list[dict], expected: list[dict]) -> None:
-    """Assert equal metrics, except the bytes of messages, some of which are sent again after a
-    kill.
-    """
+    """Assert equal metrics, except the bytes of messages, which a kill repeats."""
 
     def without_moved_bytes(found: list[dict]) -> list[dict]:
         return [
@@ -184,9 +176,7 @@ def assert_same(actual: list[dict], expected: list[dict]) -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start two Ray nodes with one CPU each on this machine, and yield the environment variables of
-    a run on them.
-    """
+    """Start two Ray nodes with one CPU each, and yield the environment of a run on them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

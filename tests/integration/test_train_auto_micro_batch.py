@@ -1,6 +1,4 @@
-"""Runs with measured token budgets have the numbers of runs with configured ones, also after a
-resume.
-"""
+"""Runs with measured token budgets have the numbers of runs with configured ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The model that the learning tests start from: its completions have the right form and are
-sometimes correct.
-"""
+"""The tiny model that the learning tests start from, after its warm start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every algorithm raises the reward, with real configuration, vLLM and reward workers, in this
-process.
+"""Every algorithm raises the reward, with real configuration, vLLM and reward workers.
 
 The task is easy enough for a few steps: completions with a 1 are rewarded.
 """

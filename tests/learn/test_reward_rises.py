@@ -1,4 +1,4 @@
-"""GRPO raises the accuracy of the tiny model, with the real command line, vLLM and reward workers."""
+"""GRPO raises the accuracy of the tiny model, with real command line, vLLM and rewards."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def log_of(folder: Path) -> Path:
 
 
 def assert_learned(folder: Path) -> None:
-    """Assert that every step has a gradient, without which a comparison of runs would show little."""
+    """Assert that every step has a gradient, so that comparisons of runs are meaningful."""
     norms = [line["metrics"]["actor/grad_norm"] for line in lines(folder) if line["step"] > 0]
     assert all(norm > 1e-3 for norm in norms), norms
 
@@ -120,7 +120,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], folder: Path) -> None:
-    """Wait until the condition is true, for at most 300 s, and assert that the run is still active."""
+    """Wait up to 300 s for the condition, and assert that the run is still active."""
     deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, log_of(folder).read_text()[-4000:]

@@ -1,6 +1,4 @@
-"""The generated drawings: Geometry3K's schema, disjoint files, balanced answers that need the
-image.
-"""
+"""The generated drawings: schema, disjoint files, balanced answers that need the image."""
 
 from __future__ import annotations
 

@@ -28,12 +28,10 @@ from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 
 class TuneMicroBatch(Protocol):
-    """Sets and returns the token budgets of trainer and reference; see
-    trigon.training.budget.tune_engines.
+    """Sets and returns token budgets; see trigon.training.budget.tune_engines.
 
-    known: budgets of an earlier run, returned as they are if every rank's device is of the same
-    kind;
-        None: measure.
+    known: budgets of an earlier run, returned unchanged if every rank's device is of the same kind.
+    None: measure.
     """
 
     def __call__(self, lengths: Lengths, known: Budgets | None) -> Budgets: ...

@@ -42,7 +42,7 @@ def count_data_threads(config: Config) -> int:
     return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
 
 
-# -- the KL term ----------------------------------------------------------------------------------------------------
+# -- the KL term --------------------------------------------------------------------------------
 
 
 def needs_reference(config: Config) -> bool:
@@ -71,7 +71,7 @@ def needs_old_logprobs(config: Config, plan: Plan) -> bool:
     return plan.updates_per_step > 1 or (kl_is_in_reward(config) and not kl_is_full(config))
 
 
-# -- settings, in the order in which a step uses them ---------------------------------------------------------------
+# -- settings, in the order in which a step uses them -------------------------------------------
 
 
 def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
@@ -109,8 +109,9 @@ def make_sampling_params(config: Config) -> SamplingParams:
 
 
 def make_validation_sampling_params(config: Config) -> SamplingParams:
-    """Return the sampling parameters of validation: those of training, changed by
-    val_override_config.
+    """Return the sampling parameters of validation.
+
+    They are those of training, changed by val_override_config.
     """
     override = config.worker.rollout.val_override_config
     training = make_sampling_params(config)

@@ -119,8 +119,7 @@ def run_training(
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError or ModelError if a tracker is not installed, or the device or a kernel is
-    not available.
+    """Raise ConfigError or ModelError if a tracker, the device or a kernel is not available.
 
     The devices of several workers are checked when these have started.
     """
@@ -156,10 +155,9 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
 
 
 def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | None:
-    """Return the checkpoint to resume from: load_checkpoint_path, or else the last one of the run
-    folder.
+    """Return the checkpoint to resume from, or None to start from the beginning.
 
-    None: the run starts from the beginning.
+    It is trainer.load_checkpoint_path, or the last one of the run folder with find_last_checkpoint.
     """
     trainer = config.trainer
     if trainer.load_checkpoint_path is not None:

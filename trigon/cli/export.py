@@ -1,5 +1,4 @@
-"""`trigon export CHECKPOINT`: writes a checkpoint as a Hugging Face model, or LoRA as an adapter
-for peft.
+"""`trigon export CHECKPOINT`: writes a Hugging Face model, or a LoRA adapter for peft.
 
 `trigon merge --local_dir .../global_step_N/actor` is the same command by the name of EasyR1's
 script.

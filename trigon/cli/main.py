@@ -1,5 +1,4 @@
-"""The `trigon` command: runs a subcommand, and prints a TrigonError as one message without a
-traceback.
+"""The `trigon` command: runs a subcommand, and prints a TrigonError as one message.
 
 Imports no heavy library, so that `trigon --help` is fast.
 """

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
-    """Train, and export the last checkpoint to export_to unless it is None. Return the exit status."""
+    """Train, and return the exit status. export_to: where to export the last checkpoint."""
     # Imported here, so that errors of the configuration do not wait for heavy libraries.
     from trigon.build.run import TrackerEnvironment, run_training
 

@@ -118,7 +118,7 @@ class Console:
                 self._bars.stop()
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> None:
-        """Print the line of a step. seconds_left: until the end of the last step; None if unknown."""
+        """Print the line of a step. seconds_left: until the end of the last step, if known."""
         if not self._step_lines:
             return
         parts = [f"step {step}/{total_steps}"]
@@ -141,7 +141,7 @@ class Console:
         self._rich.print(table)
 
     def completions(self, title: str, rows: Sequence[RolloutRow]) -> None:
-        """Print completions with prompt, ground truth and reward, each text cut after 2,000
+        """Print completions with prompt, ground truth and reward. Texts are cut at 2,000
         characters.
         """
         for row in rows:

@@ -1,14 +1,14 @@
 """Reads and writes the folder of a run, except its checkpoints: configuration, metrics, rollouts.
 
     root/
-      config.yaml                          the resolved configuration
-      auto_micro_batch.json                measured token budgets, with trainer.auto_micro_batch
-      metrics.jsonl                        {"step": 12, "metrics": {"reward/overall": 0.8, ...}}, one line per step
-      rollouts/step_000012.jsonl           the rollouts of step 12, one per line
-      rollouts/validation_000012.jsonl     the validation rollouts after step 12
-      run.lock                             locked while a run writes to the folder
-      set_aside/report/ ...                reports of an earlier run, moved when a run starts from the beginning
-      global_step_12/ ...                  checkpoints; see trigon/checkpoint/store.py
+      config.yaml                       the resolved configuration
+      auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
+      rollouts/step_000012.jsonl        the rollouts of step 12, one per line
+      rollouts/validation_000012.jsonl  the validation rollouts after step 12
+      run.lock                          locked while a run writes to the folder
+      set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
+      global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
 
 A number that is not finite is written as null, since JSON has no nan.
 """
@@ -245,9 +245,7 @@ def _lock(path: Path) -> int:
 
 
 def _remove_incomplete_line(path: Path) -> None:
-    """Remove a last line without a line end, left by a crash, so that the next line starts on its
-    own.
-    """
+    """Remove an incomplete last line, left by a crash, so that no line is appended to it."""
     if path.exists():
         content = path.read_bytes()
         num_bytes = content.rfind(b"\n") + 1
@@ -262,9 +260,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _to_json(value: Any) -> Any:
-    """Return value in JSON types: a number that is not finite as None, an object of another type as
-    its str().
-    """
+    """Return value in JSON types: numbers that are not finite as None, other objects as str."""
     match value:
         case None | bool() | int() | str():
             return value

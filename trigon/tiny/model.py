@@ -1,5 +1,4 @@
-"""Makes tiny model folders with all files of a published checkpoint and random weights, in a second
-and offline.
+"""Makes tiny model folders with random weights and all files of a published checkpoint.
 
 Their configurations have every mechanism of the real families (window and full attention, patch
 merging, m-RoPE, deepstack, MoE). With them come a tokenizer, image and video processors and a
@@ -54,12 +53,11 @@ def make_tiny(
     seed: int = 0,
     tie_word_embeddings: bool = False,
 ) -> Path:
-    """Write a model folder with random weights (float32, under a million parameters), and return
-    it.
+    """Write a model folder with random float32 weights, and return it.
 
-    The folder is created if missing; existing files are overwritten. It loads with AutoConfig,
-    AutoTokenizer, AutoProcessor and AutoModelForImageTextToText (AutoModelForCausalLM for the text
-    families), and in vLLM.
+    The model has less than a million parameters. The folder is created if missing; existing files
+    are overwritten. It loads with AutoConfig, AutoTokenizer, AutoProcessor and
+    AutoModelForImageTextToText (AutoModelForCausalLM for the text families), and in vLLM.
     Raises: ModelError for an unknown model_type.
     """
     if model_type not in get_args(TinyModelType):
@@ -87,9 +85,7 @@ def make_tiny(
 
 
 def _save_as_published(folder: Path, model: Any, family: Family) -> None:
-    """Write the weights again where published checkpoints differ from those that transformers 5
-    writes.
-    """
+    """Write the weights again if published checkpoints differ from transformers 5."""
     if family.model_type in _SAVED_DIFFERENTLY:
         tensors = {
             name: tensor.detach().contiguous()

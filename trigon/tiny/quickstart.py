@@ -74,9 +74,7 @@ def import_ahead(config: Config) -> None:
 
 
 def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:
-    """Return the overrides that the command adds to the configuration file and the user's
-    overrides.
-    """
+    """Return the overrides of the command, which come before the user's."""
     return [
         f"data.train_files={train_files}",
         f"data.val_files={val_files}",

@@ -1,5 +1,4 @@
-"""Trains the tokenizer of the tiny models: byte-level BPE with Qwen's special tokens and chat
-layout.
+"""Trains the tiny models' tokenizer: byte-level BPE, Qwen's special tokens and chat layout.
 
 The training text is built in, so the same model type always gives the same tokenizer.
 """

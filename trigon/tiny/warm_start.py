@@ -1,5 +1,4 @@
-"""A short supervised warm start, since reinforcement learning needs completions that are sometimes
-correct.
+"""A short supervised warm start, after which completions are sometimes correct.
 
 Used by `trigon tiny` before a run, and by no run itself.
 """
@@ -38,8 +37,7 @@ def warm_start(
     seed: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> float:
-    """Train the policy in place on target completions until it reaches target_accuracy, and return
-    its accuracy.
+    """Train the policy in place up to target_accuracy, and return its accuracy.
 
     The loss is the mean negative log-probability of the target tokens. The accuracy is the mean
     probability of a target completion, that of sampling at temperature 1. It is measured before
