@@ -205,7 +205,7 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
         examples.__getitem__,
         num_examples=len(examples),
         max_updates=100,
-        enough_skill=0.35,
+        target_accuracy=0.35,
         batch_size=4,
         schedule=Schedule(3e-3, "constant", 5, 100, 0.0),
         positions=positions_of(processors.family, processors.hf_config),
