@@ -38,7 +38,7 @@ from trigon.config.load import load_config
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -209,7 +209,7 @@ def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, 
 
 def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
     """Return the figure of bar 6, and the tables; draw the plot, if one is wanted."""
-    collect_seldom()  # as the command does
+    set_gc_threshold()  # as the command does
     figures, controlled = measure_controller(CONTROLLED)
     names = sorted({name for _, phases in controlled for name in phases} - {"step", "gen", "save_checkpoint"})
     rows = [

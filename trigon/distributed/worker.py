@@ -32,7 +32,7 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
@@ -107,7 +107,7 @@ class Worker:
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
-        collect_seldom()
+        set_gc_threshold()
         faulthandler.enable()  # a crash leaves the stack in this worker's log
 
     def __repr__(self) -> str:  # what Ray writes before each line that a worker prints
