@@ -15,7 +15,8 @@ from support.engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_ro
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
-from trigon.training.budget import Budgets, Lengths, dummy_group, measure_budgets, tune_engines
+from trigon.training.budget import Budgets, Lengths, measure_budgets, tune_engines
+from trigon.training.dry_run import dummy_group
 from trigon.training.memory import CudaMemory, HostMemory
 from trigon.training.parallel import SingleProcess
 
@@ -27,7 +28,7 @@ class Emulated:
     """A device that takes so much for a pass as is said, and remembers how many tokens each had. Satisfies Memory."""
 
     device_name = "Emulated"
-    most_tokens: int | None = None
+    max_tokens: int | None = None
 
     def __init__(self, *, total: int, free: int, peak: Callable[[int], int]) -> None:
         self.total_bytes = total
@@ -89,9 +90,9 @@ def test_more_tokens_than_there_are_in_an_update_or_a_step_are_not_asked_for(eng
     memory = Emulated(total=100 * GIB, free=90 * GIB, peak=lambda tokens: tokens << 20)
     found = budgets_on(memory, engine)
     assert (found.update_tokens, found.experience_tokens) == (900, 700)
-    memory.most_tokens = 300
+    memory.max_tokens = 300
     assert budgets_on(memory, engine).update_tokens == 300
-    memory.most_tokens = 30
+    memory.max_tokens = 30
     assert budgets_on(memory, engine).update_tokens == LENGTHS.longest
 
 
@@ -136,7 +137,7 @@ def test_what_was_found_before_is_not_measured_again_on_a_device_of_the_same_kin
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_5_vl", "internvl"])
 def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_model, model_type):
     engine = make_engine(tiny_model(model_type))
-    group = dummy_group(engine.policy, LENGTHS, 3)
+    group = dummy_of(engine.policy, LENGTHS, 3)
     assert len(group.prompt.token_ids) == 60
     assert [len(part.token_ids) for part in group.sequences] == [40] * 3
     if model_type == "qwen2":
@@ -147,7 +148,7 @@ def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_
     assert shown == {"qwen2_5_vl": 49, "internvl": 44}[model_type]  # 7 x 7; eleven tiles of 4 with a word between them
     small = replace(LENGTHS, image_pixels=28 * 28 * 9)
     assert (
-        dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
+        dummy_of(engine.policy, small, 3).prompt.token_ids.count(image)
         == {"qwen2_5_vl": 45, "internvl": 44}[model_type]
     )
 
@@ -193,7 +194,7 @@ def test_a_pass_takes_the_same_each_time_and_a_larger_one_no_more_than_a_line_sa
     folder = tiny_model("qwen2")
     engine = make_engine(folder, terms=terms, compared_with=folder if terms.kl_estimator == "full" else None)
     memory = HostMemory(shared_by=1)
-    groups = [dummy_group(engine.policy, LENGTHS, 26)]
+    groups = [dummy_of(engine.policy, LENGTHS, 26)]
     with engine.dry_run_updates() as update:
         update(groups)
         one, again, two, four = (memory.peak_bytes(lambda n=n: update(groups * n)) for n in (1, 1, 2, 4))
@@ -230,7 +231,7 @@ def test_the_host_tells_its_memory_and_each_rank_its_share():
 
 def test_a_machine_that_does_not_tell_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "other").write_text("MemTotal:        1024 kB\n")
-    with pytest.raises(ConfigError, match=r"auto_micro_batch.*absent does not tell.*set it to false"):
+    with pytest.raises(ConfigError, match=r"auto_micro_batch.*absent.*set it to false"):
         HostMemory(shared_by=1, meminfo=tmp_path / "absent")
     memory = HostMemory(shared_by=2, meminfo=tmp_path / "other")
     assert memory.total_bytes == 512 * 1024
@@ -263,3 +264,7 @@ def test_a_gpu_counts_what_a_piece_of_work_takes_besides_what_is_held():
     assert peak == 256 << 20
     assert memory.free_bytes() == pytest.approx(free, abs=32 << 20)
     assert held.nbytes < memory.total_bytes - memory.free_bytes()
+
+
+def dummy_of(policy, lengths, num_completions):
+    return dummy_group(policy, prompt_tokens=lengths.prompt_tokens, response_tokens=lengths.response_tokens, image_pixels=lengths.image_pixels, num_completions=num_completions)

@@ -24,10 +24,10 @@ class ThreadRanks:
         self._barrier = barrier
         self._board = board
 
-    def totals(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
         return [sum(column) for column in self._columns(numbers)]
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
         return [max(column) for column in self._columns(numbers)]
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
@@ -75,5 +75,5 @@ def test_alone_a_rank_makes_its_own_passes_and_sees_its_own_images(shows_image):
 
 
 def test_alone_every_number_is_the_total_and_the_largest():
-    assert SingleProcess().totals([1.5, -2.0]) == SingleProcess().largest([1.5, -2.0]) == [1.5, -2.0]
+    assert SingleProcess().all_reduce_sum([1.5, -2.0]) == SingleProcess().all_reduce_max([1.5, -2.0]) == [1.5, -2.0]
     assert (SingleProcess().rank, SingleProcess().size, SingleProcess().state_group) == (0, 1, None)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from support.ranks import RankProcesses
 from trigon.errors import CheckpointError
 from trigon.training import state
-from trigon.training.state import ShardedFiles, StoredTensor, load_tensors, save_tensors, stage
+from trigon.training.state import ShardedFiles, StoredTensor, load_tensors, save_tensors, copy_to_host
 
 SHARDED = {
     "layer.weight": torch.arange(28.0).view(7, 4).sqrt(),
@@ -179,7 +179,7 @@ def without(name):
 
 
 MISFITS = [
-    (SHARDED | {"new": torch.zeros(2)}, r"missing \['new'\], unknown \[\].*\(1, 0 and 0 in all\)"),
+    (SHARDED | {"new": torch.zeros(2)}, r"missing \['new'\], unknown \[\].*\(1, 0 and 0 in total\)"),
     (without("one_row"), r"missing \[\], unknown \['one_row'\]"),
     (
         SHARDED | {"layer.weight": torch.zeros(7, 3)},
@@ -231,9 +231,9 @@ def refused_on_rank(folder, complaint):
     ("damage", "complaint"),
     [
         (cut_short, r"shard-00002-model-00001-of-00001\.safetensors cannot be read"),
-        (of_another_save, r"the pieces of layer\.weight in .* make no tensor"),
-        (twice, r"the pieces of .* \(.*shard-00003.*\) make no tensor"),
-        (lambda files: files[0].unlink(), r"the pieces of layer\.\w+ in .* make no tensor: a file is missing"),
+        (of_another_save, r"the pieces of layer\.weight in .* do not form a tensor"),
+        (twice, r"the pieces of .* \(.*shard-00003.*\) do not form a tensor"),
+        (lambda files: files[0].unlink(), r"the pieces of layer\.\w+ in .* do not form a tensor: a file is missing"),
         (lambda files: files[1].unlink(), r"layer\.weight torch\.float32 \[4, 4\] instead of torch\.float32 \[7, 4\]"),
         (lambda files: [file.unlink() for file in files], "holds no safetensors files"),
     ],
@@ -274,7 +274,7 @@ def save_behind_training_on_rank(folder):
     """Save from a thread, while tensors change and the default group is busy with other messages."""
     group = dist.new_group(backend="gloo")
     tensors = sharded() | copies_of(PLAIN)
-    staged = stage(tensors)
+    staged = copy_to_host(tensors)
     failures = []
 
     def write():

@@ -220,9 +220,7 @@ class _Tuner:
         per_completion_token = (large - one) / completion_tokens
         per_prompt_token = (two - large) / prompt_tokens
         fixed = one - per_completion_token * completion_tokens - per_prompt_token * prompt_tokens
-        return _LinearFit(
-            fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0)
-        )
+        return _LinearFit(fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0))
 
     def _fits(self, make_pass: Pass, num_groups: int, usable_bytes: float) -> bool:
         """Make a pass over so many groups, and return whether its memory is available on all ranks."""

@@ -176,9 +176,7 @@ def _broadcast_buffers(policy: Policy, full_policy: Policy | None, device: torch
     """Broadcast the buffers of rank 0, which are computed at construction and are in no checkpoint."""
     full_buffers = {} if full_policy is None else dict(full_policy.named_buffers())
     for name, buffer in list(policy.named_buffers()):
-        values = (
-            torch.empty_like(buffer, device=device) if full_policy is None else full_buffers[name].to(device)
-        )
+        values = torch.empty_like(buffer, device=device) if full_policy is None else full_buffers[name].to(device)
         dist.broadcast(values, src=0)
         module, _, leaf = name.rpartition(".")
         setattr(policy.get_submodule(module), leaf, values)

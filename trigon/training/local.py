@@ -7,7 +7,7 @@ An update passes through LocalTrainEngine.step and, for each packed row, micro_b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -274,9 +274,7 @@ class LocalTrainEngine:
             trainable=sum(parameter.numel() for parameter in trainable),
             weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
             gradient_bytes=gradient_bytes,
-            optimizer_bytes=sum(
-                state_bytes(part, self._settings.strategy) for part in map(on_this_rank, trainable)
-            ),
+            optimizer_bytes=sum(state_bytes(part, self._settings.strategy) for part in map(on_this_rank, trainable)),
         )
 
     def close(self) -> None:

@@ -105,7 +105,9 @@ class ShardedFiles:
             for name, piece, dtype in _pieces_in(file):
                 self._pieces.setdefault(name, []).append(piece)
                 dtypes.setdefault(name, set()).add(dtype)
-        self._tensors = {name: _stored_tensor(folder, name, self._pieces[name], dtypes[name]) for name in sorted(dtypes)}
+        self._tensors = {
+            name: _stored_tensor(folder, name, self._pieces[name], dtypes[name]) for name in sorted(dtypes)
+        }
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -295,7 +297,8 @@ def _stored_tensor(folder: Path, name: str, pieces: list[_Piece], dtypes: set[to
     if len(dtypes) > 1 or has_gap or _any_overlap(non_empty):
         files = ", ".join(sorted({piece.file.name for piece in pieces}))
         raise CheckpointError(
-            f"the pieces of {name} in {folder} ({files}) do not form a tensor: a file is missing, or one is from another save"
+            f"the pieces of {name} in {folder} ({files}) do not form a tensor: a file is missing, "
+            "or one is from another save"
         )
     return StoredTensor(shape, dtypes.pop())
 
