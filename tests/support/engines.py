@@ -1,4 +1,7 @@
-"""Train engines on tiny real models, in one process or as one of several ranks, and groups to train on."""
+"""Train engines on tiny real models, and groups to train on.
+
+Engines run in a single process or as one of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,10 @@ def make_engine(
 
     Args:
         dtype: of the weights.
-        compute_dtype: of the forward pass; None for dtype. With sharding it is sharding.param_dtype.
-        sharding: None for a single process; otherwise this process is a rank of the default process group.
+        compute_dtype: of the forward pass; None for dtype. With sharding it is
+        sharding.param_dtype.
+        sharding: None for a single process; otherwise this process is a rank of the default process
+        group.
         compared_with: model folder of the reference of the full KL.
         vision_cache_bytes: size of the feature cache, for a frozen vision tower.
     """
@@ -135,8 +140,9 @@ def processors_of(folder: Path) -> Processors:
 
 
 def make_rollouts(folder: Path, *, seed: int = 0, images: bool = True) -> list[RolloutGroup]:
-    """Return three groups of three completions: two prompts with an image each, and one of text only.
+    """Return three groups of three completions.
 
+    Two prompts have an image each, the third is text only.
     images: False for text only in all groups, as for a family without vision.
     """
     processors = processors_of(folder)
@@ -156,7 +162,10 @@ def to_train(
     old: Sequence[Sequence[Tensor]] | None = None,
     ref: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[TrainGroup]:
-    """Return the groups with advantages[i] for completion i. masked: (group, completion) without trainable tokens."""
+    """Return the groups with advantages[i] for completion i.
+
+    masked: (group, completion) without trainable tokens.
+    """
     return [
         TrainGroup(
             group.prompt,

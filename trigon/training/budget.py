@@ -29,7 +29,9 @@ from trigon.training.protocol import LogprobEngine, TunableEngine, TunableScorer
 from trigon.types import RolloutGroup, TrainGroup
 
 HEADROOM = 0.1
-"""Fraction of a device's memory that passes leave free: fragmentation, buffers of kernels, other processes."""
+"""Fraction of a device's memory that passes leave free: fragmentation, buffers of kernels, other
+processes.
+"""
 
 _ROUND = 256  # budgets are multiples of this number, for readability
 
@@ -40,7 +42,8 @@ class Lengths:
 
     prompt_tokens, response_tokens: of the longest prompt and completion.
     image_pixels: of the largest image; None: no limit.
-    update_tokens: of all groups of one update. step_tokens: of all groups that are scored in one step.
+    update_tokens: of all groups of one update. step_tokens: of all groups that are scored in one
+    step.
     """
 
     prompt_tokens: int
@@ -80,7 +83,7 @@ def tune_engines(
     *,
     known: Budgets | None,
 ) -> Budgets:
-    """Measure the token budgets, set them in the engines, and return them. Args: see measure_budgets."""
+    """Measure the token budgets, and set them in the engines. Args: see measure_budgets."""
     # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
     scorer = reference if isinstance(reference, TunableScorer) else None
     budgets = measure_budgets(trainer, scorer, memory, lengths, process_group, known=known)
@@ -223,7 +226,7 @@ class _Tuner:
         return _LinearFit(fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0))
 
     def _fits(self, make_pass: Pass, num_groups: int, usable_bytes: float) -> bool:
-        """Make a pass over so many groups, and return whether its memory is available on all ranks."""
+        """Make a pass over so many groups, and return whether it fits on all ranks."""
         peak = self._peak_bytes(make_pass, [self._group] * num_groups)
         [num_failed] = self._process_group.all_reduce_sum([float(peak is None or peak > usable_bytes)])
         return num_failed == 0

@@ -1,4 +1,4 @@
-"""The state of a train engine in a checkpoint folder: weights or adapters, optimizer states, update count.
+"""The state of a train engine in a checkpoint folder.
 
     folder/
       weights/               all weights, without LoRA
@@ -126,7 +126,7 @@ def _optimizer_tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor
 def _load_optimizer_tensors(
     policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: Strategy, process_group: ProcessGroup
 ) -> None:
-    """Replace all optimizer states by those in the folder. Raises: CheckpointError if they do not match."""
+    """Replace all optimizer states. Raises: CheckpointError if they do not match."""
     trainable = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     tensors = _empty_optimizer_tensors(trainable, folder, strategy)
     load_tensors(tensors, folder, group=process_group.state_group)
@@ -141,12 +141,13 @@ def _empty_optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return a tensor for every optimizer state in the folder.
 
-    Raises: CheckpointError if a state belongs to no trainable parameter, or a parameter lacks a state
-    that another one has.
+    Raises: CheckpointError if a state belongs to no trainable parameter, or a parameter lacks a
+    state that another one has.
     """
     tensors: dict[str, Tensor] = {}
     unknown: list[str] = []
-    # A parameter that never had a gradient (those of a vision tower before the first image) has no state.
+    # A parameter that never had a gradient (those of a vision tower before the first image) has no
+    # state.
     for state_name in ShardedFiles(folder).tensors:
         name, _, key = state_name.rpartition("/")
         if name not in trainable:

@@ -84,9 +84,10 @@ def dummy_group(
     image_pixels: int | None,
     num_completions: int,
 ) -> TrainGroup:
-    """Return a group of the given lengths, its prompt filled with images if the model has a vision tower.
+    """Return a group of the given lengths, whose prompt is full of images.
 
-    All tokens are the same one and all pixels are 0: the memory of a pass does not depend on them.
+    A model without a vision tower gets a prompt of text. All tokens are the same one and all pixels
+    are 0: the memory of a pass does not depend on them.
 
     Args:
         image_pixels: pixels of the largest image; None: no limit.

@@ -37,7 +37,7 @@ class FakeTrainEngine:
         return [[torch.zeros(len(rollout.completion.token_ids)) for rollout in group.rollouts] for group in groups]
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. The loss is minus the mean advantage, so that a test can check its input."""
+        """See TrainEngine. The loss is minus the mean advantage."""
         self.updates += 1
         advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
         return {"actor/pg_loss": Mean(-float(advantages.mean()))}

@@ -112,7 +112,10 @@ class TorchProcessGroup:
         cast(FSDPModule, policy).set_requires_all_reduce(sync_gradients)
 
     def reshard(self, policy: nn.Module) -> None:
-        """See ProcessGroup. Mostly for the root module, which fully_shard keeps gathered after a forward."""
+        """See ProcessGroup.
+
+        Affects the root module above all, which fully_shard keeps gathered after a forward pass.
+        """
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -159,7 +162,7 @@ def _mesh(device: torch.device, size: int, ranks_per_copy: int | None) -> Device
 
 
 def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Shard each layer as its own FSDP unit, and embeddings, norms, head and merger in the root unit."""
+    """Shard each layer as an FSDP unit, and all other modules as the root unit."""
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -173,7 +176,7 @@ def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
 
 
 def _broadcast_buffers(policy: Policy, full_policy: Policy | None, device: torch.device) -> None:
-    """Broadcast the buffers of rank 0, which are computed at construction and are in no checkpoint."""
+    """Broadcast the buffers of rank 0, which are not in checkpoints."""
     full_buffers = {} if full_policy is None else dict(full_policy.named_buffers())
     for name, buffer in list(policy.named_buffers()):
         values = torch.empty_like(buffer, device=device) if full_policy is None else full_buffers[name].to(device)

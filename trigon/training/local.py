@@ -137,8 +137,9 @@ class LocalTrainEngine:
         batches = pack_train(with_gradient, max_tokens=self._update_max_tokens, positions=self._positions)
         shows_image = [batch.packed.pixel_values is not None for batch in batches]
         if len(with_gradient) < len(groups):
-            # AdamW treats a gradient of zero and no gradient differently: with the former the moments still move the
-            # parameter. If all groups of a kind are left out, one idle pass gives the same parameters a gradient.
+            # AdamW treats a gradient of zero and no gradient differently: with the former the
+            # moments still move the parameter. If all groups of a kind are left out, one idle pass
+            # gives the same parameters a gradient.
             had_image = any(group.prompt.vision is not None for group in groups)
             if not batches or (had_image and not any(shows_image)):
                 shows_image.append(had_image)
@@ -156,7 +157,7 @@ class LocalTrainEngine:
         return Denominators(int(tokens), int(sequences))
 
     def _apply_update(self, plan: _UpdatePlan) -> _AppliedUpdate:
-        """Clip the gradients and let the optimizer apply them, unless the update is skipped; then free them."""
+        """Clip the gradients, apply them unless the update is skipped, and free them."""
         rate = self._settings.schedule.learning_rate(self._updates + 1)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -174,11 +175,15 @@ class LocalTrainEngine:
     def _update_metrics(
         self, plan: _UpdatePlan, applied: _AppliedUpdate, batch_metrics: Metrics, *, num_groups: int
     ) -> dict[str, Metric]:
-        """Return the metrics of the update as a whole, given those of this rank's micro-batches, merged."""
+        """Return the metrics of the update that are not those of its micro-batches.
+
+        batch_metrics: of this rank's micro-batches, merged. num_groups: of this rank.
+        """
         packed_tokens = float(sum(batch.packed.token_ids.numel() for batch in plan.batches))
         [loss] = self._process_group.all_reduce_sum([batch_metrics.get("actor/pg_loss", Sum(0.0)).value])
         metrics: dict[str, Metric] = {
-            # The summands of the micro-batches add up to the loss of one update; updates of a step are averaged.
+            # The summands of the micro-batches add up to the loss of one update; updates of a step
+            # are averaged.
             "actor/pg_loss": Mean(loss),
             "actor/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
             "actor/lr": Mean(applied.learning_rate),
@@ -229,7 +234,10 @@ class LocalTrainEngine:
 
     @property
     def optimizer_bytes(self) -> int:
-        """See TunableEngine. 0 if the optimizer states are on another device than the one that computes."""
+        """See TunableEngine.
+
+        0 if the optimizer states are on another device than the one that computes.
+        """
         elsewhere = next(self._policy.parameters()).device.type != self._device.type
         return 0 if elsewhere else self.sizes().optimizer_bytes
 
@@ -281,7 +289,7 @@ class LocalTrainEngine:
         """See TrainEngine. There is nothing to free but memory."""
 
     def _full_kl_reference(self) -> Reference | None:
-        """Return the reference that every update pass needs; None unless the loss has the full KL."""
+        """Return the reference of the full KL; None if the loss does not have one."""
         return self._reference if self._terms.kl_estimator == "full" else None
 
     def _wake(self, *, optimizer: bool) -> None:
@@ -316,15 +324,19 @@ class _UpdatePlan:
     def syncs_gradients(self, index: int) -> bool:
         """Return whether gradients are reduced over all ranks after a pass.
 
-        After the last pass is enough if all passes reach the same parameters, which is not so if only
-        some of them run the vision tower.
+        After the last pass is enough if all passes reach the same parameters, which is not so if
+        only some of them run the vision tower.
         """
         return index == len(self.passes) - 1 or len(set(self.passes)) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class _AppliedUpdate:
-    """What the optimizer did. grad_norm: before clipping. is_applied: False if the update was skipped."""
+    """What the optimizer did.
+
+    grad_norm: before clipping. is_finite: whether grad_norm is. is_applied: False if the update was
+    skipped.
+    """
 
     learning_rate: float
     grad_norm: float
@@ -335,6 +347,7 @@ class _AppliedUpdate:
 def has_gradient(group: TrainGroup, *, regularized: bool) -> bool:
     """Return whether any trainable token of the group can have a gradient.
 
-    regularized: see LossTerms.regularized; if False, only tokens whose advantage is not zero have one.
+    regularized: see LossTerms.regularized. If False, only tokens whose advantage is not zero have a
+    gradient.
     """
     return regularized or any(bool(((part.loss_mask > 0) & (part.advantages != 0)).any()) for part in group.sequences)

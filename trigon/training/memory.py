@@ -101,7 +101,7 @@ class HostMemory:
         return counter.peak
 
     def _read_bytes(self, name: str) -> int:
-        """Return one entry of the file. Raises: ConfigError if the file or the entry cannot be read."""
+        """Return one entry of the file. Raises: ConfigError if it cannot be read."""
         try:
             fields = dict(line.split(":", 1) for line in self._meminfo.read_text(encoding="ascii").splitlines())
             return int(fields[name].removesuffix("kB")) * 1024
@@ -139,7 +139,8 @@ class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key = storage._cdata
-        # A view has the storage of an input, which was counted already or existed before the context.
+        # A view has the storage of an input, which was counted already or existed before the
+        # context.
         if key in self._storages or key in inputs:
             return
         self._storages[key] = storage.nbytes()

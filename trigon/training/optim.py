@@ -1,4 +1,7 @@
-"""The optimizer and its learning-rate schedule. Does not depend on models, process groups and losses."""
+"""The optimizer and its learning-rate schedule.
+
+Does not depend on models, process groups and losses.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ class Schedule:
     """The learning rate as a function of the update's number, so that resuming needs no state.
 
     peak: learning rate after the warm-up.
-    warmup_updates: the k-th update of the warm-up, counted from 1, has peak * k / warmup_updates; no
-    update has a learning rate of 0.
+    warmup_updates: the k-th update of the warm-up, counted from 1, has peak * k / warmup_updates;
+    no update has a learning rate of 0.
     total_updates: update at which the cosine reaches its minimum.
     min_ratio: minimum of the cosine, as a fraction of peak.
     """
@@ -56,7 +59,10 @@ def make_optimizer(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> Optimizer:
-    """Return AdamW over the trainable parameters. Only matrices have weight decay, not norms and biases."""
+    """Return AdamW over the trainable parameters.
+
+    Matrices have weight decay; vectors (norms, biases) do not.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
@@ -65,7 +71,8 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     match strategy:
         case "adamw":
-            # torch's default is the fastest on CUDA. On the CPU it is the for-loop; fused is far faster.
+            # torch's default is the fastest on CUDA. On the CPU it is the for-loop; fused is far
+            # faster.
             on_cpu = all(parameter.device.type == "cpu" for parameter in trainable)
             return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=on_cpu or None)
         case "adamw_bf16":
@@ -81,7 +88,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
 
 
 def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
-    """Return the bytes of the optimizer states of one parameter, without the parameter and its gradient."""
+    """Return the bytes of the optimizer states of one parameter."""
     match strategy:
         case "adamw":
             return parameter.numel() * 2 * parameter.element_size()

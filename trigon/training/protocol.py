@@ -25,7 +25,10 @@ class LogprobEngine(Protocol):
     """Scores completions: the reference policy, or the policy before an update."""
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """Return for each group, for each rollout, float32 [R] log-probabilities on the CPU, without gradient."""
+        """Return log-probabilities without gradient.
+
+        Returns: for each group, for each rollout, float32 [R] on the CPU.
+        """
         ...
 
 
@@ -42,8 +45,8 @@ class TrainEngine(LogprobEngine, Protocol):
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 
-        An update whose gradient is not finite, or that has no trainable token, is skipped and counted
-        in actor/skipped_updates.
+        An update whose gradient is not finite, or that has no trainable token, is skipped and
+        counted in actor/skipped_updates.
         """
         ...
 
@@ -52,11 +55,14 @@ class TrainEngine(LogprobEngine, Protocol):
         ...
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
-        """Copy the weights to host memory and return a function that writes them into an existing folder.
+        """Copy the state to host memory, and return a function that writes it into a folder.
 
-        The function may run in another thread while training goes on. It writes safetensors and JSON
-        files only.
-        model_only: leave out the optimizer states, without which training cannot be resumed.
+        The function may run in another thread while training goes on. It writes safetensors and
+        JSON files only.
+
+        Args:
+            folder: exists when the function is called.
+            model_only: leave out the optimizer states, without which training cannot be resumed.
         """
         ...
 
@@ -114,7 +120,7 @@ class TunableEngine(TrainEngine, Protocol):
         ...
 
     def sizes(self) -> Sizes:
-        """Return the size of the policy, and the memory of its weights, gradients and optimizer states."""
+        """Return the size of the policy, and the memory that training it needs."""
         ...
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:

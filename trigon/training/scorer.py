@@ -1,4 +1,7 @@
-"""Scores completions without gradient: under the reference policy, or under the one that is trained."""
+"""Scores completions without gradient.
+
+LocalScorer is the reference policy's engine, and part of the train engine.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class LocalScorer:
             )
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return the context in which the policy computes: autocast, or none if all weights have the dtype."""
+        """Return the context in which the policy computes.
+
+        Autocast, or nothing if all weights have the dtype already.
+        """
         dtype = self._compute_dtype
         if dtype is None or all(parameter.dtype == dtype for parameter in self.policy.parameters()):
             return nullcontext()
@@ -78,12 +84,15 @@ class LocalScorer:
         return self._score(groups, against=None)
 
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
-        """Return the exact KL of this policy and a reference at each token, in the format of logprobs."""
+        """Return the KL of this policy and a reference at each token, as logprobs does."""
         with reference.awake():
             return self._score(groups, against=reference)
 
     def dry_run(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
-        """Make the pass of logprobs, or of full_kl, over all groups in one row, and discard the result."""
+        """Make the pass of logprobs over all groups in one row, and discard the result.
+
+        against: make the pass of full_kl instead.
+        """
         with nullcontext() if against is None else against.awake():
             self._score(groups, against=against, max_tokens=sum(map(tokens_of, groups)))
 

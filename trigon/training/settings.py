@@ -40,7 +40,8 @@ class Placement:
     """Where a policy computes, and where its tensors are in between.
 
     device: on which the policy computes.
-    compute_dtype: of the forward pass, by autocast; None for a sharded policy, which casts by itself.
+    compute_dtype: of the forward pass, by autocast; None for a sharded policy, which casts by
+    itself.
     offload_params: move the weights to the CPU while they are not in use.
     offload_optimizer: move the optimizer states to the CPU between updates.
     process_group: the ranks that hold the policy together.

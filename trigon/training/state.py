@@ -1,13 +1,14 @@
-"""Named tensors in a folder of safetensors files, written by any number of ranks and read by any other.
+"""Tensors in a folder, written by any number of ranks and read by any other number.
 
     folder/
       shard-00001-model-00001-of-00002.safetensors     pieces of rank 0
       shard-00001-model-00002-of-00002.safetensors     more of them: a file holds about FILE_BYTES
-      shard-00002-model-00001-of-00002.safetensors     pieces of rank 1; the metadata has their offsets
+      shard-00002-model-00001-of-00002.safetensors     pieces of rank 1
 
-These are the safetensors files of torch's distributed checkpoint, which splits tensors and puts them
-together again; the pickle files of its own format are not used. Does not depend on policies and
-optimizers. Hashes and atomic publication are left to the caller.
+The metadata of a file has the offsets of its pieces in the full tensors. These are the safetensors
+files of torch's distributed checkpoint, which splits tensors and puts them together again; the
+pickle files of its own format are not used. Does not depend on policies and optimizers. Hashes and
+atomic publication are left to the caller.
 """
 
 from __future__ import annotations
@@ -84,16 +85,16 @@ class _Piece:
 class ShardedFiles:
     """The tensors in the safetensors files of a folder, put together from their pieces.
 
-    Headers are read at construction, tensors on demand. A file without offsets in its metadata holds
-    full tensors. The shape of a tensor is the end of its last piece; if that piece is missing the
-    tensor appears smaller, which callers detect by comparing it with the expected shape.
+    Headers are read at construction, tensors on demand. A file without offsets in its metadata
+    holds full tensors. The shape of a tensor is the end of its last piece; if that piece is missing
+    the tensor appears smaller, which callers detect by comparing it with the expected shape.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
 
-        Raises: CheckpointError if there are no files, one cannot be read, or pieces of a tensor have
-        gaps or overlap.
+        Raises: CheckpointError if there are no files, one cannot be read, or pieces of a tensor
+        have gaps or overlap.
         """
         self._folder = folder
         self._pieces: dict[str, list[_Piece]] = {}
@@ -185,12 +186,18 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, which save_tensors can write while training goes on. DTensors stay DTensors."""
+    """Return copies in host memory, which can be saved while training goes on.
+
+    DTensors stay DTensors.
+    """
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 class _SafetensorsPlanner(DefaultSavePlanner):
-    """Provides tensors as safetensors needs them: in host memory, contiguous, without shared storage."""
+    """Provides tensors as safetensors needs them.
+
+    They are in host memory, contiguous, and do not share storage.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -204,7 +211,7 @@ class _SafetensorsPlanner(DefaultSavePlanner):
 
 
 def _file_numbers(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """Return for each tensor the number of the file, from 1, into which every rank writes its piece."""
+    """Return for each tensor the number of the file, from 1, that its pieces go to."""
     numbers: dict[str, int] = {}
     number, filled = 1, 0
     for name, tensor in sorted(tensors.items()):
@@ -238,7 +245,10 @@ def _mismatch(tensors: Mapping[str, Tensor], folder: Path) -> str | None:
 
 
 def _raise_on_all_ranks(problem: str | None, group: Any | None) -> None:
-    """Raise CheckpointError on all ranks if any of them has a problem; otherwise the others would wait for ever."""
+    """Raise CheckpointError on all ranks if any of them has a problem.
+
+    Otherwise the other ranks would wait for it.
+    """
     problems = [problem]
     if group is not None:
         problems = [None] * dist.get_world_size(group)
@@ -250,7 +260,7 @@ def _raise_on_all_ranks(problem: str | None, group: Any | None) -> None:
 
 @contextmanager
 def _checkpoint_errors(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError for torch's CheckpointException, which is not a subclass of Exception."""
+    """Raise CheckpointError for torch's CheckpointException, which is not an Exception."""
     try:
         yield
     except CheckpointException as error:
@@ -271,7 +281,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _pieces_in(file: Path) -> Iterator[tuple[str, _Piece, torch.dtype]]:
-    """Iterate over the tensors of a file: name, slice of the full tensor, dtype. Reads the header only."""
+    """Iterate over the tensors of a file, from its header: name, piece, dtype."""
     with _opened(file) as opened:
         metadata = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
         begins = None if metadata is None else json.loads(metadata)
@@ -290,7 +300,7 @@ def _read_piece(piece: _Piece, name: str) -> Tensor:
 
 
 def _stored_tensor(folder: Path, name: str, pieces: list[_Piece], dtypes: set[torch.dtype]) -> StoredTensor:
-    """Return the tensor that the pieces form. Raises: CheckpointError if they have gaps or overlap."""
+    """Return the tensor that the pieces form. Raises: CheckpointError if they form none."""
     shape = tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))
     non_empty = sorted((piece for piece in pieces if piece.volume > 0), key=lambda piece: piece.begin)
     has_gap = sum(piece.volume for piece in non_empty) != math.prod(shape)

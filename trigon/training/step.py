@@ -1,7 +1,7 @@
 """The forward and backward pass of one packed row, and the scoring of completions without gradient.
 
-Does not depend on optimizers and engines. Of other ranks it only uses that all of them make the same
-passes.
+Does not depend on optimizers and engines. Of other ranks it only uses that all of them make the
+same passes.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def micro_batch_backward(
             entropy_gradient=terms.entropy_coefficient > 0,
             against=against,
         )
-    # Without an update since sampling, old and current log-probabilities are equal: the ratio is exactly 1.
+    # Without an update since sampling, old and current log-probabilities are equal: the ratio is
+    # exactly 1.
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     loss, metrics = _total_loss(outputs, old, batch, terms, denominators)
     torch.autograd.backward(loss * gradient_scale)
@@ -202,7 +203,7 @@ def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) ->
 
 
 def idle_backward(policy: Policy, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool) -> None:
-    """Make a pass whose gradient is zero, for a rank that has fewer micro-batches than another one."""
+    """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another one."""
     row = _idle_row(policy)
     if reference is not None:
         reference.predictions(row, run_dummy_vision=run_dummy_vision)
