@@ -195,7 +195,7 @@ def run(processes: RankProcesses, task: Task) -> list[Result]:
         folder.mkdir(parents=True)
     if task.sharding is None:
         return [train(task)]
-    return processes.run(train_on_rank, task, ranks=len(task.batches[0].deal))
+    return processes.run(train_on_rank, task, ranks=len(task.batches[0].groups_of_rank))
 
 
 # -- comparisons -----------------------------------------------------------------------------------
