@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from support.recipes import RECIPES, ROOT, arguments_of, name_of
-from trigon.build import open_builder, open_processors
+from trigon.build.data import open_builder, open_processors
 from trigon.cli.main import main
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
@@ -204,7 +204,7 @@ def warmed_up(config: Config, source: Path, folder: Path) -> Path:
         examples.__getitem__,
         num_examples=len(examples),
         max_updates=100,
-        enough_skill=0.35,
+        target_accuracy=0.35,
         batch_size=4,
         schedule=Schedule(3e-3, "constant", 5, 100, 0.0),
         positions=positions_of(processors.family, processors.hf_config),

@@ -31,9 +31,9 @@ def tune_plan(
 ) -> Plan:
     """Return the plan with token budgets that fill the device's memory.
 
-    The budgets are stored in the run folder and reused while make_budget_key returns the same: a run that is resumed
-    with other budgets packs other rows, which changes the last bits of its numbers. resumes: the run continues from a
-    checkpoint; new budgets are then warned about.
+    The budgets are stored in the run folder and reused while make_budget_key returns the same: a
+    run that is resumed with other budgets packs other rows, which changes the last bits of its
+    numbers. resumes: the run continues from a checkpoint; new budgets are then warned about.
     """
     lengths = make_lengths(config, plan)
     # Through JSON, as the stored key has gone through it.

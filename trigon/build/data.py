@@ -42,7 +42,8 @@ def open_processors(config: Config) -> Processors:
 def open_builder(config: Config, processors: Processors) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
-    With one worker it also processes their images; with several, each worker processes its own (see open_images).
+    With one worker it also processes their images; with several, each worker processes its own (see
+    open_images).
     """
     data = config.data
     return PromptBuilder(

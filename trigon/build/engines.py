@@ -27,10 +27,10 @@ from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 
 class TuneMicroBatch(Protocol):
-    """Sets and returns the token budgets of trainer and reference; see trigon.training.budget.tune_engines.
+    """Sets and returns token budgets; see trigon.training.budget.tune_engines.
 
-    known: budgets of an earlier run, returned as they are if every rank's device is of the same kind;
-        None: measure.
+    known: budgets of an earlier run, returned unchanged if every rank's device is of the same kind.
+    None: measure.
     """
 
     def __call__(self, lengths: Lengths, known: Budgets | None) -> Budgets: ...
@@ -40,8 +40,9 @@ class TuneMicroBatch(Protocol):
 class Engines:
     """The engines of a run, in this process or in the workers.
 
-    device: description for the console. reference: None where the loop needs no log-probabilities of it. sizes: of each
-    rank's shard, by rank; one entry for a single process. tune_micro_batch: measures token budgets.
+    device: description for the console. reference: None where the loop needs no log-probabilities
+    of it. sizes: of each rank's shard, by rank; one entry for a single process. tune_micro_batch:
+    measures token budgets.
     """
 
     device: str
@@ -148,7 +149,9 @@ def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path)
 
 
 def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
-    """Raise CheckpointError if the disk has no space for one checkpoint. sizes: of each rank's shard."""
+    """Raise CheckpointError if the disk has no space for one checkpoint. sizes: of each rank's
+    shard.
+    """
     has_lora = config.worker.actor.model.lora.rank > 0
     copies = len(sizes) // workers_per_copy(config)
     weights = sum(each.gradient_bytes if has_lora else each.weight_bytes for each in sizes)

@@ -1,4 +1,4 @@
-"""Loads the policy and the reference, in this process or sharded over ranks, and makes their engines."""
+"""Loads the policy and the reference, in one process or sharded, and makes their engines."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def set_determinism(device: torch.device) -> None:
 def choose_kernel(config: Config, device: torch.device) -> Kernel:
     """Return the attention kernel of the run's models on this device.
 
-    Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for use_liger_kernel
-    together with compile_layers.
+    Raises: ModelError if it, or liger-kernel where configured, cannot run there; ConfigError for
+    use_liger_kernel together with compile_layers.
     """
     actor = config.worker.actor
     if actor.model.use_liger_kernel:
@@ -90,17 +90,17 @@ def choose_kernel(config: Config, device: torch.device) -> Kernel:
 def open_models(
     config: Config, processors: Processors, plan: Plan, place: DevicePlacement
 ) -> tuple[LocalTrainEngine, LogprobEngine | None]:
-    """Return the train engine, and the reference's engine where the loop needs its log-probabilities.
+    """Return the train engine, and the reference if the loop needs its log-probabilities.
 
-    With LoRA the reference is the policy without its adapters. For an exact KL over the whole vocabulary the train
-    engine holds the reference itself, and the second value is None.
+    With LoRA the reference is the policy without its adapters. For an exact KL over the whole
+    vocabulary the train engine holds the reference itself, and the second value is None.
     """
-    adapted = config.worker.actor.model.lora.rank > 0
-    scorer = open_reference(config, processors, plan, place) if needs_reference(config) and not adapted else None
+    has_lora = config.worker.actor.model.lora.rank > 0
+    scorer = open_reference(config, processors, plan, place) if needs_reference(config) and not has_lora else None
     trainer = open_trainer(config, processors, plan, place, scorer)
     if not needs_reference(config) or kl_is_full(config):
         return trainer, None
-    return trainer, trainer.reference_without_adapters() if adapted else scorer
+    return trainer, trainer.reference_without_adapters() if has_lora else scorer
 
 
 def open_trainer(
@@ -108,7 +108,7 @@ def open_trainer(
 ) -> LocalTrainEngine:
     """Load the policy, sharded if there are several ranks, and make its optimizer.
 
-    reference: for an exact KL over the whole vocabulary; otherwise the train engine does not use it.
+    reference: the train engine uses it only for an exact KL over the whole vocabulary.
     """
     actor = config.worker.actor
     compute_dtype = DTYPES[actor.fsdp.mp_param_dtype]
@@ -188,7 +188,7 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: De
 
 
 def open_trained_policy(config: Config, processors: Processors, kernel: Kernel, device: torch.device | str) -> Policy:
-    """Load the policy for training: with frozen parts, LoRA adapters and gradient checkpointing as configured."""
+    """Load the policy with frozen parts, LoRA and gradient checkpointing as configured."""
     actor = config.worker.actor
     policy = open_policy(config, processors, kernel, DTYPES[resolve_weight_dtype(config)], device)
     if actor.model.freeze_vision_tower:
@@ -237,7 +237,8 @@ def place_policy(
 ) -> Policy:
     """Return make_policy's policy, sharded over the ranks if there are several.
 
-    full_shard, param_dtype, reduce_dtype: of FSDP, unused with one rank. cpu_offload: keep the weights in host memory.
+    full_shard, param_dtype, reduce_dtype: of FSDP, unused with one rank. cpu_offload: keep the
+    weights in host memory.
     """
     if place.is_alone:
         return make_policy(torch.device("cpu") if cpu_offload else place.device)

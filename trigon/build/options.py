@@ -29,7 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_path(config: Config) -> str:
-    """Return the model to start from. trigon.config.checks has rejected a configuration without one."""
+    """Return the model to start from. trigon.config.checks has rejected a configuration without
+    one.
+    """
     path = config.worker.actor.model.model_path
     assert path is not None
     return path
@@ -40,7 +42,7 @@ def count_data_threads(config: Config) -> int:
     return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
 
 
-# -- the KL term ----------------------------------------------------------------------------------------------------
+# -- the KL term --------------------------------------------------------------------------------
 
 
 def needs_reference(config: Config) -> bool:
@@ -69,11 +71,13 @@ def needs_old_logprobs(config: Config, plan: Plan) -> bool:
     return plan.updates_per_step > 1 or (kl_is_in_reward(config) and not kl_is_full(config))
 
 
-# -- settings, in the order in which a step uses them ---------------------------------------------------------------
+# -- settings, in the order in which a step uses them -------------------------------------------
 
 
 def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
-    """Return when to validate, save and show completions. can_validate: there are validation prompts."""
+    """Return when to validate, save and show completions. can_validate: there are validation
+    prompts.
+    """
     trainer = config.trainer
     return Intervals(
         validate_first=trainer.val_before_train and can_validate,
@@ -105,7 +109,10 @@ def make_sampling_params(config: Config) -> SamplingParams:
 
 
 def make_validation_sampling_params(config: Config) -> SamplingParams:
-    """Return the sampling parameters of validation: those of training, changed by val_override_config."""
+    """Return the sampling parameters of validation.
+
+    They are those of training, changed by val_override_config.
+    """
     override = config.worker.rollout.val_override_config
     training = make_sampling_params(config)
     return SamplingParams(

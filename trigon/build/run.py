@@ -1,7 +1,7 @@
 """Runs a training from its configuration to the summary on the console.
 
-Parts are opened in the order in which their errors are cheap: the reward function, the run folder and the data before
-the models, the models before the rollout engine.
+Parts are opened in the order in which their errors are cheap: the reward function, the run folder
+and the data before the models, the models before the rollout engine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def run_training(
 ) -> None:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
-    warnings: of the configuration, to be printed. should_stop: called after each step; True saves a checkpoint and ends
-    the run. export_to: folder in which the last checkpoint is written as a Hugging Face model; None: not exported.
+    warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
+    checkpoint and ends the run. export_to: folder in which the last checkpoint is written as a
+    Hugging Face model; None: not exported.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -118,7 +119,7 @@ def run_training(
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError or ModelError if a tracker is not installed, or the device or a kernel is not available.
+    """Raise ConfigError or ModelError if a tracker, the device or a kernel is not available.
 
     The devices of several workers are checked when these have started.
     """
@@ -154,9 +155,9 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
 
 
 def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | None:
-    """Return the checkpoint to resume from: load_checkpoint_path, or else the last one of the run folder.
+    """Return the checkpoint to resume from, or None to start from the beginning.
 
-    None: the run starts from the beginning.
+    It is trainer.load_checkpoint_path, or the last one of the run folder with find_last_checkpoint.
     """
     trainer = config.trainer
     if trainer.load_checkpoint_path is not None:
@@ -222,7 +223,7 @@ def make_run(
         group_filter=make_group_filter(config),
         advantage_settings=make_advantage_settings(config),
         kl=make_initial_kl(config),
-        needs_old=needs_old_logprobs(config, plan),
+        needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,

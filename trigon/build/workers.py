@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from trigon.training.fsdp import TorchProcessGroup
 
 JOIN_GRACE_SECONDS = 60
-"""How much longer a rank waits for the others than the driver does, whose error names the rank at fault."""
+"""Seconds that a rank waits longer than the driver, whose error names the rank at fault."""
 
 
 @contextmanager
 def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
-    """Start the workers on this machine or a running Ray cluster, check their nodes, and end them on exit.
+    """Start the workers here or on a Ray cluster, check their nodes, and end them on exit.
 
     Raises: ConfigError if the cluster is too small, or a node lacks a file or package.
     """
@@ -64,7 +64,8 @@ def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
 def config_for_workers(config: Config) -> Config:
     """Return the configuration for processes on other nodes, with other working folders.
 
-    Model paths become absolute, and a chat template that is a file of the driver is replaced by its text.
+    Model paths become absolute, and a chat template that is a file of the driver is replaced by its
+    text.
     """
     model, data = config.worker.actor.model, config.data
 

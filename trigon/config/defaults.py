@@ -1,7 +1,7 @@
 """Values of the options that are null in schema.py because their default depends on other options.
 
-Each function returns the configured value, or the default where the option is null. Constants of the run that no option
-changes are here too. Does not depend on torch.
+Each function returns the configured value, or the default where the option is null. Constants of
+the run that no option changes are here too. Does not depend on torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The console output of a run: progress bars, one line per step, tables and warnings.
 
-Text from models and datasets is untrusted: it is printed without control characters and never parsed as markup. If the
-output is not a terminal, progress bars become plain lines, at most one every few seconds.
+Text from models and datasets is untrusted: it is printed without control characters and never
+parsed as markup. If the output is not a terminal, progress bars become plain lines, at most one
+every few seconds.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def sanitize(text: str, *, max_characters: int) -> str:
 class Console:
     """Prints to a terminal or another text stream.
 
-    stream: default standard output. progress: show the progress of phases. step_lines: print a line per step; tables
-    and warnings are always printed. clock: seconds, for tests.
+    stream: default standard output. progress: show the progress of phases. step_lines: print a line
+    per step; tables and warnings are always printed. clock: seconds, for tests.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Console:
                 self._bars.stop()
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> None:
-        """Print the line of a step. seconds_left: until the end of the last step; None if unknown."""
+        """Print the line of a step. seconds_left: until the end of the last step, if known."""
         if not self._step_lines:
             return
         parts = [f"step {step}/{total_steps}"]
@@ -140,7 +141,9 @@ class Console:
         self._rich.print(table)
 
     def completions(self, title: str, rows: Sequence[RolloutRow]) -> None:
-        """Print completions with prompt, ground truth and reward, each text cut after 2,000 characters."""
+        """Print completions with prompt, ground truth and reward. Texts are cut at 2,000
+        characters.
+        """
         for row in rows:
             parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))
             self._rich.print(Text(f"{title} | {sanitize(row.prompt_id, max_characters=100)}", style="bold"))

@@ -1,7 +1,8 @@
 """Reports metrics, rollouts and progress to the run folder, the console and the trackers.
 
-Measures the wall-clock time of each phase and the peak memory. These are the only numbers that differ between equal
-runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other metrics come from the caller.
+Measures the wall-clock time of each phase and the peak memory. These are the only numbers that
+differ between equal runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other
+metrics come from the caller.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
 
 PER_RESPONSE_TOKEN = ("gen", "reward")
-"""Phases whose time is divided by the completion tokens; that of all others is divided by all tokens."""
+"""Phases whose time is divided by completion tokens; the others by all tokens."""
 
 
 class Reporter:
     """Reports a run.
 
-    sinks: the trackers; one that fails is reported once and not used again. num_devices: divisor of perf/throughput.
-    clock: seconds, for tests.
+    sinks: the trackers; one that fails is reported once and not used again.
+    num_devices: divisor of perf/throughput. clock: seconds, for tests.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class Reporter:
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Show the progress of a phase, and yield advance(k), to be called when k more of total are done.
+        """Show a phase, and yield advance(k), to be called when k more of total are done.
 
-        Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of nested phases only the
-        outermost one is timed.
+        Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of
+        nested phases only the outermost one is timed.
         """
         from trigon.training.trace import marked  # imports torch
 
@@ -83,9 +84,10 @@ class Reporter:
     ) -> None:
         """Report the metrics of a step, with its timings, throughput and memory added.
 
-        Call it before the step's checkpoint is saved, so that the metrics of a resumed run are complete; the time of
-        the save belongs to the next step. num_tokens: of all sequences of the step, prompts included;
-        num_response_tokens: of their completions; 0: no throughput is reported.
+        Call it before the step's checkpoint is saved, so that the metrics of a resumed run are
+        complete; the time of the save belongs to the next step.
+        num_tokens: of all sequences of the step, prompts included; num_response_tokens: of their
+        completions. 0: no throughput is reported.
         """
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
@@ -117,7 +119,7 @@ class Reporter:
         return measured
 
     def _utilization(self, metrics: Metrics) -> dict[str, Metric]:
-        """Return the model FLOPs utilization of the updates, or nothing if the devices' peak is unknown."""
+        """Return the model FLOPs utilization of the updates, or nothing if the peak is unknown."""
         work, peak = metrics.get("actor/model_tflops"), metrics.get("perf/peak_tflops")
         seconds = self._seconds.get("update_actor", 0.0)
         if work is None or peak is None or not seconds:
@@ -145,7 +147,10 @@ class Reporter:
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 
     def rewind(self, step: int) -> None:
-        """Remove what was reported after this step, from which a run resumes. At 0 an earlier run's reports are moved."""
+        """Remove what was reported after this step, from which a run resumes.
+
+        At step 0, reports of an earlier run are moved, with a warning.
+        """
         moved = self._folder.rewind(step)
         if moved is not None:
             self.warn(
@@ -162,8 +167,9 @@ class Reporter:
         self._console.warn(text)
 
     def summary(self, *, exported: Path | None, next_steps: Sequence[str]) -> None:
-        """Print validation before and after, times and paths. All steps in the run folder count, also those before a resume.
+        """Print the first and the last validation, the time of each phase, and the paths.
 
+        All of it is read from the run folder, so steps before a resume are included.
         exported: folder of the exported model, if any. next_steps: hints, one line each.
         """
         lines = self._folder.read_metrics()
@@ -195,9 +201,8 @@ class Reporter:
             ]
             self._console.table("Time", ("phase", "time", "share"), rows)
         if tokens:
-            self._console.print(
-                f"tokens trained on: {format_number(tokens)} ({format_number(tokens / all_seconds)} per second of the run)"
-            )
+            rate = format_number(tokens / all_seconds)
+            self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
         self._console.print(f"run:      {self._folder.path}")
         self._console.print(f"metrics:  {self._folder.path / 'metrics.jsonl'}")
         self._console.print(f"rollouts: {self._folder.path / 'rollouts'}")
@@ -220,7 +225,7 @@ class Reporter:
 
 
 def _validation_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the val/ metrics as (key, value): accuracy, format, reward, then the others by name."""
+    """Return the val/ metrics: accuracy, format, reward, then the others by name."""
     order = ("val/accuracy_reward", "val/format_reward", "val/reward_score")
     rest = sorted(key for key in metrics if key.startswith("val/") and key not in (*order, "val/overall_reward"))
     return [(key, metrics[key]) for key in (*order, *rest) if key in metrics]

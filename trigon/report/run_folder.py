@@ -1,14 +1,14 @@
 """Reads and writes the folder of a run, except its checkpoints: configuration, metrics, rollouts.
 
     root/
-      config.yaml                          the resolved configuration
-      auto_micro_batch.json                measured token budgets, with trainer.auto_micro_batch
-      metrics.jsonl                        {"step": 12, "metrics": {"reward/overall": 0.8, ...}}, one line per step
-      rollouts/step_000012.jsonl           the rollouts of step 12, one per line
-      rollouts/validation_000012.jsonl     the validation rollouts after step 12
-      run.lock                             locked while a run writes to the folder
-      set_aside/report/ ...                reports of an earlier run, moved when a run starts from the beginning
-      global_step_12/ ...                  checkpoints; see trigon/checkpoint/store.py
+      config.yaml                       the resolved configuration
+      auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
+      rollouts/step_000012.jsonl        the rollouts of step 12, one per line
+      rollouts/validation_000012.jsonl  the validation rollouts after step 12
+      run.lock                          locked while a run writes to the folder
+      set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
+      global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
 
 A number that is not finite is written as null, since JSON has no nan.
 """
@@ -54,8 +54,9 @@ class RolloutRow:
     """A line of a rollouts file: one completion with its prompt and score.
 
     Texts are raw: pass them through console.sanitize before printing them.
-    sample: index within the group. reward: Score.overall; parts, outcome and error are those of Score. num_tokens: of
-    the completion. images: the source of each image. ground_truth: as in the dataset.
+    sample: index within the group. reward: Score.overall; parts, outcome and error are those of
+    Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
+    dataset.
     """
 
     prompt_id: str
@@ -157,8 +158,8 @@ class RunFolder:
     def rewind(self, step: int) -> Path | None:
         """Remove metrics and rollouts after this step, from which a run resumes.
 
-        A resumed run thereby leaves the same files as one that was not interrupted. At step 0 the run starts from the
-        beginning, and an earlier run's files are moved instead.
+        A resumed run thereby leaves the same files as one that was not interrupted. At step 0 the
+        run starts from the beginning, and an earlier run's files are moved instead.
         Returns: the folder to which files were moved, or None.
         """
         if step == 0:
@@ -216,8 +217,8 @@ def _parse_line(line: bytes, path: Path) -> StepMetrics:
         return StepMetrics(int(content["step"]), numbers)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} has a line that does not contain the metrics of a step ({error}): {line[:80]!r}. Remove the line, or "
-            "move the file away"
+            f"{path} has a line without the metrics of a step ({error}): {line[:80]!r}. Remove the line, or move the "
+            "file away"
         ) from error
 
 
@@ -244,7 +245,7 @@ def _lock(path: Path) -> int:
 
 
 def _remove_incomplete_line(path: Path) -> None:
-    """Remove a last line without a line end, left by a crash, so that the next line starts on its own."""
+    """Remove an incomplete last line, left by a crash, so that no line is appended to it."""
     if path.exists():
         content = path.read_bytes()
         num_bytes = content.rfind(b"\n") + 1
@@ -259,7 +260,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _to_json(value: Any) -> Any:
-    """Return value in JSON types: a number that is not finite as None, an object of another type as its str()."""
+    """Return value in JSON types: numbers that are not finite as None, other objects as str."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -1,6 +1,7 @@
 """The trackers to which a run can report: MLflow, SwanLab, TensorBoard, Weights & Biases.
 
-Each library is imported only if it is configured, and none of their errors stops a run. Does not read environment
+Each library is imported only if it is configured, and none of their errors stops a run. Does not
+read environment
 variables: trigon/cli/train.py does.
 """
 
@@ -31,9 +32,11 @@ _BUILT_IN = ("console", "file")
 class TrackerSettings:
     """The settings of all trackers.
 
-    project, experiment: names of the run. config: the resolved configuration, nested, of JSON types. folder: the run
-    folder; a run that resumes in it continues its curves where the tracker supports it.
-    tensorboard_dir: None: folder/tensorboard. swanlab_dir: None: folder/swanlab. swanlab_mode: None: SwanLab's default.
+    project, experiment: names of the run. config: the resolved configuration, nested, of JSON
+    types. folder: the run folder; a run that resumes in it continues its curves where the tracker
+    supports it.
+    tensorboard_dir: None: folder/tensorboard. swanlab_dir: None: folder/swanlab. swanlab_mode:
+    None: SwanLab's default.
     swanlab_api_key: None: SwanLab is logged in already.
     """
 
@@ -115,8 +118,8 @@ def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
 class Trackers:
     """All trackers of a run. One that fails is reported once and not used again.
 
-    Every exception of a tracker is caught: a tracker can fail for reasons outside the run (network, disk space, quota,
-    a bug), and all metrics are in metrics.jsonl as well.
+    Every exception of a tracker is caught: a tracker can fail for reasons outside the run (network,
+    disk space, quota, a bug), and all metrics are in metrics.jsonl as well.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, warn: Callable[[str], None]) -> None:
@@ -176,8 +179,9 @@ class _Wandb:
         import wandb
 
         self._wandb: Any = wandb
-        # The id depends on the run folder only, so that a resumed run continues its curves. Steps that it repeats have
-        # the same values, and wandb keeps the first. Console capture is off, since completions are on the console.
+        # The id depends on the run folder only, so that a resumed run continues its curves. Steps
+        # that it repeats have the same values, and wandb keeps the first. Console capture is off,
+        # since completions are on the console.
         self._run: Any = wandb.init(
             project=settings.project,
             name=settings.experiment,
@@ -264,7 +268,8 @@ def _as_text(rows: Sequence[RolloutRow]) -> str:
     for row in rows:
         prompt_id, prompt, response, ground_truth = _texts(row)
         blocks.append(
-            f"{prompt_id}\nprompt: {prompt}\ncompletion: {response}\nground truth: {ground_truth}\nreward: {format_number(row.reward)}\n"
+            f"{prompt_id}\nprompt: {prompt}\ncompletion: {response}\nground truth: {ground_truth}\n"
+            f"reward: {format_number(row.reward)}\n"
         )
     return "\n".join(blocks)
 

@@ -21,7 +21,8 @@ def describe_plan(
 ) -> list[tuple[str, str]]:
     """Return the rows of the overview as (name, value).
 
-    num_val_prompts: None without validation. device: description of the devices. sizes: of each rank's shard.
+    num_val_prompts: None without validation. device: description of the devices. sizes: of each
+    rank's shard.
     """
     n = config.worker.rollout.n
     size = sizes[0]
@@ -63,7 +64,8 @@ def format_bytes(num_bytes: int) -> str:
 def suggest_next_steps(config: Config, folder: Path, exported: Path | None, step: int) -> list[str]:
     """Return hints on what to do after a run, one line each.
 
-    folder: the run folder. exported: the exported model, if any. step: the last one that the run reached.
+    folder: the run folder. exported: the exported model, if any. step: the last one that the run
+    reached.
     """
     steps = [f"read the completions: {folder / 'rollouts'}/*.jsonl"]
     if exported is None and step > 0:
