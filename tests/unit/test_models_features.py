@@ -129,7 +129,7 @@ def test_an_image_is_seen_once_and_by_itself_whatever_else_is_in_its_row(tiny_mo
     policy = open_policy(folder)
     whole = said(policy, row_of(folder, first, second))
     memory = FeatureMemory(2**20)
-    policy.remember_features(memory, max_over_ranks=int)
+    policy.remember_features(memory, most=int)
     with tower_runs(policy) as runs:
         apart = said(policy, row_of(folder, first, second))
         assert len(runs) == 3
@@ -149,7 +149,7 @@ def test_two_groups_of_a_row_that_show_the_same_image_have_it_seen_once(tiny_vlm
     policy = open_policy(tiny_vlm)
     packed = row_of(tiny_vlm, ([(4, 6)], 1), ([(4, 6)], 1))
     expected = said(policy, packed)
-    policy.remember_features(FeatureMemory(0), max_over_ranks=int)
+    policy.remember_features(FeatureMemory(0), most=int)
     with tower_runs(policy) as runs:
         torch.testing.assert_close(said(policy, packed), expected, rtol=1e-5, atol=2e-5)
     assert len(runs) == 1
@@ -159,7 +159,7 @@ def test_images_of_which_no_hash_is_known_are_not_taken_for_each_other(tiny_vlm)
     policy = open_policy(tiny_vlm)
     packed = row_of(tiny_vlm, ([(4, 4)], 1), ([(4, 4)], 2))
     expected = said(policy, packed)
-    policy.remember_features(FeatureMemory(2**20), max_over_ranks=int)
+    policy.remember_features(FeatureMemory(2**20), most=int)
     with tower_runs(policy) as runs:
         for _ in range(2):
             nameless = PackedGroups(
@@ -179,7 +179,7 @@ def test_the_tower_runs_as_often_as_on_the_rank_that_has_most_to_see(tiny_vlm) -
         told.append(number)
         return 3
 
-    policy.remember_features(FeatureMemory(2**20), max_over_ranks=most)
+    policy.remember_features(FeatureMemory(2**20), most=most)
     for row, says in ((packed, expected), (packed, expected), (text, of_text)):
         with tower_runs(policy) as runs, torch.no_grad():
             torch.testing.assert_close(policy(row, run_dummy_vision=True).logprobs, says, rtol=1e-5, atol=2e-5)

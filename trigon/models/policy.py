@@ -53,7 +53,7 @@ class Policy(nn.Module):
         self.banned_token_ids = tuple(banned_token_ids)
         self.logprob_chunk = logprob_chunk or rows_of_chunk(model.lm_head.weight.shape[0])
         self._features: FeatureMemory | None = None
-        self._max_over_ranks: Callable[[int], int] = int
+        self._most: Callable[[int], int] = int
 
     def forward(
         self,
@@ -94,7 +94,7 @@ class Policy(nn.Module):
             if self.family.deepstack:
                 deepstack = {"visual_pos_masks": here, "deepstack_visual_embeds": layered}
         elif run_dummy_vision and self._features is not None:
-            self._encode_dummy(self._max_over_ranks(0))
+            self._encode_dummy(self._most(0))
         elif run_dummy_vision and self.family.has_vision:
             features, layered = self._encode_vision(*self._empty_image())
             embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *layered))
@@ -164,17 +164,16 @@ class Policy(nn.Module):
         parameters = [part for module in self.family.vision_modules(self.model) for part in module.parameters()]
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
-    def remember_features(self, memory: FeatureMemory, *, max_over_ranks: Callable[[int], int]) -> None:
+    def remember_features(self, memory: FeatureMemory, *, most: Callable[[int], int]) -> None:
         """From now on take what the vision tower makes of an image or video from the memory, if it is there.
 
         For a tower that never changes. Each image or video is then seen by itself, remembered or not, so that its
         features, bit for bit, depend on nothing else.
-        max_over_ranks: returns the maximum of a number over all ranks. It is called in every pass with
-        run_dummy_vision, since all ranks have to run a sharded tower equally often; those that have fewer
-        images to encode run it on empty ones.
+        most: returns the largest of a number on any rank. It is asked in every pass with touch_vision, since all ranks
+        have to run a sharded tower equally often; those that are to see less look at empty images.
         """
         self._features = memory
-        self._max_over_ranks = max_over_ranks
+        self._most = most
 
     def forget_features(self) -> None:
         """Forget what the vision tower made of images and videos, since it has other weights now."""
@@ -289,13 +288,13 @@ class Policy(nn.Module):
         known = self._features.recall(hashes, tower.device)
         keys = hashes or tuple(map(str, range(len(parts))))
         unseen = {key: index for index, key in enumerate(keys) if key not in known}  # of equal ones, one
-        max_unseen = self._max_over_ranks(len(unseen))  # before the tower runs, which the other ranks may do less often
+        most = self._most(len(unseen))  # before the tower runs, which the other ranks may do less often
         for key, index in unseen.items():
             tokens, layered = self._encode_vision(parts[index], grid_thw[index : index + 1])
             known[key] = Features(tokens, tuple(layered))
             if hashes:
                 self._features.remember(key, known[key])
-        self._encode_dummy(max_unseen - len(unseen))
+        self._encode_dummy(most - len(unseen))
         return torch.cat([known[key].tokens for key in keys]), [
             torch.cat(layer) for layer in zip(*(known[key].layered for key in keys), strict=True)
         ]

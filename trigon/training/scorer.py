@@ -53,9 +53,7 @@ class LocalScorer:
         self._offload_params = placement.offload_params
         self._process_group = process_group = placement.process_group
         if features is not None:
-            policy.remember_features(
-                features, max_over_ranks=lambda number: int(process_group.all_reduce_max([number])[0])
-            )
+            policy.remember_features(features, most=lambda number: int(process_group.all_reduce_max([number])[0]))
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the context in which the policy computes.
