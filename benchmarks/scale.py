@@ -45,7 +45,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
 from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
-from trigon.training.local import Sizes
+from trigon.training.protocol import Sizes
 from trigon.training.trace import LocalTracer
 from trigon.types import Rollout, RolloutGroup, Score
 

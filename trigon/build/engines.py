@@ -20,10 +20,9 @@ from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
-from trigon.training.local import Sizes
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
-from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine
 from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 

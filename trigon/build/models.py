@@ -27,10 +27,12 @@ from trigon.models.load import Processors, load_model
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.training.local import LocalScorer, LocalTrainEngine
+from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup
 from trigon.training.protocol import LogprobEngine
+from trigon.training.scorer import LocalScorer
+from trigon.training.settings import Placement, TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +125,30 @@ def open_trainer(
     moves = place.device.type != "cpu" and not actor.fsdp.enable_cpu_offload
     return LocalTrainEngine(
         policy,
-        terms=make_loss_terms(config),
-        strategy=actor.optim.strategy,
-        schedule=Schedule(
-            peak=actor.optim.lr,
-            shape=actor.optim.lr_scheduler_type,
-            warmup_updates=plan.warmup_updates,
-            total_updates=plan.total_updates,
-            min_ratio=actor.optim.min_lr_ratio or 0.0,
+        TrainSettings(
+            terms=make_loss_terms(config),
+            strategy=actor.optim.strategy,
+            schedule=Schedule(
+                peak=actor.optim.lr,
+                shape=actor.optim.lr_scheduler_type,
+                warmup_updates=plan.warmup_updates,
+                total_updates=plan.total_updates,
+                min_ratio=actor.optim.min_lr_ratio or 0.0,
+            ),
+            betas=actor.optim.betas,
+            weight_decay=actor.optim.weight_decay,
+            max_grad_norm=actor.max_grad_norm,
+            update_max_tokens=plan.tokens_per_update_pass,
+            score_max_tokens=plan.tokens_per_experience_pass,
         ),
-        betas=actor.optim.betas,
-        weight_decay=actor.optim.weight_decay,
-        max_grad_norm=actor.max_grad_norm,
+        Placement(
+            device=place.device,
+            compute_dtype=compute_dtype if place.is_alone else None,
+            offload_params=actor.offload.offload_params and moves,
+            offload_optimizer=actor.offload.offload_optimizer and moves,
+            process_group=place.process_group,
+        ),
         positions=positions_of(processors.family, processors.hf_config),
-        update_max_tokens=plan.tokens_per_update_pass,
-        score_max_tokens=plan.tokens_per_experience_pass,
-        device=place.device,
-        compute_dtype=compute_dtype if place.is_alone else None,
-        offload_params=actor.offload.offload_params and moves,
-        offload_optimizer=actor.offload.offload_optimizer and moves,
-        process_group=place.process_group,
         reference=reference if kl_is_full(config) else None,
         features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
     )
@@ -164,12 +170,14 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: De
     )
     return LocalScorer(
         policy,
+        Placement(
+            device=place.device,
+            compute_dtype=dtype if place.is_alone else None,
+            offload_params=offload and place.is_alone,
+            process_group=place.process_group,
+        ),
         positions=positions_of(processors.family, processors.hf_config),
         max_tokens=plan.tokens_per_experience_pass,
-        device=place.device,
-        compute_dtype=dtype if place.is_alone else None,
-        offload_params=offload and place.is_alone,
-        process_group=place.process_group,
         # As the policy computes features, so that equal weights give equal bits.
         features=(
             feature_memory(config, shared=True)

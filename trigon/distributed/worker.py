@@ -37,9 +37,8 @@ from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.fsdp import TorchProcessGroup
-from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.memory import memory_of
-from trigon.training.protocol import LogprobEngine
+from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
@@ -53,7 +52,7 @@ class WorkerEngines:
     replica_rank: its place among the ranks that sample the same prompts together (tensor parallelism); 0 answers.
     """
 
-    trainer: LocalTrainEngine
+    trainer: TunableEngine
     reference: LogprobEngine | None
     rollout: RolloutEngine
     images: ProcessedImages | None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
-from trigon.training.local import Sizes
+from trigon.training.protocol import Sizes
 
 
 def describe_plan(
