@@ -1,4 +1,6 @@
-"""EasyR1's command for `trigon merge`: a checkpoint becomes a Hugging Face model, in ACTOR/huggingface, and is proven.
+"""EasyR1's name for `trigon merge`: exports a checkpoint to a Hugging Face model and verifies it.
+
+The model is written to the folder `huggingface` of local_dir:
 
 python3 scripts/model_merger.py --local_dir checkpoints/easy_r1/exp_name/global_step_1/actor
 """

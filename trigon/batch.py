@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_groups
+from trigon.suggestions import did_you_mean
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
@@ -180,8 +180,7 @@ def _select(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[
 def _unknown_key(groups: Sequence[RolloutGroup], key: str) -> str:
     replies = [r.score.parts for group in groups for r in group.rollouts if r.score.outcome == "ok"]
     names = sorted(next(parts for parts in replies if key not in parts))
-    near = get_close_matches(key, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(key, names)
     return f"algorithm.filter_key={key}: the reward function's reply has no such number, only {', '.join(names)}{hint}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from trigon.algorithms.advantages import estimate
+from trigon.algorithms.advantages import estimate_advantages
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.batch import GroupFilter, Sampler, count_response_tokens, surplus_from, surplus_state
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
@@ -152,7 +152,7 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
             metrics = merge(metrics, {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(progress.kl.coefficient)})
             progress = replace(progress, kl=progress.kl.updated(mean_kl.value, sum(map(len, kl))))
         outcomes = build_reward_batch(groups, advantage_settings, penalties=penalties, baselines=batch.baselines)
-        advantages = estimate(
+        advantages = estimate_advantages(
             outcomes, advantage_settings.estimator, gamma=advantage_settings.gamma, weights=advantage_settings.weights
         )
         trains = outcomes.valid & ~overlong(groups) if advantage_settings.mask_overlong else outcomes.valid  # [G, N]

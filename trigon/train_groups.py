@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trigon.algorithms.advantages import AdvantageEstimator, RewardBatch
-from trigon.algorithms.kl import KlEstimator, kl_per_token
+from trigon.algorithms.advantages import RewardBatch
+from trigon.algorithms.kl import kl_per_token
 from trigon.errors import RewardError
 from trigon.metrics import Mean
+from trigon.names import AdvantageEstimator, KlEstimator
 from trigon.training.protocol import TrainEngine
 from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 
@@ -23,7 +24,7 @@ from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 class AdvantageSettings:
     """How rewards become advantages.
 
-    gamma: as in advantages.estimate. weights: of the parts of the reward, for gdpo; None: 1 for all but overall.
+    gamma: as in estimate_advantages. weights: of the parts of the reward, for gdpo; None: 1 for all but overall.
     kl_in_reward: None where the KL is in the loss, or off. mask_overlong: leave answers that were cut out of the loss.
     """
 
@@ -119,7 +120,7 @@ def build_train_groups(
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     lengths = [len(completion.token_ids) for completion in completions]
     sampling_logprobs = torch.tensor([value for completion in completions for value in completion.sampling_logprobs])
-    # Views of one tensor each, as in advantages.estimate.
+    # Views of one tensor each, as in advantages.estimate_advantages.
     each_mask = iter(trains.float().flatten().repeat_interleave(torch.tensor(lengths)).split_with_sizes(lengths))
     each_logprobs = iter(sampling_logprobs.split_with_sizes(lengths))
     return [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from trigon.checkpoint.store import CheckpointStore
-from trigon.config.options import read_text_option
+from trigon.config.paths import local_path, read_template
 from trigon.config.plan import workers_per_copy, Plan
 from trigon.config.schema import Config
 from trigon.models.hub import uses_modelscope
@@ -66,11 +66,12 @@ def as_workers_need(config: Config) -> Config:
     def absolute(path: str | None) -> str | None:
         if path and uses_modelscope():  # of which processes on other nodes do not know
             return str(model_folder(path).absolute())
-        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
+        local = local_path(path) if path else None
+        return path if local is None else str(local.absolute())
 
     elsewhere = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=elsewhere)})
-    template = {"override_chat_template": read_text_option(data.override_chat_template)}
+    template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
             "worker": config.worker.model_copy(update={"actor": actor}),

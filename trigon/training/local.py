@@ -23,7 +23,8 @@ from trigon.models.features import FeatureMemory
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapter_config, adapters_off
 from trigon.models.policy import Policy, full_tensor
-from trigon.training.optim import Schedule, Strategy, make_optimizer, on_this_rank, state_bytes, state_dtype
+from trigon.names import OptimizerStrategy
+from trigon.training.optim import Schedule, make_optimizer, on_this_rank, state_bytes, state_dtype
 from trigon.training.parallel import ProcessGroup, SingleProcess, passes_in_step
 from trigon.training.state import ShardedFiles, load_tensors, save_tensors, stage
 from trigon.training.step import (
@@ -156,7 +157,7 @@ class LocalTrainEngine:
         policy: Policy,
         *,
         terms: LossTerms,
-        strategy: Strategy,
+        strategy: OptimizerStrategy,
         schedule: Schedule,
         betas: tuple[float, float],
         weight_decay: float,
