@@ -238,9 +238,7 @@ def is_same_default(option: Option, default: Any) -> bool:
 
 
 def tables() -> str:
-    """Return the generated part: for each section the keys that are the same, and a table of the
-    rest.
-    """
+    """Return the generated part: per section the unchanged keys, and a table of the others."""
     parts: list[str] = []
     sections: dict[str, list[str]] = {}
     for key in defaults():

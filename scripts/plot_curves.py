@@ -1,5 +1,6 @@
-"""Plot accuracy against training steps for several runs: python scripts/plot_curves.py OUTPUT.svg
-RUN_FOLDER ...
+"""Plots the accuracy of several runs against training steps.
+
+    python scripts/plot_curves.py OUTPUT.svg RUN_FOLDER ...
 
 Reads metrics.jsonl of each run folder. Thin lines are the training accuracy of each step, dots the
 validation accuracy.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 
 class TrigonError(Exception):
-    """Base of all errors raised on purpose. The command line prints the message, not a traceback."""
+    """Base class of the errors below. The command line prints their message without a traceback."""
 
 
 class ConfigError(TrigonError):

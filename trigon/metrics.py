@@ -1,5 +1,4 @@
-"""Metrics that carry their own reduction, so that they merge correctly over micro-batches and
-ranks.
+"""Metrics that carry their own reduction, so that merging does not change their meaning.
 
 Independent of loggers, collectives and tensors.
 """
@@ -12,9 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean, stored as total and count: Mean(6.0, 4).value is 1.5. It is nan if count is
-    0.
-    """
+    """A weighted mean, stored as total and count: Mean(6.0, 4).value is 1.5. Of nothing: nan."""
 
     total: float
     count: float = 1.0

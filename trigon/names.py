@@ -1,7 +1,7 @@
-"""The names that a configuration chooses between: one type alias per set, for every layer to
-import.
+"""The names that a configuration chooses between, one type alias per set.
 
-Code that iterates over a set takes it from `typing.get_args`. This module imports only typing.
+Every layer imports them from here. Code that iterates over a set uses `typing.get_args`. This
+module imports only typing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ AdvantageEstimator = Literal[
 """How rewards become advantages (algorithms/advantages.py)."""
 
 SINGLE_COMPLETION_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_plus_plus", "remax")
-"""Estimators that do not compare the completions of a group, so that one completion per prompt
-suffices.
-"""
+"""Estimators that do not compare completions of a group, so that one per prompt suffices."""
 
 PolicyLossType = Literal["default", "gspo", "gspo_token", "cispo", "sapo"]
 """The policy loss of a token (algorithms/losses.py)."""

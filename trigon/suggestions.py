@@ -1,5 +1,6 @@
-"""The known name nearest to a misspelled one, for error messages. Imports only the standard
-library.
+"""Suggests the known name nearest to a misspelled one, for error messages.
+
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return "; did you mean grpo?" with the nearest known name, or "" if none is similar enough."""
+    """Return "; did you mean grpo?" with the nearest known name, or "" if there is none."""
     suggestion = nearest(name, known, cutoff=cutoff)
     return f"; did you mean {suggestion}?" if suggestion else ""
 

@@ -23,8 +23,11 @@ FinishReason = Literal["stop", "length"]
 """stop: the model ended the completion; length: the completion was cut at its token limit."""
 
 ScoreOutcome = Literal["ok", "failed", "timeout"]
-"""ok: scored; failed: the reward function raised, crashed or returned no valid scores;
-timeout: the reward worker was killed at its time limit."""
+"""How scoring ended.
+
+ok: scored. failed: the reward function raised, crashed or returned no valid scores. timeout: the
+reward worker was killed at its time limit.
+"""
 
 MediaKind = Literal["image", "video"]
 """The kind of media in a prompt: images or videos, never both."""
@@ -90,9 +93,7 @@ class Prompt:
     image_refs: tuple[str, ...]
 
     def pixels(self) -> Vision | None:
-        """Return the pixel values, None for a text-only prompt. The media must be processed
-        already.
-        """
+        """Return the processed media, None for a text-only prompt. They must not be files any more."""
         assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are not processed yet"
         return self.vision
 
@@ -271,9 +272,7 @@ NamedTensors = Iterator[tuple[str, "Tensor"]]
 
 
 class Phase(Protocol):
-    """Marks a phase of a step: shows its progress and adds its wall-clock time to the step's
-    timings.
-    """
+    """Marks a phase of a step, to show its progress and measure its wall-clock time."""
 
     def __call__(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context that yields advance(k), to be called when k more of total are done."""

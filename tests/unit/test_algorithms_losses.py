@@ -23,9 +23,7 @@ def settings(kind, **others):
 
 
 def run(ratios, advantages, loss_settings, *, lengths=None, mask=None):
-    """Return loss, gradient and PolicyLoss of tokens with these ratios, in sequences of these
-    lengths.
-    """
+    """Return loss, gradient and PolicyLoss of tokens with the given ratios and sequence lengths."""
     lengths = [len(ratios)] if lengths is None else lengths
     logprobs = torch.tensor([math.log(ratio) - 1.0 for ratio in ratios], requires_grad=True)
     result = policy_loss(

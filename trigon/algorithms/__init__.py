@@ -1,1 +1,1 @@
-"""Advantages, losses and KL as functions of tensors, without configuration, files or collectives."""
+"""Advantages, losses and KL: functions of tensors, without configuration, files or collectives."""

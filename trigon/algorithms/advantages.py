@@ -126,8 +126,7 @@ def group_relative(rewards: Tensor, valid: Tensor) -> Tensor:
 
 
 def batch_relative(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Return each reward less the mean of its group, divided by the standard deviation of the
-    batch.
+    """Return each reward less the mean of its group, divided by the batch's standard deviation.
 
     Lite PPO (arXiv:2508.08221). Args and Returns: as group_centered.
     """
@@ -182,11 +181,10 @@ def divide_by_batch_std(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def decoupled_parts(parts: Mapping[str, Tensor], valid: Tensor, weights: Mapping[str, float] | None) -> Tensor:
-    """Return the weighted sum of the parts, each normalized in its group, divided by the batch's
-    std.
+    """Return the weighted sum of the parts, normalized per group and then over the batch.
 
-    Normalizing the sum instead would give equal advantages to different parts with equal sums.
-    GDPO (arXiv:2601.05242).
+    Each part is normalized in its group before the sum: otherwise different parts with equal sums
+    would get equal advantages. GDPO (arXiv:2601.05242).
     Args: parts: {name: [G, N] float}; weights: by name, None: 1 each. Returns: [G, N] float32.
     """
     weight_of_part = dict.fromkeys(parts, 1.0) if weights is None else weights
@@ -235,10 +233,9 @@ def whiten(returns: Sequence[Sequence[Tensor]], valid: Tensor) -> list[list[Tens
 def subtract_baselines(
     returns: Sequence[Sequence[Tensor]], valid: Tensor, baselines: Tensor | None
 ) -> list[list[Tensor]]:
-    """Return each return less the reward of the prompt's greedy completion, zero if it was not
-    scored.
+    """Return each return less the reward of the prompt's greedy completion.
 
-    ReMax, algorithm 1 (arXiv:2310.10505).
+    Zero if that was not scored. ReMax, algorithm 1 (arXiv:2310.10505).
     """
     assert baselines is not None, "remax needs the reward of a greedy completion"
     comparable = valid & torch.isfinite(baselines)[:, None]

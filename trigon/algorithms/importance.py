@@ -71,8 +71,7 @@ def correction_weights(
 
 
 def mismatch_metrics(sampling_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
-    """Return the metrics that compare the log-probabilities of engine and trainer before any
-    update.
+    """Return the metrics of the train-inference mismatch before any update.
 
     probs_diff: |p - q|. logprobs_diff: |log p - log q|. k3: low-variance estimate of
     KL(engine || trainer). weight: w = p_trainer / p_engine. effective_share: effective sample size

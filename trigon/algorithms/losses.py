@@ -127,8 +127,7 @@ def _cispo_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, setting
 
 
 def _sapo_loss(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
-    """Return the surrogate loss through a soft gate, whose slope is 1 at ratio 1 and smaller
-    elsewhere.
+    """Return the surrogate loss through a soft gate, whose slope is largest at ratio 1.
 
     SAPO (arXiv:2511.20347).
     """

@@ -61,8 +61,7 @@ def reduce_loss(
     fixed_length: int,
     denominators: Denominators,
 ) -> Tensor:
-    """Return a micro-batch's share of the update's loss. The shares of all micro-batches add up to
-    it.
+    """Return a micro-batch's share of the loss of an update. The shares add up to the loss.
 
     token: the mean over all trainable tokens of the update (DAPO, arXiv:2503.14476, equation 12).
     seq: the mean over sequences of the mean of each one (GRPO, arXiv:2402.03300, equation 3).

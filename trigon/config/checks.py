@@ -1,5 +1,4 @@
-"""Checks across options: values that must fit together, options that must be set, files that must
-exist.
+"""Checks across options: conflicting values, missing options and missing files.
 
 They run before anything heavy is imported, and open neither datasets nor models.
 """

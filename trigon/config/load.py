@@ -1,8 +1,8 @@
-"""Reads a YAML file and a command line into one frozen configuration: defaults < YAML < command
-line.
+"""Reads a YAML file and a command line into one frozen configuration.
 
-All problems are reported in one error, each with the file and line, or the command line, that it
-comes from. Checks across options are in checks.py, renamed and ignored keys in legacy.py.
+The command line overrides the file, which overrides the defaults. All problems are reported in one
+error, each with its file and line. Checks across options are in checks.py, renamed and ignored keys
+in legacy.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def dump_config(config: Config) -> str:
-    """Return the configuration, defaults included, as YAML that load_config reads to the same one."""
+    """Return the configuration as YAML, with defaults; load_config reads it to an equal one."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -188,7 +188,7 @@ class _ConfigReader:
         return config
 
     def _flatten(self, node: Node, path: KeyPath, source: str) -> Iterator[tuple[KeyPath, Node]]:
-        """Yield the values below a node with their paths: options, ignored keys and unknown keys."""
+        """Yield the values below a node with their paths: of options, ignored and unknown keys."""
         in_free_mapping = _is_free_mapping(path)
         if not isinstance(node, MappingNode) or not (in_free_mapping or _is_section(path)):
             yield path, node
@@ -206,7 +206,7 @@ class _ConfigReader:
             yield from self._flatten(value, (*path, name) if in_free_mapping else (*path, *name.split(".")), source)
 
     def _add(self, path: KeyPath, node: Node, location: str) -> None:
-        """Add one value of an option, a renamed key or an ignored key; anything else is a problem."""
+        """Add one value of an option, renamed key or ignored key. Anything else is a problem."""
         name = _dotted(path)
         is_null = isinstance(node, ScalarNode) and node.tag == _NULL
         if (old := _renamed_prefix(path)) is not None:
@@ -238,7 +238,7 @@ class _ConfigReader:
         self.values[path] = value
 
     def _update_example_path(self, path: KeyPath, node: Node, location: str) -> Node:
-        """Return the node, with the current path if it names a shipped example by its older path."""
+        """Return the node; the older path of a shipped example becomes its current path."""
         if _dotted(path) in ("data.format_prompt", "worker.reward.reward_function") and isinstance(node, ScalarNode):
             renamed = renamed_file(node.value)
             if renamed != node.value:

@@ -8,9 +8,7 @@ from pathlib import Path
 from trigon.errors import ConfigError
 
 DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
-"""Suffixes of dataset files. A dataset whose name ends in one of them is a local file, not a hub
-id.
-"""
+"""Suffixes of dataset files. A dataset with one of them is a local file, not a hub id."""
 
 
 def is_inline_template(text: str) -> bool:
@@ -19,8 +17,7 @@ def is_inline_template(text: str) -> bool:
 
 
 def read_template(text: str | None) -> str | None:
-    """Return an inline template unchanged, and the content of a template file otherwise; None for
-    None.
+    """Return the text of a template, which is given inline or as a file; None for None.
 
     Raises: ConfigError if the file cannot be read.
     """
@@ -33,8 +30,7 @@ def read_template(text: str | None) -> str | None:
 
 
 def local_path(text: str, *, suffixes: Sequence[str] = ()) -> Path | None:
-    """Return the local path that a text names, or None if the text is a hub id (`name` or
-    `owner/name`).
+    """Return the local path that a text names, or None if it is a hub id (`name`, `owner/name`).
 
     What exists on this machine is always local. Otherwise a text is a path, of something missing,
     if it cannot be a hub id: it starts with `.`, `/` or `~`, has more than one slash, or ends in

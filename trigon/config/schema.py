@@ -59,12 +59,12 @@ class DataConfig(Section):
     """The datasets, and how prompts are built from their rows."""
 
     train_files: Files = ()
-    """Training datasets: a hub id, a file (parquet, json, jsonl, csv) or a folder, or a list of
-    these. `@split` selects a split (default: train)."""
+    """Training datasets: hub ids, files (parquet, json, jsonl, csv) or folders.
+    `@split` selects a split (default: train)."""
 
     train_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """Passes over each dataset of train_files per epoch: 2 is twice, 0.5 is half of it; empty: once
-    each. Trigon only."""
+    """Passes over each of train_files per epoch: 2 is twice, 0.5 is half of it; empty: once.
+    Trigon only."""
 
     val_files: Files = ()
     """Validation datasets, written like train_files."""
@@ -79,8 +79,7 @@ class DataConfig(Section):
     """Column of a row's images (PIL, bytes, mapping or path); absent or empty: a text-only row."""
 
     video_key: str = "videos"
-    """Column of a row's videos (paths or bytes), one for each `<video>` in the question; absent or
-    empty: none."""
+    """Column of a row's videos (paths or bytes), one for each `<video>`; absent or empty: none."""
 
     image_dir: str | None = None
     """Folder of relative image and video paths; null: the folder of the dataset."""
@@ -93,61 +92,58 @@ class DataConfig(Section):
     Trigon only."""
 
     max_prompt_length: int = Field(default=512, ge=1)
-    """Maximum number of prompt tokens, image tokens included. Raising it keeps more rows and needs
-    more memory."""
+    """Maximum number of prompt tokens, image tokens included.
+    Raising it keeps more rows and needs more memory."""
 
     max_response_length: int = Field(default=512, ge=1)
-    """Maximum number of tokens in a completion. Raising it needs more generation time and memory.
-    """
+    """Maximum number of tokens in a completion.
+    Raising it needs more generation time and memory."""
 
     rollout_batch_size: int = Field(default=512, ge=1)
-    """Prompts per step. Raising it makes steps longer and gradients less noisy, and updates more
-    off-policy."""
+    """Prompts per step.
+    Raising it makes steps longer and gradients less noisy, and updates more off-policy."""
 
     mini_rollout_batch_size: int | None = Field(default=None, ge=1)
     """Prompts per sampling round of algorithm.online_filtering; null: rollout_batch_size."""
 
     val_batch_size: int = Field(default=-1, ge=-1)
-    """Prompts per validation batch; -1: all at once. Raising it is faster and needs more host
-    memory for images."""
+    """Prompts per validation batch; -1: all at once.
+    Raising it is faster and needs more host memory for images."""
 
     format_prompt: str | None = None
-    """Jinja template of the question, which is its variable `content`: a file, or the template
-    itself (contains `{{` or `{%`)."""
+    """Jinja template of the question (its variable `content`).
+    Either a file, or the template itself (contains `{{` or `{%`)."""
 
     system_prompt: str | None = None
     """System message before each question; null: the chat template's default. Trigon only."""
 
     override_chat_template: str | None = None
-    """Jinja chat template that replaces the model's: a file, or the template itself (contains `{{`
-    or `{%`)."""
+    """Jinja chat template that replaces the model's.
+    Either a file, or the template itself (contains `{{` or `{%`)."""
 
     shuffle: bool = True
-    """Shuffle the training prompts with a seed, differently in each epoch; false: in the dataset's
-    order."""
+    """Shuffle the training prompts in each epoch, seeded; false: keep the order of the dataset."""
 
     seed: int = Field(default=1, ge=0)
     """Seed of the shuffle."""
 
     min_pixels: int | None = Field(default=262144, ge=1)
-    """Smaller images are enlarged to this number of pixels; null: the model's limit. Raising it
-    uses more prompt tokens."""
+    """Smaller images are enlarged to this number of pixels; null: the model's limit.
+    Raising it uses more prompt tokens."""
 
     max_pixels: int | None = Field(default=4194304, ge=1)
-    """Larger images are reduced to this number of pixels; null: the model's limit. Raising it uses
-    more prompt tokens."""
+    """Larger images are reduced to this number of pixels; null: the model's limit.
+    Raising it uses more prompt tokens."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1)
-    """Images with more pixels are rejected before they are decoded, to bound memory. Trigon only.
-    """
+    """Images with more pixels are rejected before decoding, to bound memory. Trigon only."""
 
     filter_overlong_prompts: bool = True
-    """Skip prompts longer than max_prompt_length and count them; false: such a prompt is an error.
-    """
+    """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1)
-    """Threads that measure prompts and prepare images. Raising it shortens the start if there are
-    CPU cores."""
+    """Threads that measure prompts and prepare images.
+    Raising it shortens the start if there are CPU cores."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.
@@ -161,12 +157,11 @@ class AlgorithmConfig(Section):
     """Advantage estimator, see docs/algorithms.md. The first five are EasyR1's."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token (reinforce_plus_plus). Lowering it gives the last tokens more of the
-    credit."""
+    """Discount per token (reinforce_plus_plus).
+    Lowering it gives the last tokens more of the credit."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each part of the reward that gdpo normalizes separately; empty: 1 for all but
-    `overall`. Trigon only."""
+    """Weight of each part of the reward in gdpo; empty: 1 for all but `overall`. Trigon only."""
 
     disable_kl: bool = False
     """Train without a reference model: no KL term, and less memory by one copy of the weights."""
@@ -175,23 +170,24 @@ class AlgorithmConfig(Section):
     """Add the KL term to the loss; false: subtract it from the reward of each completion."""
 
     kl_penalty: KlEstimator = "kl"
-    """KL estimator per token. kl: log-ratio; abs: its absolute value; mse: half its square;
-    low_var_kl: k3 (unbiased, low variance); full: the exact KL over the vocabulary."""
+    """KL estimator per token, see docs/algorithms.md.
+    kl: log-ratio; abs: its absolute value; mse: half its square; low_var_kl: k3 (unbiased, low
+    variance); full: the exact KL over the vocabulary."""
 
     kl_coef: float = Field(default=1e-3, ge=0)
-    """Weight of the KL term. Raising it keeps the policy closer to the reference and slows
-    learning."""
+    """Weight of the KL term.
+    Raising it keeps the policy closer to the reference and slows learning."""
 
     kl_type: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: adjust the weight of a KL in the reward so that the KL approaches kl_target."""
 
     kl_horizon: float = Field(default=10000.0, gt=0)
-    """Completions over which the adaptive weight changes by its relative error. Raising it makes
-    changes slower."""
+    """Completions over which the adaptive weight changes by its relative error.
+    Raising it makes changes slower."""
 
     kl_target: float = Field(default=0.1, gt=0)
-    """Target of the adaptive weight: KL in nats per token. Raising it lets the policy move further.
-    """
+    """Target of the adaptive weight: KL in nats per token.
+    Raising it lets the policy move further."""
 
     online_filtering: bool = False
     """Train only on groups whose mean filter_key is strictly between filter_low and filter_high.
@@ -208,18 +204,18 @@ class AlgorithmConfig(Section):
     """Groups with a mean at or above this are filtered, as all right."""
 
     filter_surplus: Literal["drop", "keep"] = "drop"
-    """Groups beyond rollout_batch_size: drop, or keep for the next step, where they are one step
-    old. Trigon only."""
+    """Drop groups beyond rollout_batch_size, or keep them for the next step.
+    Kept groups are one step old. Trigon only."""
 
     overlong_filtering: bool = False
-    """Exclude completions cut at max_response_length from the loss; their rewards still count in
-    their group (DAPO, section 3.4). Trigon only."""
+    """Exclude completions cut at max_response_length from the loss.
+    Their rewards still count in their group (DAPO, section 3.4). Trigon only."""
 
     mismatch_correction: Literal["off", CorrectionKind] = "off"
-    """Importance sampling against the train-inference mismatch. The ratio of trainer to engine
-    probability weights the loss. truncate: caps the ratio at mismatch_high; mask: excludes tokens
-    outside mismatch_low and mismatch_high; reject: excludes whole completions and weights nothing.
-    Trigon only."""
+    """Importance sampling against the train-inference mismatch.
+    The ratio of trainer to engine probability weights the loss. truncate: caps the ratio at
+    mismatch_high; mask: excludes tokens outside mismatch_low and mismatch_high; reject: excludes
+    whole completions and weights nothing. Trigon only."""
 
     mismatch_level: CorrectionLevel = "token"
     """token: a ratio per token; sequence: one per completion, the geometric mean over its tokens.
@@ -229,28 +225,29 @@ class AlgorithmConfig(Section):
     """Ratio below which mask and reject exclude. Raising it is stricter. Trigon only."""
 
     mismatch_high: float = Field(default=2.0, ge=1)
-    """Ratio at which truncate caps, and above which mask and reject exclude. Lowering it is
-    stricter. Trigon only."""
+    """Ratio at which truncate caps, and above which mask and reject exclude.
+    Lowering it is stricter. Trigon only."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained instead of the weights."""
 
     rank: int = Field(default=0, ge=0)
-    """Rank of the adapters; 0: no adapters, all weights are trained. Raising it adds capacity and
-    memory."""
+    """Rank of the adapters; 0: no adapters, all weights are trained.
+    Raising it adds capacity and memory."""
 
     alpha: int = Field(default=64, ge=1)
-    """The output of an adapter is scaled by alpha / rank. Raising it acts like a higher learning
-    rate."""
+    """The output of an adapter is scaled by alpha / rank.
+    Raising it acts like a higher learning rate."""
 
     target_modules: str = "all-linear"
-    """Layers with an adapter: all-linear (every linear layer but the head), names separated by
-    commas, or one regular expression."""
+    """Layers with an adapter.
+    all-linear: every linear layer but the head; otherwise names separated by commas, or one regular
+    expression."""
 
     exclude_modules: str | None = None
-    """Layers without an adapter, written likewise; `.*visual.*` excludes the vision tower. null:
-    none."""
+    """Layers without an adapter, written likewise; `.*visual.*` excludes the vision tower.
+    null: none."""
 
 
 class ModelConfig(Section):
@@ -275,23 +272,23 @@ class ModelConfig(Section):
     """Train everything but the vision tower: less memory and time."""
 
     vision_cache_gb: float = Field(default=4.0, ge=0)
-    """GiB of host memory per worker that cache image features of a vision tower that is not trained
-    (frozen, or excluded from LoRA); 0: no cache. Raising it avoids recomputation; results do not
-    change. Trigon only."""
+    """GiB of host memory per worker for cached image features; 0: no cache.
+    Used if the vision tower is frozen or excluded from LoRA. Raising it avoids recomputation;
+    results do not change. Trigon only."""
 
     attention_kernel: Literal["auto", "sdpa", "varlen", "flex", "flash"] = "auto"
-    """Attention kernel. sdpa: exact, one segment at a time; varlen: torch's variable-length kernel,
-    one call per layer; flex: torch's flex attention, compiled; flash: the package flash-attn. All
-    but sdpa need a GPU. auto: varlen on a GPU in 16 bits, else sdpa. Trigon only."""
+    """Attention kernel; auto: varlen on a GPU in 16 bits, else sdpa.
+    sdpa: exact, one segment at a time; varlen: torch's variable-length kernel, one call per layer;
+    flex: torch's flex attention, compiled; flash: the package flash-attn. All but sdpa need a GPU.
+    Trigon only."""
 
     compile_layers: bool = False
-    """Compile the norms and MLPs of each layer (torch.compile), which fuses their elementwise
-    operations. The first passes take a minute or more. Off, since its gain is not measured. Trigon
-    only."""
+    """Compile the norms and MLPs of each layer (torch.compile), to fuse elementwise operations.
+    The first passes take a minute or more. Off, since its gain is not measured. Trigon only."""
 
     use_liger_kernel: bool = False
-    """Use liger-kernel's fused norms and gated activations, on a GPU. Off, since its gain is not
-    measured. Trigon only."""
+    """Use liger-kernel's fused norms and gated activations, on a GPU.
+    Off, since its gain is not measured. Trigon only."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
@@ -303,15 +300,15 @@ class OptimConfig(Section):
     """Learning rate after warm-up. Raising it learns faster until training becomes unstable."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moments. Raising them averages over more updates.
-    """
+    """AdamW's decay rates of the first and second moments.
+    Raising them averages over more updates."""
 
     weight_decay: float = Field(default=1e-2, ge=0)
     """Decoupled weight decay of matrices; vectors have none. Raising it keeps weights smaller."""
 
     strategy: OptimizerStrategy = "adamw"
-    """adamw: states in the dtype of the weights; adamw_bf16: bfloat16 weights without float32
-    copies, with error compensation."""
+    """adamw: states in the dtype of the weights; adamw_bf16: bfloat16 weights, error-compensated.
+    adamw_bf16 keeps no float32 copy of the weights."""
 
     lr_warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of all steps over which the learning rate rises to lr."""
@@ -323,8 +320,7 @@ class OptimConfig(Section):
     """Final learning rate of the cosine schedule as a share of lr; null: 0."""
 
     lr_scheduler_type: LearningRateSchedule = "constant"
-    """Learning rate after warm-up: constant, or a half cosine down to min_lr_ratio at the last
-    update."""
+    """Learning rate after warm-up: constant, or a half cosine down to min_lr_ratio."""
 
 
 class FsdpConfig(Section):
@@ -340,86 +336,85 @@ class FsdpConfig(Section):
     """Dtype in which gradients are reduced over workers."""
 
     enable_full_shard: bool = True
-    """Reshard each layer after its forward pass and gather it again for the backward pass; false:
-    keep it gathered, which is faster and needs more memory."""
+    """Reshard each layer after its forward pass and gather it again for the backward pass.
+    false: keep it gathered, which is faster and needs more memory."""
 
     fsdp_size: int = Field(default=-1, ge=-1)
-    """Workers that share one copy of the model; -1, 0, or the number of workers: one copy in all.
-    """
+    """Workers that share one copy of the model; -1, 0 or all workers: a single copy."""
 
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory at all times: least device
-    memory, slow."""
+    """Keep weights, gradients and optimizer states in host memory: least device memory, slow."""
 
 
 class OffloadConfig(Section):
     """What moves to host memory while completions are sampled."""
 
     offload_params: bool = False
-    """Move the weights to the CPU outside of training passes: frees device memory for sampling,
-    costs transfers."""
+    """Move the weights to the CPU outside of training passes.
+    Frees device memory for sampling, costs transfers."""
 
     offload_optimizer: bool = False
-    """Move the optimizer states to the CPU between updates: frees twice the memory of the weights,
-    costs transfers."""
+    """Move the optimizer states to the CPU between updates.
+    Frees twice the memory of the weights, costs transfers."""
 
 
 class ActorConfig(Section):
     """The update of the policy."""
 
     global_batch_size: int = Field(default=256, ge=1)
-    """Prompts per optimizer update, each with its n completions. Lowering it makes more updates per
-    step."""
+    """Prompts per optimizer update, each with its n completions.
+    Lowering it makes more updates per step."""
 
     micro_batch_size_per_device_for_update: int = Field(default=4, ge=1)
-    """k: a forward and backward pass takes at most k * (max_prompt_length + max_response_length)
-    tokens, in any number of completions. Raising it is faster and needs more memory; results do not
-    change."""
+    """Token budget of a forward and backward pass, as a number k of sequences of maximum length.
+    A pass takes at most k * (max_prompt_length + max_response_length) tokens, in any number of
+    completions. Raising it is faster and needs more memory; results do not change."""
 
     micro_batch_size_per_device_for_experience: int = Field(default=16, ge=1)
     """The same token budget, for passes without gradient (old and reference log-probabilities)."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Maximum norm of the gradient, which is scaled down to it. Raising it lets outliers move the
-    policy more."""
+    """Maximum norm of the gradient, which is scaled down to it.
+    Raising it lets outliers move the policy more."""
 
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
-    """A token's probability ratio is clipped at 1 minus this; for cispo 1 is no bound. Raising it
-    allows larger decreases."""
+    """A token's probability ratio is clipped at 1 minus this; for cispo 1 is no bound.
+    Raising it allows larger decreases."""
 
     clip_ratio_high: float = Field(default=0.3, ge=0)
-    """A token's probability ratio is clipped at 1 plus this. Raising it lets rare tokens become
-    more likely."""
+    """A token's probability ratio is clipped at 1 plus this.
+    Raising it lets rare tokens become more likely."""
 
     clip_ratio_dual: float = Field(default=3.0, gt=1)
-    """Bound of the ratio where the advantage is negative. Raising it lets bad completions weigh
-    more."""
+    """Bound of the ratio where the advantage is negative.
+    Raising it lets bad completions weigh more."""
 
     loss_avg_mode: LossAveraging = "token"
-    """token: each token of the update has the same weight; seq: each completion has; seq_fixed: the
-    token sum of each completion is divided by loss_fixed_length (Dr. GRPO)."""
+    """How the token losses of an update are averaged.
+    token: each token has the same weight; seq: each completion has; seq_fixed: the token sum of
+    each completion is divided by loss_fixed_length (Dr. GRPO)."""
 
     loss_fixed_length: int | None = Field(default=None, ge=1)
-    """Divisor of seq_fixed in tokens; null: data.max_response_length. Raising it makes updates
-    smaller. Trigon only."""
+    """Divisor of seq_fixed in tokens; null: data.max_response_length.
+    Raising it makes updates smaller. Trigon only."""
 
     loss_type: PolicyLossType = "default"
     """Policy loss, see docs/algorithms.md; default: the clipped ratio with a dual bound."""
 
     cispo_cap: float | None = Field(default=None, ge=1)
-    """Maximum weight of a token in cispo, at least 1: a lower cap would shrink the gradient even of
-    an unchanged policy. null: 1 + clip_ratio_high. Trigon only."""
+    """Maximum weight of a token in cispo, at least 1; null: 1 + clip_ratio_high.
+    A cap below 1 would shrink the gradient even of an unchanged policy. Trigon only."""
 
     tau_positive: float = Field(default=1.0, gt=0)
-    """Steepness of sapo's gate for positive advantages. Raising it reduces the weight of off-policy
-    tokens."""
+    """Steepness of sapo's gate for positive advantages.
+    Raising it reduces the weight of off-policy tokens."""
 
     tau_negative: float = Field(default=1.05, gt=0)
     """Steepness of sapo's gate for negative advantages."""
 
     entropy_coeff: float = Field(default=0.0, ge=0)
-    """Weight of an entropy bonus in the loss. Raising it keeps completions varied and costs a
-    little time."""
+    """Weight of an entropy bonus in the loss.
+    Raising it keeps completions varied and costs a little time."""
 
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over the data of a step. Raising it learns more from them, further off-policy."""
@@ -462,24 +457,25 @@ class RolloutConfig(Section):
     """Rollout engine: vllm, or transformers, which is slow but needs no further package."""
 
     n: int = Field(default=1, ge=1)
-    """Completions per prompt (the group size): at least 2 for estimators that compare them. Raising
-    it costs generation and helps where few completions are right."""
+    """Completions per prompt (group size); at least 2 for estimators that compare them.
+    Raising it costs generation and helps where few completions are right."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by it too. Raising it makes completions
-    more varied."""
+    """Sampling temperature; the trainer divides its logits by it too.
+    Raising it makes completions more varied."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass to sample from; 1: all of it. The trainer's log-probabilities ignore the
-    cut."""
+    """Probability mass to sample from; 1: all of it.
+    The trainer's log-probabilities ignore the cut."""
 
     top_k: int = Field(default=-1, ge=-1)
-    """Number of most likely tokens to sample from; -1: all. The trainer's log-probabilities ignore
-    the cut."""
+    """Number of most likely tokens to sample from; -1: all.
+    The trainer's log-probabilities ignore the cut."""
 
     seed: int = Field(default=1, ge=0)
-    """Sampling seed. The seed of a completion is derived from it, the step, the prompt and the
-    index of the completion."""
+    """Sampling seed.
+    The seed of a completion is derived from it, the step, the prompt and the index of the
+    completion."""
 
     limit_images: int = Field(default=0, ge=0)
     """Maximum number of images per prompt; 0: the engine's limit."""
@@ -488,8 +484,8 @@ class RolloutConfig(Section):
     """Dtype of the engine's weights and computation."""
 
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
-    """Share of GPU memory that vLLM may use while it samples. Raising it runs more completions at
-    once."""
+    """Share of GPU memory that vLLM may use while it samples.
+    Raising it runs more completions at once."""
 
     ignore_eos: bool = False
     """Continue after the end-of-sequence token, to the maximum length; for speed measurements."""
@@ -504,16 +500,15 @@ class RolloutConfig(Section):
     """Let vLLM compute the shared prefix of prompts once. Trigon only."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Workers over which one copy of the model is spread for sampling; must divide the number of
-    workers. Raising it leaves more memory on each. EasyR1's default is 2."""
+    """Workers per copy of the model in vLLM; must divide the number of workers.
+    Raising it leaves more memory on each. EasyR1's default is 2."""
 
     max_model_len: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens per sequence in vLLM, prompt and completion; null: max_prompt_length
-    + max_response_length."""
+    """Maximum tokens of a sequence in vLLM; null: max_prompt_length + max_response_length."""
 
     max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """Maximum number of tokens per batch of vLLM. Raising it speeds up prompts and needs more
-    memory."""
+    """Maximum number of tokens per batch of vLLM.
+    Raising it speeds up prompts and needs more memory."""
 
     disable_log_stats: bool = True
     """Do not log vLLM's statistics."""
@@ -522,8 +517,8 @@ class RolloutConfig(Section):
     """Show no progress bar while sampling."""
 
     parity_tolerance: float | None = Field(default=None, gt=0)
-    """Mean |log-probability difference| between engine and trainer, in nats, above which the run
-    stops; null: 1e-3 where both compute in fp32, else 0.1. Trigon only."""
+    """Mean |log-probability difference| of engine and trainer above which the run stops, in nats.
+    null: 1e-3 if both compute in fp32, else 0.1. Trigon only."""
 
     val_override_config: ValOverride = Field(default_factory=ValOverride)
 
@@ -535,12 +530,11 @@ class RefFsdpConfig(Section):
     """Dtype of the reference's weights and computation; null: bf16."""
 
     enable_full_shard: bool = True
-    """Reshard each layer after its forward pass; false: keep the gathered layers to the end of the
-    pass."""
+    """Reshard each layer after its forward pass; false: keep it gathered to the end of the pass."""
 
     enable_cpu_offload: bool = True
-    """Keep the reference in host memory between its passes: frees device memory, costs one transfer
-    per step."""
+    """Keep the reference in host memory between its passes.
+    Frees device memory, costs one transfer per step."""
 
 
 class RefOffloadConfig(Section):
@@ -561,8 +555,7 @@ class RewardConfig(Section):
     """How completions are scored."""
 
     reward_function: str | None = None
-    """`file.py:function` (default function: `main`), or the name of a shipped one
-    (docs/rewards.md)."""
+    """`file.py:function` (default function: main), or a shipped name (docs/rewards.md)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the reward function."""
@@ -574,8 +567,8 @@ class RewardConfig(Section):
     """Reward workers (processes). Raising it scores more completions at a time."""
 
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Maximum seconds to score a completion; then its reward worker is killed and the completion is
-    skipped. Trigon only."""
+    """Maximum seconds to score a completion; then its reward worker is killed.
+    The completion is skipped. Trigon only."""
 
     max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
     """Share of a step's completions whose scoring may fail before the run stops. Trigon only."""
@@ -612,28 +605,29 @@ class TrainerConfig(Section):
     """Machines; above 1, those of an existing Ray cluster."""
 
     n_gpus_per_node: int = Field(default=1, ge=1)
-    """Workers per machine, with one GPU each, or with CPU cores where there are no GPUs. EasyR1's
-    default is 8."""
+    """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
+    EasyR1's default is 8."""
 
     worker_timeout_seconds: float = Field(default=3600.0, gt=0)
-    """Maximum seconds of one call to the workers (sampling a step, one update) before the run is
-    stopped. Trigon only."""
+    """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
+    Trigon only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU if there is one. Trigon only."""
 
     auto_micro_batch: bool = False
-    """Measure before the first step how many tokens a pass can take on this device, and use that
-    instead of worker.actor.micro_batch_size_per_device_for_update and
+    """Measure before the first step how many tokens a pass can take on this device.
+    The result replaces worker.actor.micro_batch_size_per_device_for_update and
     micro_batch_size_per_device_for_experience. Trigon only."""
 
     max_try_make_batch: int = 20
-    """Maximum rounds of online_filtering per step, rounds that keep no group included; then the
-    step trains on the groups it has. 0 or below: no limit."""
+    """Maximum rounds of online_filtering per step; 0 or below: no limit.
+    Rounds that keep no group count too. After the last round the step trains on the groups it has.
+    """
 
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps to trace into `profile/` of the run folder, for Perfetto. Traced steps are slower, and
-    a trace takes tens of MB. Trigon only."""
+    """Steps to trace into `profile/` of the run folder, for Perfetto.
+    Traced steps are slower, and a trace takes tens of MB. Trigon only."""
 
     val_freq: int = Field(default=-1, ge=-1)
     """Steps between validations; 0 or -1: only before and after training."""
@@ -651,15 +645,15 @@ class TrainerConfig(Section):
     """Steps between checkpoints; 0 or -1: only after the last step."""
 
     save_limit: int = Field(default=-1, ge=-1)
-    """Checkpoints to keep: the newest ones, besides the best; 0 or -1: all. Raising it needs disk
-    space."""
+    """Checkpoints to keep: the newest ones, besides the best; 0 or -1: all.
+    Raising it needs disk space."""
 
     save_model_only: bool = False
     """Save weights without optimizer states: smaller, but training cannot resume from them."""
 
     save_in_background: bool = True
-    """Copy a checkpoint to host memory and write it while training continues; false: wait until it
-    is written. Trigon only."""
+    """Copy a checkpoint to host memory, and write it while training continues; false: wait.
+    Trigon only."""
 
     save_checkpoint_path: str | None = None
     """Run folder; null: checkpoints/project_name/experiment_name."""
