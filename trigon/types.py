@@ -93,7 +93,7 @@ class Prompt:
     image_refs: tuple[str, ...]
 
     def pixels(self) -> Vision | None:
-        """Return the processed media, None for a text-only prompt. They must not be files any more."""
+        """Return the processed media, None for a text-only prompt. They must be processed."""
         assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are not processed yet"
         return self.vision
 

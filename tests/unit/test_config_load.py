@@ -148,7 +148,7 @@ def test_a_problem_is_reported_with_file_and_line(tmp_path):
 
 
 NUMBER = "a number, above 0"
-WHOLE = "a whole number, at least 0"
+INTEGER = "an integer, at least 0"
 BETAS = "a list of 2, each a number, at least 0 and below 1"
 SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
 
@@ -162,13 +162,13 @@ SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
         ("worker.rollout.temperature=.inf", "inf", NUMBER),
         ("worker.rollout.top_p=1.5", "1.5", "a number, above 0 and at most 1"),
         ("worker.actor.clip_ratio_low=2", "2", "a number, at least 0 and at most 1"),
-        ("data.seed=1.5", "1.5", WHOLE),
-        ("data.seed=true", "true", WHOLE),
-        ("data.seed=[1]", "[1]", WHOLE),
-        ("data.seed=", "null", WHOLE),
-        ("data.seed=-1", "-1", WHOLE),
+        ("data.seed=1.5", "1.5", INTEGER),
+        ("data.seed=true", "true", INTEGER),
+        ("data.seed=[1]", "[1]", INTEGER),
+        ("data.seed=", "null", INTEGER),
+        ("data.seed=-1", "-1", INTEGER),
         ("data.shuffle=1", "1", "true or false"),
-        ("data.max_pixels=0", "0", "a whole number, at least 1, or null"),
+        ("data.max_pixels=0", "0", "an integer, at least 1, or null"),
         ("worker.rollout.dtype=fp8", "'fp8'", "one of fp32, bf16, fp16"),
         ("worker.actor.optim.betas=0.9", "0.9", BETAS),
         ("worker.actor.optim.betas=[0.9, 1]", "[0.9, 1]", BETAS),

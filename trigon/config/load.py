@@ -312,7 +312,7 @@ def _convert_scalar(option: Option, node: Node) -> Any:
             if node.tag != _BOOL:
                 raise ValueError
             return _construct(node)
-        case "whole number":
+        case "integer":
             try:
                 return int(text)
             except ValueError:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from trigon.config import schema
 from trigon.config.schema import Config, Section
 
-Kind = Literal["text", "choice", "whole number", "number", "true or false", "list", "mapping"]
+Kind = Literal["text", "choice", "integer", "number", "true or false", "list", "mapping"]
 
 KeyPath = tuple[str, ...]
 """Path of an option or a section, outermost section first: ("data", "max_pixels")."""
@@ -29,7 +29,7 @@ class Option:
     item: the kind of a list's items; the same as kind for everything else.
     optional: whether null is allowed.
     choices: the allowed values of a choice; empty for every other kind.
-    expected: the allowed values, for messages: "a whole number, at least 1, or null".
+    expected: the allowed values, for messages: "an integer, at least 1, or null".
     """
 
     path: KeyPath
@@ -99,9 +99,9 @@ def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind
         return "list", item, f"{count}, each {expected}"
     if origin is dict:
         return "mapping", "mapping", "a mapping"
-    kinds: dict[type, Kind] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    kinds: dict[type, Kind] = {bool: "true or false", int: "integer", float: "number", str: "text"}
     kind = kinds[annotation]
-    name = kind if kind in ("true or false", "text") else f"a {kind}"
+    name = {"integer": "an integer", "number": "a number"}.get(kind, kind)
     return kind, kind, name + _bounds_in_words(bounds)
 
 
