@@ -24,7 +24,7 @@ class Correction:
     """How the importance weight w = p_trainer / p_engine enters the policy loss.
 
     kind: truncate multiplies the loss by min(w, high). mask multiplies it by w where low <= w <=
-    high, by 0 elsewhere. reject multiplies the loss of whole sequences by 1 or 0.
+    high, by 0 elsewhere. reject multiplies the loss of each sequence by 1 or 0.
     level: token uses the w of each token. sequence uses the geometric mean over the tokens of a
     completion, which, unlike their product, does not depend on its length. reject at token level
     rejects a sequence if the w of any of its tokens is outside.

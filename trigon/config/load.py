@@ -283,7 +283,7 @@ def _parse_yaml(text: str) -> Node | None:
 
 
 def _construct(node: Node) -> Any:
-    """Return the value of a node as YAML defines it, whatever the type of the option."""
+    """Return the value of a node as YAML defines it, independent of the option."""
     return SafeConstructor().construct_document(node)
 
 

@@ -213,9 +213,9 @@ class AlgorithmConfig(Section):
 
     mismatch_correction: Literal["off", CorrectionKind] = "off"
     """Importance sampling against the train-inference mismatch.
-    The ratio of trainer to engine probability weights the loss. truncate: caps the ratio at
-    mismatch_high; mask: excludes tokens outside mismatch_low and mismatch_high; reject: excludes
-    whole completions and weights nothing. Trigon only."""
+    The ratio of trainer to engine probability weights the loss of a token. truncate: the ratio is
+    capped at mismatch_high; mask: tokens outside mismatch_low and mismatch_high are excluded;
+    reject: completions outside are excluded, the others have weight 1. Trigon only."""
 
     mismatch_level: CorrectionLevel = "token"
     """token: a ratio per token; sequence: one per completion, the geometric mean over its tokens.
