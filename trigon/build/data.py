@@ -12,7 +12,7 @@ from trigon.build.options import (
     model_path,
 )
 from trigon.config.defaults import PIXEL_CACHE_BYTES
-from trigon.config.options import read_text_option
+from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet, open_prompts
@@ -33,7 +33,7 @@ def open_processors(config: Config) -> Processors:
         model_path(config),
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
-        chat_template=read_text_option(data.override_chat_template),
+        chat_template=read_template(data.override_chat_template),
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
     )

@@ -17,7 +17,7 @@ from trigon.build.models import DevicePlacement, open_models, set_determinism
 from trigon.build.options import kl_is_full, make_loss_terms, model_path, needs_reference
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.defaults import resolve_run_folder
-from trigon.config.options import read_text_option
+from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models.hub import uses_modelscope
@@ -72,11 +72,12 @@ def config_for_workers(config: Config) -> Config:
     def absolute(path: str | None) -> str | None:
         if path and uses_modelscope():  # a setting of this process alone
             return str(model_folder(path).absolute())
-        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
+        local = local_path(path) if path else None
+        return path if local is None else str(local.absolute())
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
-    chat_template = {"override_chat_template": read_text_option(data.override_chat_template)}
+    chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
             "worker": config.worker.model_copy(update={"actor": actor}),

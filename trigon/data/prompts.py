@@ -11,7 +11,6 @@ where rows come from, in which order, and how an image or a video is decoded.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import re
 from collections import deque
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from trigon.config.paths import is_inline_template
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import file_name
@@ -38,6 +38,7 @@ from trigon.data.videos import (
 )
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import ConfigError, DataError
+from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ class PromptBuilder:
         """Raise DataError, naming the columns there are, if the question's or the answer's is not among them."""
         for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
             if key not in columns:
-                nearest = difflib.get_close_matches(key, columns, n=1, cutoff=0.4)
-                hint = f"; did you mean data.{option}={nearest[0]}?" if nearest else f"; set data.{option}"
+                column = nearest(key, columns, cutoff=0.4)
+                hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
                 raise DataError(f"the dataset has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
     def count(self, row: Mapping[str, Any]) -> int:
@@ -460,16 +461,12 @@ def _kind(value: Any) -> str:
 def _load_format(format_prompt: str) -> Template:
     """Return the compiled template, tried once. Raises: ConfigError naming the file, line or unknown variable."""
     source, where = format_prompt, "data.format_prompt"
-    if "{{" not in format_prompt and "{%" not in format_prompt:
+    if not is_inline_template(format_prompt):
         path = Path(format_prompt).expanduser()
         if not path.is_file():
             folder = path.parent if path.parent.is_dir() else Path()
-            nearest = difflib.get_close_matches(path.name, sorted(entry.name for entry in folder.iterdir()), n=1)
-            hint = (
-                f"; did you mean {folder / nearest[0]}?"
-                if nearest
-                else "; give a file, or a template with {{ content }}"
-            )
+            name = nearest(path.name, sorted(entry.name for entry in folder.iterdir()))
+            hint = f"; did you mean {folder / name}?" if name else "; give a file, or a template with {{ content }}"
             raise ConfigError(f"data.format_prompt: there is no file {format_prompt!r}{hint}")
         source, where = path.read_text(encoding="utf-8"), f"data.format_prompt={format_prompt}"
     environment = SandboxedEnvironment(undefined=StrictUndefined)

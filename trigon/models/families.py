@@ -8,7 +8,6 @@ blind. docs/model-families.md says how to add a row.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
+from trigon.suggestions import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +284,8 @@ def family_of(hf_config: Any) -> Family:
 def family_named(model_type: str) -> Family:
     """Return the family with this `model_type`. Raises: ModelError as family_of does."""
     if model_type not in _FAMILIES:
-        near = difflib.get_close_matches(model_type, _FAMILIES, n=1, cutoff=0.7)
-        hint = f" The nearest is {near[0]!r}." if near else ""
+        near = nearest(model_type, _FAMILIES, cutoff=0.7)
+        hint = f" The nearest is {near!r}." if near else ""
         raise ModelError(
             f"Models of type {model_type!r} are not supported.{hint} Supported are: "
             f"{', '.join(supported_model_types())}. How to add one: docs/model-families.md."

@@ -7,7 +7,6 @@ computed. Knows nothing of training.
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 from collections.abc import Mapping
@@ -17,12 +16,14 @@ from typing import Any
 
 import torch
 
+from trigon.config.paths import local_path
 from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention, windows_of
 from trigon.models.families import Family, family_named
 from trigon.models.hub import UNREAD, modelscope_folder, uses_modelscope
 from trigon.models.kernels import Kernel
 from trigon.models.patches import project_patches_by_product
+from trigon.suggestions import nearest
 from trigon.torchvision_stub import declare_operators
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -59,8 +60,8 @@ def model_folder(model_path: str) -> Path:
 
     Raises: ModelError if it is neither a model folder nor a reachable repository.
     """
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir():
+    folder = local_path(model_path)
+    if folder is None or not folder.is_dir():
         folder = modelscope_folder(model_path, "model") if uses_modelscope() else _download(model_path)
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -304,8 +305,8 @@ def _stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 def _override(config: Any, overrides: Mapping[str, Any], *, where: str) -> None:
     for key, value in overrides.items():
         if not hasattr(config, key):
-            near = difflib.get_close_matches(key, config.to_dict(), n=1)
-            hint = f" Did you mean {where}{near[0]}?" if near else ""
+            near = nearest(key, config.to_dict())
+            hint = f" Did you mean {where}{near}?" if near else ""
             raise ModelError(
                 f"override_config sets {where}{key}, which a {config.model_type!r} config does not have.{hint}"
             )

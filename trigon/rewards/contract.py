@@ -20,10 +20,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from trigon.errors import RewardError
+from trigon.suggestions import nearest
 from trigon.types import FinishReason
 
 RewardContract = Literal["batch", "sequential", "legacy"]
@@ -186,8 +186,8 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    matches = get_close_matches(name, known, n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    match = nearest(name, known)
+    return f" (did you mean {match!r}?)" if match else ""
 
 
 def _json(value: object) -> str | None:

@@ -12,14 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from trigon.errors import RewardError
-
-SHIPPED = ("math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui")
-"""The verifiers that a name alone stands for."""
+from trigon.names import SHIPPED_REWARDS
+from trigon.suggestions import nearest
 
 _MODULE_NAME = "trigon_reward_function"
 
@@ -46,7 +44,7 @@ def find(spec: str) -> RewardSource:
 
     Raises: RewardError if there is no such file or shipped verifier; it names the nearest one.
     """
-    if spec in SHIPPED:
+    if spec in SHIPPED_REWARDS:
         return RewardSource(file="", module=f"trigon.rewards.verifiers.{spec}", function="compute_score")
     path, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "main")
     file = Path(path).expanduser().absolute()
@@ -55,14 +53,14 @@ def find(spec: str) -> RewardSource:
     if file.is_file():
         return RewardSource(file=str(file), module="", function=function)
     beside = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
-    near = get_close_matches(file.name, beside, n=1)
-    near_shipped = get_close_matches(path, SHIPPED, n=1)
+    near = nearest(file.name, beside)
+    near_shipped = nearest(path, SHIPPED_REWARDS)
     if near:
-        hint = f"did you mean {file.parent / near[0]}?"
+        hint = f"did you mean {file.parent / near}?"
     elif near_shipped:
-        hint = f"did you mean the shipped {near_shipped[0]!r}?"
+        hint = f"did you mean the shipped {near_shipped!r}?"
     else:
-        hint = f"give file.py:function, or one of the shipped {', '.join(SHIPPED)}"
+        hint = f"give file.py:function, or one of the shipped {', '.join(SHIPPED_REWARDS)}"
     raise RewardError(f"worker.reward.reward_function={spec!r}: there is no file {file}; {hint}")
 
 
@@ -79,8 +77,8 @@ def load(source: RewardSource) -> tuple[Callable[..., object], object]:
         raise RewardError(f"{source.file or source.module} failed while it was loaded:\n{trace}") from error
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if source.function not in vars(module):
-        near = get_close_matches(source.function, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'no function at all'}"
+        near = nearest(source.function, known)
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'no function at all'}"
         raise RewardError(f"there is no {source.where}; {hint}")
     function = vars(module)[source.function]
     if not callable(function):

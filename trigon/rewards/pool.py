@@ -57,7 +57,7 @@ class RewardPool:
     ) -> None:
         """Start the workers and return at once; they load the function meanwhile. ready() says whether they could.
 
-        Args: spec: `file.py:function`, or a name of load.SHIPPED. kwargs: further arguments of the function.
+        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: further arguments of the function.
         timeout_seconds: time that one answer may take. max_failed_fraction: share of the answers of one scoring that
         may fail.
         Raises: RewardError if there is no such file, or kwargs hold what a configuration file cannot.
