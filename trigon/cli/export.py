@@ -27,9 +27,9 @@ def main(arguments: Sequence[str]) -> int:
         base=options.base,
         best=options.best,
         warn=console.warn,
-        say=console.print,
+        on_progress=console.print,
     )
-    console.print(f"exported and proven: {folder}")
+    console.print(f"exported and verified: {folder}")
     return 0
 
 

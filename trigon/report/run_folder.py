@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from trigon.errors import CheckpointError, ConfigError
+from trigon.json_files import write_json
 from trigon.types import RolloutGroup
 
 Split = Literal["train", "validation"]
@@ -114,7 +115,7 @@ class RunFolder:
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json, for people and for the run that goes on from here."""
-        _replace(self.path / BUDGETS, json.dumps(content, indent=2).encode() + b"\n")
+        write_json(self.path / BUDGETS, content, sync=True)
 
     def read_budgets(self) -> dict[str, Any] | None:
         """Return what write_budgets wrote; None if nothing was. Raises: CheckpointError if it cannot be read."""
