@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trigon.algorithms.group_filter import classify_groups
-from trigon.data.stream import PromptStream, drawn_again
+from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.report.reporter import Reporter
@@ -153,7 +153,7 @@ def _renamed(prompt: Prompt, drawn: set[str]) -> Prompt:
     time = 1
     while prompt.prompt_id in drawn:
         time += 1
-        prompt = drawn_again(prompt, time)
+        prompt = with_repeat_id(prompt, time)
     drawn.add(prompt.prompt_id)
     return prompt
 
@@ -228,7 +228,7 @@ def surplus_from(
             )
             continue
         try:
-            prompt = prompts.rebuilt(group["prompt_id"])
+            prompt = prompts.rebuild(group["prompt_id"])
         except BadRow as problem:
             warn(f"its answers, kept from the step before, are dropped: {problem}")
             continue

@@ -1,4 +1,4 @@
-"""Writes JSON files atomically: after a crash, a file has its old content or its new content, never a part of it."""
+"""Writes JSON files atomically: after a crash, a file has its old or its new content."""
 
 from __future__ import annotations
 

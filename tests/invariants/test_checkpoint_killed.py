@@ -1,4 +1,4 @@
-"""A save that is killed at any moment leaves a complete checkpoint, and the next run removes its leftovers."""
+"""A save that is killed at any moment leaves a complete checkpoint."""
 
 import json
 import subprocess

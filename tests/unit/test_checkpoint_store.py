@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent; damaged ones are detected and skipped; saves may run in the background."""
+"""Checkpoints are complete or absent; damaged ones are skipped; saves in the background."""
 
 import errno
 import json

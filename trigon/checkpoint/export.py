@@ -1,8 +1,8 @@
 """Exports a checkpoint as a folder that transformers, peft and vLLM load, after verifying it.
 
-What LoRA learned is written merged into its base model, or as an adapter. The files are written to a temporary folder,
-read back and verified (export_verification.py), and only then renamed. This module depends on neither trainers nor
-engines.
+What LoRA learned is written merged into its base model, or as an adapter. The files are written to
+a temporary folder, read back and verified (export_verification.py), and only then renamed. This
+module depends on neither trainers nor engines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHARD_BYTES = 5 * 10**9
 """A file of weights holds at most this many bytes, or one tensor."""
 
 EXPORT_RECORD = "trigon_export.json"
-"""Names the checkpoint a folder was exported from. A later export may replace a folder that has this file."""
+"""Names the exported checkpoint; later exports may replace a folder that has this file."""
 
 
 def export_checkpoint(
@@ -68,7 +68,8 @@ def export_checkpoint(
             folder huggingface; for an adapter, lora_adapter in path.
         dtype: a key of DTYPES. None keeps the checkpoint's dtype, bit for bit; for merged weights,
             the base model's.
-        adapter: write the LoRA weights in peft's format, instead of merging them into the base model.
+        adapter: write the LoRA weights in peft's format, instead of merging them into the base
+        model.
         base: the base model, a folder or a hub id. None: the one the run used.
         best: export the best checkpoint of a run folder instead of the latest.
         warn: called with a message for each damaged checkpoint that was skipped.
@@ -141,7 +142,10 @@ def _check_replaceable(output: Path) -> None:
 
 
 def _open_lora(checkpoint: Checkpoint, *, adapter: bool, base: str | None) -> Lora | None:
-    """Return the LoRA weights, or None for a run without LoRA, for which adapter and base are refused."""
+    """Return the LoRA weights, or None for a run without LoRA.
+
+    Raises: CheckpointError if adapter or base is given for a run without LoRA.
+    """
     if has_adapter(checkpoint.actor):
         return open_lora(checkpoint.actor, base=base)
     if adapter or base is not None:
@@ -217,7 +221,10 @@ def _check_space(folder: Path, weights: Weights, dtype: torch.dtype | None) -> N
 
 
 def _write_weights(weights: Weights, folder: Path, *, dtype: torch.dtype | None) -> torch.dtype:
-    """Write the weights as one or more safetensors files, one file in memory at a time; return their dtype."""
+    """Write the weights as one or more safetensors files, and return their dtype.
+
+    One file at a time is in memory.
+    """
     shards: list[list[str]] = [[]]
     shard_bytes = total_bytes = 0
     for name, stored in weights.tensors.items():
@@ -248,7 +255,10 @@ def _write_weights(weights: Weights, folder: Path, *, dtype: torch.dtype | None)
 
 
 def _write_file(weights: Weights, names: Sequence[str], file: Path, *, dtype: torch.dtype | None) -> set[torch.dtype]:
-    """Write these tensors and return their floating-point dtypes. Raises: CheckpointError if one is not finite."""
+    """Write these tensors and return their floating-point dtypes.
+
+    Raises: CheckpointError if one is not finite.
+    """
     tensors = {name: _cast(weights.read(name), dtype) for name in names}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -261,7 +271,10 @@ def _write_file(weights: Weights, names: Sequence[str], file: Path, *, dtype: to
 
 
 def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Set the dtype of the weights in the config and its sub-configs; the file is untouched if it is set already."""
+    """Set the dtype of the weights in the config and its sub-configs.
+
+    The file is untouched if it is set already.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
     before = json.dumps(config)
     if "dtype" not in config and "torch_dtype" not in config:
@@ -288,7 +301,7 @@ def _write_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> N
 
 
 def _move_into_checkpoint(exported: Path, checkpoint: Checkpoint) -> None:
-    """Move the exported files beside the checkpoint's side files; its config may name another dtype afterwards."""
+    """Move the exported files to the checkpoint's side files, of which the config may change."""
     target = checkpoint.actor / "huggingface"
     for old in (*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")):
         old.unlink()

@@ -1,8 +1,9 @@
 """Verifies an exported folder against the checkpoint that it was made from.
 
-Every tensor must equal the checkpoint's; transformers (for an adapter, peft) must load the folder with no missing and
-no unexpected tensor; and on a short input, with an image if the model takes one, its logits must equal those of a model
-built from the config and filled with the checkpoint's tensors by name.
+Every tensor must equal the checkpoint's; transformers (for an adapter, peft) must load the folder
+with no missing and no unexpected tensor; and on a short input, with an image if the model takes
+one, its logits must equal those of a model built from the config and filled with the checkpoint's
+tensors by name.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def verify_tensors(weights: Weights, folder: Path) -> None:
 
 
 def verify_logits(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
-    """Raise CheckpointError unless folder loads as a model of this dtype with the logits of weights."""
+    """Raise CheckpointError unless folder loads in this dtype with the logits of weights."""
     expected = _logits_of_weights(weights, folder, dtype)
     exported, report = auto_class(family_of_folder(folder)).from_pretrained(
         folder, dtype="auto", output_loading_info=True
@@ -55,14 +56,15 @@ def verify_logits(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
 
 
 def verify_adapter(lora: Lora, folder: Path) -> None:
-    """Raise CheckpointError unless peft loads every tensor of folder, with the logits of merged weights."""
+    """Raise CheckpointError unless peft loads all of folder, with the logits of merged weights."""
     written = ShardedFiles(folder)
     merged = MergedWeights(replace(lora, adapter=written), dtype=torch.float32)
     expected = _logits_of_weights(merged, lora.model_config, torch.float32)
 
     base = auto_class(family_of_folder(lora.base_folder)).from_pretrained(lora.base_folder, dtype=torch.float32)
     adapted, found = load_adapter(base, folder)
-    # An adapter that learned little changes the logits by less than the tolerance, so its tensors are compared too.
+    # An adapter that learned little changes the logits by less than the tolerance, so its tensors
+    # are compared too.
     if found.keys() != written.tensors.keys() or not all(
         torch.equal(tensor, written.read(name).to(tensor.dtype)) for name, tensor in found.items()
     ):
@@ -71,7 +73,10 @@ def verify_adapter(lora: Lora, folder: Path) -> None:
 
 
 def _logits_of_weights(weights: Weights, folder: Path, dtype: torch.dtype) -> Tensor:
-    """Return the logits of weights, rounded to dtype, in a float32 model built from the folder's config."""
+    """Return the logits of weights, rounded to dtype, in a float32 model.
+
+    The model is built from the folder's config.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -90,7 +95,7 @@ def _compare(actual: Tensor, expected: Tensor) -> None:
 
 
 def _model_inputs(folder: Path) -> Mapping[str, Any]:
-    """Return a short question, tokenized by the folder's processor, with an image if the model takes one."""
+    """Return a tokenized short question, with an image if the model takes one."""
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     question = "What is 2 + 3?"

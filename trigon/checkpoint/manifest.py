@@ -1,6 +1,7 @@
 """The manifest of a checkpoint folder: the size and SHA-256 of every file in it.
 
-A folder without a manifest was never completed. Checkpoints are verified against their manifests before they are used.
+A folder without a manifest was never completed. Checkpoints are verified against their manifests
+before they are used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NUM_HASHING_THREADS = 8
 
 
 def write_manifest(folder: Path) -> None:
-    """Flush every file and folder of a checkpoint to the disk, and write the manifest of its files."""
+    """Flush all files and folders of a checkpoint to the disk, and write its manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     assert any(folder / "actor" in path.parents for path in files), "the train engine wrote nothing"
     for path in files:
@@ -37,9 +38,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: True) -> None:
-    """Raise CheckpointError unless every file of the manifest exists with the size and hash it was saved with.
+    """Raise CheckpointError unless all files of the manifest have their sizes and hashes.
 
-    include: takes the path of a file within the folder and returns whether to verify it; hashing reads it entirely.
+    include: takes the path of a file within the folder and returns whether to verify it; hashing
+    reads it entirely.
     """
     entries = {name: entry for name, entry in read_manifest(folder).items() if include(name)}
     for name, entry in entries.items():
@@ -55,7 +57,7 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
 
 
 def has_all_files(folder: Path) -> bool:
-    """Return whether the manifest is readable and its files exist with their sizes; no hash is computed."""
+    """Return whether all files of a readable manifest exist with their sizes; nothing is hashed."""
     try:
         files = read_manifest(folder)
     except CheckpointError:
@@ -92,8 +94,9 @@ def total_bytes(folder: Path) -> int:
 
 @contextmanager
 def replacing_files(folder: Path, names: tuple[str, ...]) -> Iterator[None]:
-    """Allow these files (paths within the folder) to be replaced in the context, and hash them again at its end.
+    """Allow these files to be replaced in the context, and hash them again at its end.
 
+    names: paths within the folder.
     A crash inside the context leaves a checkpoint that verifies, without entries for these files.
     """
     entries = read_manifest(folder)
@@ -124,7 +127,7 @@ def _hash_file(path: Path) -> dict[str, Any]:
 
 
 def _hash_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    # Not a ThreadPoolExecutor: it accepts no work once the main thread has ended, and a save in the background may
-    # still be running then.
+    # Not a ThreadPoolExecutor: it accepts no work once the main thread has ended, and a save in the
+    # background may still be running then.
     with ThreadPool(_NUM_HASHING_THREADS) as pool:
         return pool.map(_hash_file, paths, chunksize=1)

@@ -1,18 +1,19 @@
 """Checkpoints that are complete or absent, whenever the process is killed.
 
     root/
-      checkpoint_tracker.json     last and best step, for users and other tools; never read by Trigon
+      checkpoint_tracker.json   last and best step, for users and other tools; Trigon never reads it
       global_step_5/
-        actor/                    what the train engine wrote: weights/, optimizer/, state.json
-        progress.json             the state of the training loop, and the validation score of these weights
-        manifest.json             size and SHA-256 of every file above (manifest.py)
-      .saving_global_step_10/     a save that is running, or was interrupted; removed at the next save
-      set_aside/                  checkpoints later than the step from which a run was resumed
+        actor/                  what the train engine wrote: weights/, optimizer/, state.json
+        progress.json           the training loop's state, and the validation score of these weights
+        manifest.json           size and SHA-256 of every file above (manifest.py)
+      .saving_global_step_10/   a save that is running or was interrupted; removed at the next save
+      set_aside/                checkpoints later than the step from which a run was resumed
 
-A save is written to a temporary folder, flushed, hashed and renamed; then the tracker is written, and only then are old
-checkpoints removed. With background=True, everything after the copies were taken runs in a thread. Which checkpoint is
-the latest or the best is read from the folders themselves. One run at a time writes to a root: its run folder holds a
-lock. This module depends on neither tensors nor engines.
+A save is written to a temporary folder, flushed, hashed and renamed; then the tracker is written,
+and only then are old checkpoints removed. With background=True, everything after the copies were
+taken runs in a thread. Which checkpoint is the latest or the best is read from the folders
+themselves. One run at a time writes to a root: its run folder holds a lock. This module depends on
+neither tensors nor engines.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ Finish = Callable[[], None]
 """The rest of a save, which reads nothing that training changes. May run in another thread."""
 
 Write = Callable[[Path], Finish | None]
-"""Fills the (existing, empty) actor folder, or copies its content and returns a Finish that writes it."""
+"""Fills the (existing, empty) actor folder, at once or by the Finish that it returns."""
 
 
 class CheckpointStore:
@@ -104,7 +105,8 @@ class CheckpointStore:
 
         Args:
             progress: values that JSON can hold; numbers are finite.
-            score: validation reward of the weights being saved, None if they were not validated. The
+            score: validation reward of the weights being saved, None if they were not validated.
+            The
                 highest is the best, the earlier one at a tie.
         Raises: CheckpointError if the disk is full (existing checkpoints stay), if the step exists
         already, or if the previous save failed in the background.
@@ -153,7 +155,8 @@ class CheckpointStore:
     def wait_on_exit(self) -> Iterator[None]:
         """Wait for a save in the background when the context ends, normally or by an error.
 
-        An error of the context is raised in preference to that of the save, which becomes a warning.
+        An error of the context is raised in preference to that of the save, which becomes a
+        warning.
         """
         try:
             yield
@@ -207,7 +210,7 @@ class CheckpointStore:
             self._write_tracker()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raise CheckpointError if the disk has less free space than a checkpoint of this size needs.
+        """Raise CheckpointError if the disk has too little free space for a checkpoint.
 
         To be called before training with the bytes of weights and optimizer; each save checks for
         the size of the largest checkpoint so far.
@@ -256,7 +259,7 @@ class CheckpointStore:
         return {int(match.group(1)): entry for match, entry in found if match}
 
     def _complete_folders(self) -> dict[int, Path]:
-        """Return the folders whose files all exist with their sizes, by step. Hashes are not compared."""
+        """Return the folders whose files all exist with their sizes, by step; nothing is hashed."""
         return {step: folder for step, folder in self._folders().items() if _is_complete(folder)}
 
     def _ranked_by_score(self) -> list[tuple[float, int]]:
@@ -287,7 +290,7 @@ class CheckpointStore:
         )
 
     def _write_tracker(self) -> None:
-        """Write the tracker. Steps and scores are read from the folders, never from an earlier tracker."""
+        """Write the tracker, from the steps and scores in the folders."""
         ranked = self._ranked_by_score()
         score, best = ranked[0] if ranked else (None, None)
         _write_json(
@@ -310,7 +313,8 @@ class CheckpointStore:
             if len(kept) < self._keep:
                 kept.add(step)
         for step in sorted(set(folders) - kept):
-            # Renamed first: a crash during the removal must not leave a folder that looks like a checkpoint.
+            # Renamed first: a crash during the removal must not leave a folder that looks like a
+            # checkpoint.
             renamed = self._root / f"{_REMOVING}{folders[step].name}"
             try:
                 os.rename(folders[step], renamed)
@@ -369,7 +373,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _verify(folder: Path, *, optimizer: bool) -> None:
-    """Raise CheckpointError for a damaged file. optimizer: whether to verify the optimizer's files too."""
+    """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
     verify_files(folder, include=lambda name: optimizer or not _is_optimizer(name))
 
 

@@ -1,7 +1,7 @@
 """Reads the weights of a checkpoint's policy: its own, or those of a base model and a LoRA adapter.
 
-Only file headers are read until a tensor is requested. One tensor is in memory at a time, except for MoE models, where
-the experts of one layer are.
+Only file headers are read until a tensor is requested. One tensor is in memory at a time, except
+for MoE models, where the experts of one layer are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Lora:
 
 
 def has_adapter(actor: Path) -> bool:
-    """Return whether a checkpoint is of a run with LoRA, so that it holds an adapter and no other weights."""
+    """Return whether a checkpoint holds a LoRA adapter, and so no other weights."""
     return (actor / ADAPTER_FOLDER).is_dir()
 
 
@@ -85,7 +85,7 @@ def open_lora(actor: Path, *, base: str | None) -> Lora:
 
 
 class PublishedWeights:
-    """A checkpoint's weights under published names, with one tensor per expert. Satisfies Weights."""
+    """A checkpoint's weights under published names, one tensor per expert. Satisfies Weights."""
 
     def __init__(self, stored: Weights, family: Family) -> None:
         """Convert names and shapes. stored: the tensors of a policy's saved_tensors."""
@@ -109,7 +109,8 @@ class PublishedWeights:
     def read(self, name: str) -> Tensor:
         """See Weights.
 
-        The two stacks of experts read last are cached, since their experts alternate in the order of names.
+        The two stacks of experts read last are cached, since their experts alternate in the order
+        of names.
         """
         source = self._sources[name]
         if source not in self._cache:
@@ -147,7 +148,8 @@ class MergedWeights:
         self._adapter = lora.adapter
         self._pairs = merge_names(lora.adapter.tensors, family)
         self._scaling = lora.config["lora_alpha"] / lora.config["r"]
-        # Some models were saved under the names of their modules in memory, which a run can load as well.
+        # Some models were saved under the names of their modules in memory, which a run can load as
+        # well.
         self._base_names = {family.checkpoint_name(name): name for name in self._base.tensors}
 
         mismatched = [name for name in shapes if self._base_shape(name) != shapes[name]]
