@@ -66,7 +66,7 @@ def names(prompts):
 
 
 def drawn(prompts, epoch, *, seed=1, shuffle=True):
-    return [drawn.prompt_index for drawn in prompts.draw_epoch(epoch, seed=seed, shuffle=shuffle)]
+    return [entry.prompt_index for entry in prompts.draw_epoch(epoch, seed=seed, shuffle=shuffle)]
 
 
 def test_a_single_dataset_is_returned_unchanged(ten):

@@ -6,9 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_loop import CREDIT, EVERYTHING, SAMPLING, SELECTION, crash_at_times, open_kit, open_run, settings
 
 from support.engines import KL_TERMS, make_engine, make_rollouts, to_train
+from support.fake_runs import (
+    ADVANTAGES,
+    ALL_INTERVALS,
+    FILTER,
+    SAMPLING,
+    full_settings,
+    open_run,
+    open_shared_parts,
+    sometimes_crashing,
+)
 from trigon.algorithms.importance import Correction
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
@@ -48,17 +57,17 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
     folder = tmp_path_factory.mktemp("told")
     (folder / "kit").mkdir()
     with (
-        open_kit(tiny_model("qwen2"), folder / "kit") as kit,
+        open_shared_parts(tiny_model("qwen2"), folder / "kit") as kit,
         open_run(
             kit,
             folder / "run",
-            complete=crash_at_times,
-            **(settings(2) | {"advantage_settings": replace(CREDIT, estimator="remax", kl_in_reward="kl")}),
+            complete=sometimes_crashing,
+            **(full_settings(2) | {"advantage_settings": replace(ADVANTAGES, estimator="remax", kl_in_reward="kl")}),
             sampling=replace(SAMPLING, top_k=50),
-            group_filter=replace(SELECTION, low=-1.0, high=2.0),
+            group_filter=replace(FILTER, low=-1.0, high=2.0),
         ) as run,
     ):
-        train(replace(run, intervals=replace(EVERYTHING, save_every=1)), None)
+        train(replace(run, intervals=replace(ALL_INTERVALS, save_every=1)), None)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line)["metrics"]}
 

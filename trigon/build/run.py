@@ -128,7 +128,7 @@ def run_training(
                 group_filter=group_filter(config),
                 advantage_settings=advantage_settings(config),
                 kl=initial_kl(config),
-                needs_old=plan.updates_per_step > 1 or (kl_is_in_reward(config) and not kl_is_full(config)),
+                needs_old_logprobs=plan.updates_per_step > 1 or (kl_is_in_reward(config) and not kl_is_full(config)),
                 evaluator=open_evaluator(config, val_prompts, report),
                 parity=ParityCheck(parity_tolerance(config)),
                 store=store,
