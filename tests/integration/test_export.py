@@ -300,7 +300,7 @@ IN_VLLM = """
     from PIL import Image
     from vllm import LLM, SamplingParams
 
-    folder, text, picture = sys.argv[1:]
+    folder, text, image = sys.argv[1:]
     llm = LLM(
         model=folder,
         dtype="float32",  # vLLM would round the model to bfloat16
@@ -308,7 +308,7 @@ IN_VLLM = """
         enforce_eager=True,
         distributed_executor_backend="uni",
     )
-    prompt = {"prompt": text, "multi_modal_data": {"image": Image.open(picture)}}
+    prompt = {"prompt": text, "multi_modal_data": {"image": Image.open(image)}}
     greedy = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     (result,) = llm.generate(prompt, greedy, use_tqdm=False)
     ids = result.prompt_token_ids
@@ -325,9 +325,9 @@ def test_an_export_has_the_same_logprobs_in_vllm_and_transformers(tmp_path, chec
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     text = "<|vision_start|><|image_pad|><|vision_end|>how many circles are there?"
-    picture = Image.linear_gradient("L").convert("RGB").resize((84, 56))
-    picture.save(tmp_path / "picture.png")
-    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[picture], return_tensors="pt")
+    image = Image.linear_gradient("L").convert("RGB").resize((84, 56))
+    image.save(tmp_path / "image.png")
+    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
     with torch.no_grad():
         logits = AutoModelForImageTextToText.from_pretrained(folder).eval()(**inputs).logits[0]
     expected = logits.log_softmax(-1)
@@ -338,7 +338,7 @@ def test_an_export_has_the_same_logprobs_in_vllm_and_transformers(tmp_path, chec
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(IN_VLLM), str(folder), text, str(tmp_path / "picture.png")],
+        [sys.executable, "-c", textwrap.dedent(IN_VLLM), str(folder), text, str(tmp_path / "image.png")],
         capture_output=True,
         text=True,
         env=environment,

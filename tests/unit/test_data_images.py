@@ -25,7 +25,7 @@ def encoded(image, format, **options):
     return stream.getvalue()
 
 
-def picture(width=6, height=4):
+def sample_image(width=6, height=4):
     """Return a red image with one blue pixel at the top left."""
     image = Image.new("RGB", (width, height), (255, 0, 0))
     image.putpixel((0, 0), (0, 0, 255))
@@ -61,7 +61,7 @@ def pixels(image):
 
 
 def test_every_type_of_source_gives_the_same_image(tmp_path):
-    image = picture()
+    image = sample_image()
     data = encoded(image, "PNG")
     (tmp_path / "figure.png").write_bytes(data)
     sources = [
@@ -91,14 +91,14 @@ def test_the_file_name_of_an_image():
     assert file_name({"bytes": b"...", "path": "b.png"}) == "b.png"
     assert file_name({"bytes": b"...", "path": None}) == ""
     assert file_name(b"...") == ""
-    assert file_name(picture()) == ""
+    assert file_name(sample_image()) == ""
 
 
 # Files
 
 
 def test_the_encoded_file_is_returned_byte_for_byte(tmp_path):
-    data = encoded(picture(), "JPEG", exif=b"Exif\x00\x00nonsense")
+    data = encoded(sample_image(), "JPEG", exif=b"Exif\x00\x00nonsense")
     (tmp_path / "figure.jpg").write_bytes(data)
     for source in (data, bytearray(data), {"bytes": data, "path": "elsewhere"}, {"path": "figure.jpg"}, "figure.jpg"):
         found = file_of(source, tmp_path)
@@ -106,26 +106,26 @@ def test_the_encoded_file_is_returned_byte_for_byte(tmp_path):
         assert found == data
 
 
-def picture_from(data):
+def image_from(data):
     return Image.open(io.BytesIO(data))
 
 
 def pil_images():
     random = np.random.RandomState(0)
     noise = Image.fromarray(random.randint(0, 255, (12, 16, 3), dtype=np.uint8))
-    turned = Image.Exif()
-    turned[0x0112] = 6
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 40, 50, 60])
     return {
         "plain": noise,
-        "turned": picture_from(encoded(noise, "JPEG", exif=turned)),
-        "with a colour profile": picture_from(encoded(noise, "PNG", icc_profile=b"profile" * 100)),
-        "one colour transparent": picture_from(encoded(noise, "PNG", transparency=noise.getpixel((0, 0)))),
+        "rotated": image_from(encoded(noise, "JPEG", exif=rotated)),
+        "with a colour profile": image_from(encoded(noise, "PNG", icc_profile=b"profile" * 100)),
+        "one colour transparent": image_from(encoded(noise, "PNG", transparency=noise.getpixel((0, 0)))),
         "transparent": Image.fromarray(random.randint(0, 255, (12, 16, 4), dtype=np.uint8)),
-        "palette, transparent": picture_from(encoded(palette, "PNG", transparency=0)),
+        "palette, transparent": image_from(encoded(palette, "PNG", transparency=0)),
         "16 bits": Image.fromarray(random.randint(0, 65535, (4, 4), dtype=np.uint16)),
-        "two frames": picture_from(encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(180)])),
+        "two frames": image_from(encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(180)])),
     }
 
 
@@ -190,7 +190,7 @@ def test_an_invalid_source_is_a_missing_image(tmp_path, source):
 )
 def test_exif_orientation_applies_to_image_and_size(format, orientation, expected_size, blue_at):
     # Scaled up, so that the corner has JPEG blocks of 8 x 8 pixels of its own.
-    image = picture().resize((96, 64), Image.Resampling.NEAREST)
+    image = sample_image().resize((96, 64), Image.Resampling.NEAREST)
     exif = Image.Exif()
     exif[0x0112] = orientation
     source = encoded(image, format, exif=exif)
@@ -204,7 +204,7 @@ def test_exif_orientation_applies_to_image_and_size(format, orientation, expecte
 
 
 def test_an_image_with_damaged_exif_data_is_usable():
-    source = encoded(picture(), "JPEG", exif=b"Exif\x00\x00nonsense")
+    source = encoded(sample_image(), "JPEG", exif=b"Exif\x00\x00nonsense")
     assert size(source) == (6, 4)
     assert opened(source).size == (6, 4)
 
@@ -262,7 +262,7 @@ def test_the_first_frame_of_an_animation_is_used():
 
 def test_unreadable_images_are_rejected(tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
-    for source in (b"", b"not an image at all", encoded(picture(), "PNG")[:20], "empty.png"):
+    for source in (b"", b"not an image at all", encoded(sample_image(), "PNG")[:20], "empty.png"):
         assert rejection(source, tmp_path)[0] == "image_unreadable"
 
 
@@ -302,8 +302,8 @@ def test_damaged_bytes_are_rejected_or_have_the_same_size_when_decoded():
 
 
 def test_other_formats_are_never_tried():
-    assert rejection(encoded(picture(), "EPS"))[0] == "image_unreadable"
-    assert rejection(encoded(picture(), "PDF"))[0] == "image_unreadable"
+    assert rejection(encoded(sample_image(), "EPS"))[0] == "image_unreadable"
+    assert rejection(encoded(sample_image(), "PDF"))[0] == "image_unreadable"
 
 
 # Size
@@ -361,9 +361,9 @@ def test_paths_outside_the_image_folder_are_rejected(tmp_path):
     folder = tmp_path / "images"
     (folder / "inner").mkdir(parents=True)
     outside = tmp_path / "secret.png"
-    outside.write_bytes(encoded(picture(), "PNG"))
+    outside.write_bytes(encoded(sample_image(), "PNG"))
     (folder / "link.png").symlink_to(outside)
-    (folder / "inner" / "own.png").write_bytes(encoded(picture(), "PNG"))
+    (folder / "inner" / "own.png").write_bytes(encoded(sample_image(), "PNG"))
     for reference in (str(outside), "../secret.png", "inner/../../secret.png", "link.png", "/etc/passwd"):
         assert rejection(reference, folder)[0] == "image_outside"
         assert rejection({"bytes": None, "path": reference}, folder)[0] == "image_outside"
@@ -372,7 +372,7 @@ def test_paths_outside_the_image_folder_are_rejected(tmp_path):
 
 def test_a_linked_image_folder_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "figure.png").write_bytes(encoded(picture(), "PNG"))
+    (tmp_path / "real" / "figure.png").write_bytes(encoded(sample_image(), "PNG"))
     (tmp_path / "linked").symlink_to(tmp_path / "real")
     assert size("figure.png", tmp_path / "linked") == (6, 4)
 
@@ -387,7 +387,7 @@ def test_urls_are_rejected(tmp_path, url):
 
 
 def test_without_an_image_folder_no_path_is_read(tmp_path):
-    (tmp_path / "figure.png").write_bytes(encoded(picture(), "PNG"))
+    (tmp_path / "figure.png").write_bytes(encoded(sample_image(), "PNG"))
     assert rejection(str(tmp_path / "figure.png"))[0] == "image_outside"
 
 

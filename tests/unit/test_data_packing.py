@@ -105,8 +105,8 @@ def test_each_group_goes_into_the_emptiest_row() -> None:
 
 
 def test_otherwise_each_group_goes_into_the_fullest_row_with_room() -> None:
-    # evenly 6+3 | 5+4, and the last 2 fits nowhere; by best fit 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4
-    # 5+3+2
+    # evenly 6+3 | 5+4, and the last 2 fits nowhere;
+    # by best fit 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
     assert owners(groups_that_cost(2, 3, 4, 5, 6), 10) == [[(0, 0), (1, 0), (3, 0)], [(2, 0), (4, 0)]]
 
 
@@ -116,8 +116,8 @@ def test_no_row_is_nearly_empty() -> None:
 
 
 def test_no_row_is_nearly_empty_if_the_emptiest_has_no_room_for_the_last_group() -> None:
-    # best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5; in rows of 18, which suffice, four that are
-    # full
+    # best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5;
+    # in rows of 18, which suffice, four full rows
     assert sorted(costs_of(groups_that_cost(11, 10, 9, 8, 8, 7, 6, 5, 5), 20)) == [16, 17, 18, 18]
 
 

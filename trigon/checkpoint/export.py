@@ -69,7 +69,7 @@ def export_checkpoint(
         dtype: a key of DTYPES. None keeps the checkpoint's dtype, bit for bit; for merged weights,
             the base model's.
         adapter: write the LoRA weights in peft's format, instead of merging them into the base
-        model.
+            model.
         base: the base model, a folder or a hub id. None: the one the run used.
         best: export the best checkpoint of a run folder instead of the latest.
         warn: called with a message for each damaged checkpoint that was skipped.

@@ -106,8 +106,7 @@ class CheckpointStore:
         Args:
             progress: values that JSON can hold; numbers are finite.
             score: validation reward of the weights being saved, None if they were not validated.
-            The
-                highest is the best, the earlier one at a tie.
+                The highest is the best, the earlier one at a tie.
         Raises: CheckpointError if the disk is full (existing checkpoints stay), if the step exists
         already, or if the previous save failed in the background.
         """
@@ -155,8 +154,7 @@ class CheckpointStore:
     def wait_on_exit(self) -> Iterator[None]:
         """Wait for a save in the background when the context ends, normally or by an error.
 
-        An error of the context is raised in preference to that of the save, which becomes a
-        warning.
+        If both fail, the error of the context is raised and that of the save becomes a warning.
         """
         try:
             yield
@@ -313,8 +311,7 @@ class CheckpointStore:
             if len(kept) < self._keep:
                 kept.add(step)
         for step in sorted(set(folders) - kept):
-            # Renamed first: a crash during the removal must not leave a folder that looks like a
-            # checkpoint.
+            # Renamed first, so that a crash during the removal leaves no incomplete global_step_N.
             renamed = self._root / f"{_REMOVING}{folders[step].name}"
             try:
                 os.rename(folders[step], renamed)

@@ -148,8 +148,7 @@ class MergedWeights:
         self._adapter = lora.adapter
         self._pairs = merge_names(lora.adapter.tensors, family)
         self._scaling = lora.config["lora_alpha"] / lora.config["r"]
-        # Some models were saved under the names of their modules in memory, which a run can load as
-        # well.
+        # Some base models were saved under the names of their modules, which a run can load too.
         self._base_names = {family.checkpoint_name(name): name for name in self._base.tensors}
 
         mismatched = [name for name in shapes if self._base_shape(name) != shapes[name]]

@@ -66,7 +66,7 @@ def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
         source: a PIL image, encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
         where: the name of the image in errors: "train:17/images/0".
         image_dir: the folder that relative paths start from and that contains all paths; None: no
-        path is allowed.
+            path is allowed.
         max_pixels: the largest allowed width * height.
     Raises: UnusableRow.
     """
@@ -78,7 +78,8 @@ def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
 def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> Image.Image:
     """Return an image decoded and upright, as 8-bit RGB with transparency on white.
 
-    Of several frames, the first.
+    Only the first frame of several is decoded.
+
     Args and Raises: as image_size, and UnusableRow where decoding fails.
     """
     with _opened(source, where, image_dir, max_pixels) as (image, orientation):
@@ -94,9 +95,8 @@ def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
     """Return the encoded file of an image, byte for byte, after checking its header.
 
-    No pixel is decoded.
-    A PIL image becomes a PNG of the image that open_image returns. In both cases the bytes decode
-    to the same image as the source.
+    A PIL image becomes a PNG of the image that open_image returns; of a file, no pixel is decoded.
+    In both cases the bytes decode to the same image as the source.
 
     Args and Raises: as image_size; for a PIL image, as open_image.
     """

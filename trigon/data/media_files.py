@@ -35,7 +35,7 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
         where: the name of the source in errors: "train:17/images/0".
         image_dir: the folder that relative paths start from and that contains all paths; None: no
-        path is allowed.
+            path is allowed.
     Raises: UnusableRow.
     """
     reasons = _REASONS[kind]

@@ -62,7 +62,7 @@ class _Part:
 
 
 def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions: Positions) -> list[PackedRow]:
-    """Pack sampled completions for computing log-probabilities; rows are ordered as above."""
+    """Pack sampled completions for computing log-probabilities."""
     return _pack(
         [group.prompt for group in groups],
         [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups],
@@ -72,7 +72,7 @@ def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions:
 
 
 def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Positions) -> list[MicroBatch]:
-    """Pack completions with the per-token inputs of the loss; rows are ordered as above.
+    """Pack completions with the per-token inputs of the loss.
 
     Every completion is kept, even if its loss_mask is all zero. Either all sequences have
     old_logprobs or none, and likewise ref_logprobs.

@@ -111,7 +111,7 @@ class PromptBuilder:
             process_images: compute the pixel values of prompts; False: prompts have their images
                 and videos as encoded files (see media_processing.py). Token ids are the same.
             video_key: the column of the videos, like image_key. A row has images or videos, not
-            both.
+                both.
             video_sampling: which frames of a video are sampled.
         Raises: ConfigError if format_prompt cannot be used.
         """

@@ -132,7 +132,7 @@ def video_layout(
         source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
         where: the name of the video in errors: "train:17/videos/0".
         image_dir: the folder that relative paths start from and that contains all paths; None: no
-        path is allowed.
+            path is allowed.
         max_pixels: the largest allowed width * height of a frame.
         sampling: which frames are sampled.
     Raises: UnusableRow.

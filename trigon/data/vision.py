@@ -63,8 +63,7 @@ class ImageProcessor:
         """Return the pixel values of upright RGB images, at least one, in order."""
         with self._lock:
             self._calls += 1
-        # Given explicitly, because an image one or three pixels wide could be taken for channels
-        # last.
+        # Explicit, since an image that is 1 or 3 pixels wide would be taken for channels last.
         features = self._image_processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
         pixel_values = features["pixel_values"].to(torch.float32).contiguous()
         grid_thw = features["image_grid_thw"].to(torch.int64)
