@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trigon.algorithms.group_filter import classify_groups
-from trigon.data.stream import PromptStream, drawn_again
+from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.report.reporter import Reporter
@@ -164,7 +164,7 @@ def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
     occurrence = 1
     while prompt.prompt_id in drawn:
         occurrence += 1
-        prompt = drawn_again(prompt, occurrence)
+        prompt = with_repeat_id(prompt, occurrence)
     drawn.add(prompt.prompt_id)
     return prompt
 
@@ -240,7 +240,7 @@ def load_surplus(
             )
             continue
         try:
-            prompt = prompts.rebuilt(group["prompt_id"])
+            prompt = prompts.rebuild(group["prompt_id"])
         except BadRow as problem:
             warn(f"its completions, kept from the last step, are dropped: {problem}")
             continue

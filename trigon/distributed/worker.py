@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from torch import Tensor
 
-from trigon.data.processed import ProcessedImages
+from trigon.data.media_processing import MediaProcessor
 from trigon.distributed.cluster import enter_environment
 from trigon.distributed.preflight import NodeReport
 from trigon.distributed.serialization import (
@@ -55,7 +55,7 @@ class WorkerEngines:
     trainer: TunableEngine
     reference: LogprobEngine | None
     rollout: RolloutEngine
-    images: ProcessedImages | None
+    images: MediaProcessor | None
     replica_rank: int
 
 
@@ -250,7 +250,7 @@ class Worker:
 
     def _seen(self, prompts: list[Prompt]) -> list[Prompt]:
         """Return prompts with the pixels of their images."""
-        return prompts if self._require_engines.images is None else self._require_engines.images.of(prompts)
+        return prompts if self._require_engines.images is None else self._require_engines.images.process(prompts)
 
     def _scored(self, score: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], encoded: bytes) -> bytes:
         return encode_logprobs(score(self._with_pixels(decode_rollouts(encoded))))
