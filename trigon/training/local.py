@@ -34,7 +34,7 @@ from trigon.training.step import (
     score_rollouts,
     to_device,
 )
-from trigon.types import NamedTensors, PackedGroups, RolloutGroup, TrainGroup
+from trigon.types import LocalWeights, NamedTensors, PackedGroups, RolloutGroup, TrainGroup
 
 WEIGHTS_FOLDER = "weights"
 ADAPTER_FOLDER = "adapter"
@@ -356,8 +356,11 @@ class LocalTrainEngine:
         elsewhere = next(self._policy.parameters()).device.type != self._device.type  # with the weights, always
         return 0 if elsewhere else self.sizes().optimizer_bytes
 
-    def weights(self) -> NamedTensors:
-        """See TrainEngine. Once all have been taken, what is to be offloaded leaves the device."""
+    def weights(self) -> LocalWeights:
+        """See TrainEngine. When all tensors have been read, offloaded parts are moved to the CPU."""
+        return LocalWeights(self._read_weights)
+
+    def _read_weights(self) -> NamedTensors:
         self._wake(optimizer=False)
         yield from self._policy.named_weights()
         if self._offload_params:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from trigon.metrics import Metrics
-from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import RolloutGroup, TrainGroup, WeightsHandle
 
 
 class LogprobEngine(Protocol):
@@ -38,8 +38,8 @@ class TrainEngine(LogprobEngine, Protocol):
         """
         ...
 
-    def weights(self) -> NamedTensors:
-        """Iterate over the policy's weights under their Hugging Face checkpoint names; nothing is copied."""
+    def weights(self) -> WeightsHandle:
+        """Return a handle of the policy's weights, which a rollout engine reads; nothing is copied."""
         ...
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
