@@ -1,8 +1,9 @@
-"""What a step learns from: rounds of sampling, until enough groups are worth learning from.
+"""Collects the groups that a step learns from: one round of sampling, or as many as online
+filtering takes.
 
-Without a selection one round is all. With one (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2) groups whose
-answers are all right or all wrong are set aside, and more prompts are drawn for them. Knows protocols and passports
-only. To be called while the rollout engine is awake.
+With a group filter (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2), groups whose
+completions are all right or all wrong are filtered out, and more prompts are sampled. Called while
+the rollout engine is awake.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingPara
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Which groups are learned from: those whose mean `key` lies strictly between low and high.
+    """Keeps groups whose mean score `key` lies strictly between low and high.
 
-    prompts_per_round: drawn at a time. max_rounds: of a step; 0: no limit. keep_surplus: whether groups beyond those
-    wanted are used in the next step, or dropped.
+    prompts_per_round: prompts sampled at a time. max_rounds: per step; 0: no limit.
+    keep_surplus: use groups beyond the batch size in the next step; otherwise they are dropped.
     """
 
     key: str
@@ -44,10 +45,12 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """groups: to be learned from. surplus: kept for the next step. metrics: of everything that was sampled.
+    """The groups that a step learns from, and what else was sampled for it.
 
-    num_sampled_tokens: of all responses, learned from or not. baselines: [G] float32, the reward of each prompt's
-    likeliest completion, nan where it could not be graded; None where they are not wanted.
+    surplus: groups kept for the next step. metrics: over everything that was sampled, filtered out
+    or not.
+    num_sampled_tokens: of all completions, filtered out or not. baselines: [G] float32, the reward
+    of each prompt's greedy completion, nan where it could not be scored; None if not asked for.
     """
 
     groups: list[RolloutGroup]
@@ -59,7 +62,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws prompts, samples and scores them. with_baselines: once more, greedily."""
+    """Draws prompts, samples and scores completions. with_baselines: also one greedy completion per
+    prompt.
+    """
 
     prompts: PromptStream
     rollout: RolloutEngine
@@ -69,40 +74,42 @@ class Sampler:
     with_baselines: bool
 
     def collect_batch(
-        self, *, wanted: int, group_filter: GroupFilter | None, kept: Sequence[RolloutGroup], step: int
+        self, num_groups: int, *, group_filter: GroupFilter | None, kept: Sequence[RolloutGroup], step: int
     ) -> Batch:
-        """Return a batch of `wanted` groups, those kept from the step before first; fewer only after max_rounds.
+        """Return a batch of num_groups groups, those kept from the last step first; fewer only
+        after max_rounds.
 
-        Raises: DataError if after max_rounds there is none; RewardError if no reply has the selection's key.
+        Raises: DataError if max_rounds leave no group; RewardError if the scores have no number of
+        the filter's key.
         """
         drawn: set[str] = set()
         if group_filter is None:
-            groups, metrics = self._round(wanted, step, drawn)
-            return self._batch(groups, [], metrics, count_response_tokens(groups), step)
-        found = list(kept)
+            groups, metrics = self._sample_round(num_groups, step, drawn)
+            return self._make_batch(groups, [], metrics, count_response_tokens(groups), step)
+        kept_groups = list(kept)
         metrics = {}
         rounds = num_sampled_tokens = 0
-        while len(found) < wanted and not 0 < group_filter.max_rounds <= rounds:
+        while len(kept_groups) < num_groups and not 0 < group_filter.max_rounds <= rounds:
             rounds += 1
-            groups, of_round = self._round(group_filter.prompts_per_round, step, drawn)
+            groups, round_metrics = self._sample_round(group_filter.prompts_per_round, step, drawn)
             num_sampled_tokens += count_response_tokens(groups)
-            chosen, shares = _select(groups, group_filter)
-            found += chosen
-            metrics = merge(metrics, of_round, shares)
-        # No more than the next step takes, so that nothing grows older than one step.
-        surplus = found[wanted : 2 * wanted] if group_filter.keep_surplus else []
-        used = min(len(found), wanted) + len(surplus)
+            passed, fractions = _filter(groups, group_filter)
+            kept_groups += passed
+            metrics = merge(metrics, round_metrics, fractions)
+        # No more than the next step uses, so that no group becomes older than one step.
+        surplus = kept_groups[num_groups : 2 * num_groups] if group_filter.keep_surplus else []
+        used = min(len(kept_groups), num_groups) + len(surplus)
         counts = {
             "filter/rounds": Sum(float(rounds)),
-            "filter/groups": Sum(float(len(found))),
-            "filter/dropped_groups": Sum(float(len(found) - used)),
+            "filter/groups": Sum(float(len(kept_groups))),
+            "filter/dropped_groups": Sum(float(len(kept_groups) - used)),
         }
         metrics = merge(metrics, counts)
-        if len(found) < wanted:
-            self._report_shortage(len(found), wanted, rounds, metrics)
-        return self._batch(found[:wanted], surplus, metrics, num_sampled_tokens, step)
+        if len(kept_groups) < num_groups:
+            self._report_shortage(len(kept_groups), num_groups, rounds, metrics)
+        return self._make_batch(kept_groups[:num_groups], surplus, metrics, num_sampled_tokens, step)
 
-    def _batch(
+    def _make_batch(
         self, groups: list[RolloutGroup], surplus: list[RolloutGroup], metrics: Metrics, num_tokens: int, step: int
     ) -> Batch:
         baselines = self._greedy_scores(groups, step) if self.with_baselines else None
@@ -113,83 +120,87 @@ class Sampler:
     def _greedy_scores(self, groups: Sequence[RolloutGroup], step: int) -> torch.Tensor:
         greedy = replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
         prompts = [group.prompt for group in groups]
-        answers = collect(prompts, self.rollout, self.rewards, greedy, step=step, phase=self.report.phase)
-        scores = {answer.prompt.prompt_id: answer.rollouts[0].score for answer in answers}
-        graded = {name: score.overall for name, score in scores.items() if score.outcome == "ok"}
-        return torch.tensor([graded.get(prompt.prompt_id, torch.nan) for prompt in prompts])
+        greedy_groups = collect(prompts, self.rollout, self.rewards, greedy, step=step, phase=self.report.phase)
+        scores = {group.prompt.prompt_id: group.rollouts[0].score for group in greedy_groups}
+        scored = {name: score.overall for name, score in scores.items() if score.outcome == "ok"}
+        return torch.tensor([scored.get(prompt.prompt_id, torch.nan) for prompt in prompts])
 
-    def _round(self, num_prompts: int, step: int, drawn: set[str]) -> tuple[list[RolloutGroup], Metrics]:
-        """drawn: the names of this step's prompts so far, to which those of this round are added."""
+    def _sample_round(self, num_prompts: int, step: int, drawn: set[str]) -> tuple[list[RolloutGroup], Metrics]:
+        """Sample and score one round. drawn: ids of this step's prompts so far; those of this round
+        are added.
+        """
         with self.report.phase("data"):
-            prompts = [_renamed(prompt, drawn) for prompt in self.prompts.take(num_prompts)]
+            prompts = [_with_unique_id(prompt, drawn) for prompt in self.prompts.take(num_prompts)]
         groups = collect(prompts, self.rollout, self.rewards, self.sampling, step=step, phase=self.report.phase)
-        set_aside = {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))}
-        return groups, merge(describe_groups(groups), set_aside)
+        skipped = {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))}
+        return groups, merge(describe_groups(groups), skipped)
 
-    def _report_shortage(self, found: int, wanted: int, rounds: int, metrics: Metrics) -> None:
+    def _report_shortage(self, num_found: int, num_groups: int, rounds: int, metrics: Metrics) -> None:
         low, high = (metrics[f"filter/{name}_fraction"].value for name in ("low", "high"))
         problem = (
-            f"online filtering found {found} of {wanted} groups in {rounds} rounds (trainer.max_try_make_batch): "
-            f"{low:.0%} of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
+            f"online filtering found {num_found} of {num_groups} groups in {rounds} rounds "
+            f"(trainer.max_try_make_batch): {low:.0%} of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
         )
-        if found == 0:
+        if num_found == 0:
             raise DataError(
-                f"{problem}; use data or a prompt that the model gets right now and then, raise worker.rollout.n, or "
-                "set algorithm.online_filtering=false"
+                f"{problem}; use data or a prompt template for which the model is sometimes right, raise "
+                "worker.rollout.n, or set algorithm.online_filtering=false"
             )
-        self.report.warn(f"{problem}; the step learns from {found}")
+        self.report.warn(f"{problem}; the step learns from {num_found}")
 
 
 def count_response_tokens(groups: Sequence[RolloutGroup]) -> int:
-    """Return the tokens of all completions."""
+    """Return the number of tokens of all completions."""
     return sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
 
 
-def _renamed(prompt: Prompt, drawn: set[str]) -> Prompt:
-    """Return a prompt under a name that is not among those drawn, and add it to them.
+def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
+    """Return the prompt with an id that is not in drawn, and add the id to drawn.
 
-    A step that comes to the end of the data can draw a prompt again, which the stream, counting by epoch, does not see.
+    A step that crosses the end of an epoch can draw a prompt twice; the stream, which counts by
+    epoch, cannot see it.
     """
-    time = 1
+    occurrence = 1
     while prompt.prompt_id in drawn:
-        time += 1
-        prompt = drawn_again(prompt, time)
+        occurrence += 1
+        prompt = drawn_again(prompt, occurrence)
     drawn.add(prompt.prompt_id)
     return prompt
 
 
-def _select(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[list[RolloutGroup], Metrics]:
-    """Return the groups that are worth learning from, and the shares of those that are not."""
+def _filter(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[list[RolloutGroup], Metrics]:
+    """Return the groups that pass the filter, and the fractions of those that do not."""
     values = torch.tensor(
         [[rollout.score.parts.get(group_filter.key, torch.nan) for rollout in group.rollouts] for group in groups],
-        dtype=torch.float64,  # in which a bound of 0.1 is the very number that a reward function returns
+        dtype=torch.float64,  # so that a bound of 0.1 equals the 0.1 that a reward function returns
     )
-    graded = [[rollout.score.outcome == "ok" for rollout in group.rollouts] for group in groups]
-    valid = torch.tensor(graded)
+    scored = [[rollout.score.outcome == "ok" for rollout in group.rollouts] for group in groups]
+    valid = torch.tensor(scored)
     if bool((valid & values.isnan()).any()):
         raise RewardError(_unknown_key(groups, group_filter.key))
-    judged = classify_groups(values, valid, low=group_filter.low, high=group_filter.high)
-    return [group for group, label in zip(groups, judged, strict=True) if label == "kept"], {
-        "filter/kept_fraction": mean_of(float(label == "kept") for label in judged),
-        "filter/low_fraction": mean_of(float(label == "low") for label in judged),
-        "filter/high_fraction": mean_of(float(label == "high") for label in judged),
-        "filter/ungraded_fraction": mean_of(float(label == "ungraded") for label in judged),
+    labels = classify_groups(values, valid, low=group_filter.low, high=group_filter.high)
+    return [group for group, label in zip(groups, labels, strict=True) if label == "kept"], {
+        "filter/kept_fraction": mean_of(float(label == "kept") for label in labels),
+        "filter/low_fraction": mean_of(float(label == "low") for label in labels),
+        "filter/high_fraction": mean_of(float(label == "high") for label in labels),
+        "filter/ungraded_fraction": mean_of(float(label == "ungraded") for label in labels),
     }
 
 
 def _unknown_key(groups: Sequence[RolloutGroup], key: str) -> str:
-    replies = [r.score.parts for group in groups for r in group.rollouts if r.score.outcome == "ok"]
-    names = sorted(next(parts for parts in replies if key not in parts))
+    scored = [r.score.parts for group in groups for r in group.rollouts if r.score.outcome == "ok"]
+    names = sorted(next(parts for parts in scored if key not in parts))
     near = get_close_matches(key, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"algorithm.filter_key={key}: the reward function's reply has no such number, only {', '.join(names)}{hint}"
+    found = ", ".join(names)
+    return f"algorithm.filter_key={key}: the reward function returned no number of that name, only {found}{hint}"
 
 
-# -- what a checkpoint remembers of a surplus -------------------------------------------------------------------------
+# -- groups kept for the next step, in checkpoints --
 
 
 def surplus_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """Return groups as JSON can hold them: prompts by their ids, completions and scores whole."""
+    """Return groups as JSON values: prompts by id, completions and scores in full."""
     return [
         {
             "prompt_id": group.prompt.prompt_id,
@@ -212,31 +223,32 @@ def surplus_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
     ]
 
 
-def surplus_from(
+def load_surplus(
     state: Sequence[dict[str, Any]], prompts: PromptStream, *, n: int, warn: Callable[[str], None]
 ) -> list[RolloutGroup]:
-    """Return the groups of surplus_state, their prompts built anew. warn: hears of those that can no longer be used.
+    """Return the groups that surplus_state wrote, with their prompts built again from the dataset.
 
-    n: completions of a group. Raises: as PromptStream.rebuilt.
+    n: completions per group; groups of another size, and those whose row can no longer be used, are
+    dropped with a warning. Raises: as PromptStream.rebuilt.
     """
     groups = []
     for group in state:
         if len(group["rollouts"]) != n:
             warn(
-                f"{group['prompt_id']}: its {len(group['rollouts'])} answers, kept from the step before, are dropped, "
-                f"since worker.rollout.n is {n} now"
+                f"{group['prompt_id']}: its {len(group['rollouts'])} completions, kept from the last step, are "
+                f"dropped, because worker.rollout.n is now {n}"
             )
             continue
         try:
             prompt = prompts.rebuilt(group["prompt_id"])
         except BadRow as problem:
-            warn(f"its answers, kept from the step before, are dropped: {problem}")
+            warn(f"its completions, kept from the last step, are dropped: {problem}")
             continue
-        groups.append(RolloutGroup(prompt, tuple(map(_rollout_from, group["rollouts"]))))
+        groups.append(RolloutGroup(prompt, tuple(map(_load_rollout, group["rollouts"]))))
     return groups
 
 
-def _rollout_from(state: dict[str, Any]) -> Rollout:
+def _load_rollout(state: dict[str, Any]) -> Rollout:
     return Rollout(
         Completion(
             token_ids=tuple(state["token_ids"]),

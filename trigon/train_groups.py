@@ -1,6 +1,8 @@
-"""From scored groups to what the loss needs of each token.
+"""From scored groups to the groups an update learns from: log-probabilities, KL penalties and
+advantages.
 
-Knows passports, and what algorithms/advantages.py wants to hear. Refuses to know engines, but for one question.
+prepare_groups is what the training loop calls between sampling and the update; the other functions
+are its parts. Uses the train engine and the reference through their protocols.
 """
 
 from __future__ import annotations
@@ -11,20 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trigon.algorithms.advantages import AdvantageEstimator, RewardBatch
-from trigon.algorithms.kl import KlEstimator, kl_per_token
+from trigon.algorithms.advantages import AdvantageEstimator, RewardBatch, estimate
+from trigon.algorithms.kl import AdaptiveKl, KlEstimator, kl_per_token
 from trigon.errors import RewardError
-from trigon.metrics import Mean
-from trigon.training.protocol import TrainEngine
-from trigon.types import RolloutGroup, TrainGroup, TrainSequence
+from trigon.metrics import Mean, Metrics, merge
+from trigon.rollout.statistics import describe_learned
+from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
     """How rewards become advantages.
 
-    gamma: as in advantages.estimate. weights: of the parts of the reward, for gdpo; None: 1 for all but overall.
-    kl_in_reward: None where the KL is in the loss, or off. mask_overlong: leave answers that were cut out of the loss.
+    gamma: discount per token; see advantages.estimate.
+    weights: weight of each part of the reward, for gdpo; None: 1 for every part but overall.
+    kl_in_reward: estimator of the KL that is subtracted from the reward; None if the KL is in the
+    loss, or off.
+    mask_overlong: leave completions that were cut at the length limit out of the loss.
     """
 
     estimator: AdvantageEstimator
@@ -34,40 +40,101 @@ class AdvantageSettings:
     mask_overlong: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedGroups:
+    """What an update learns from. kl: the coefficient of the KL in the reward, for the next step."""
+
+    groups: list[TrainGroup]
+    kl: AdaptiveKl
+    metrics: Metrics
+
+
+def prepare_groups(
+    groups: Sequence[RolloutGroup],
+    settings: AdvantageSettings,
+    *,
+    trainer: TrainEngine,
+    reference: LogprobEngine | None,
+    needs_old_logprobs: bool,
+    kl: AdaptiveKl,
+    baselines: Tensor | None,
+    phase: Phase,
+) -> PreparedGroups:
+    """Compute old and reference log-probabilities, the KL in the reward and the advantages of a
+    step's groups.
+
+    Args:
+        reference: None where no term needs its log-probabilities.
+        needs_old_logprobs: whether the policy's own log-probabilities are computed before the first
+        update: the policy
+            changes between sampling and the last update of a step, or the KL in the reward needs
+            them.
+        baselines: [G] float32, the reward of each prompt's greedy completion, for remax; else None.
+        phase: times "old" and "ref".
+    """
+    old = ref = penalties = None
+    metrics: Metrics = {}
+    if needs_old_logprobs:
+        with phase("old"):
+            old = trainer.logprobs(groups)
+    if reference is not None:
+        with phase("ref"):
+            ref = reference.logprobs(groups)
+    if settings.kl_in_reward is not None:
+        with phase("ref"):
+            token_kl = kl_of_tokens(groups, settings.kl_in_reward, trainer, old=old, ref=ref)
+        penalties = [[kl.coefficient * tokens for tokens in group] for group in token_kl]
+        mean_kl = mean_over_tokens(token_kl)
+        metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
+        kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
+    rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines)
+    advantages = estimate(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
+    trains = rewards.valid & ~is_cut(groups) if settings.mask_overlong else rewards.valid  # [G, N]
+    return PreparedGroups(
+        build_train_groups(groups, advantages, trains, old=old, ref=ref),
+        kl,
+        merge(metrics, describe_learned(groups, rewards.totals(), advantages, rewards.valid)),
+    )
+
+
 def build_reward_batch(
     groups: Sequence[RolloutGroup],
-    advantage_settings: AdvantageSettings,
+    settings: AdvantageSettings,
     *,
     penalties: Sequence[Sequence[Tensor]] | None,
     baselines: Tensor | None,
 ) -> RewardBatch:
-    """Return what the groups' completions were worth. Raises: RewardError if gdpo misses a part of a reward."""
+    """Return the groups' rewards as tensors. Raises: RewardError if a part of the reward that gdpo
+    needs is missing.
+    """
     rollouts = [group.rollouts for group in groups]
     valid = torch.tensor([[rollout.score.outcome == "ok" for rollout in row] for row in rollouts])
-    if baselines is not None:  # an answer that has nothing to be compared with is as good as ungraded
+    if baselines is not None:  # without a baseline to compare with, a completion counts as not scored
         valid &= baselines.isfinite()[:, None]
     return RewardBatch(
         rewards=torch.tensor([[rollout.score.overall for rollout in row] for row in rollouts]),
         valid=valid,
         lengths=torch.tensor([[len(rollout.completion.token_ids) for rollout in row] for row in rollouts]),
         penalties=penalties,
-        parts=reward_parts(groups, advantage_settings.weights) if advantage_settings.estimator == "gdpo" else {},
+        parts=reward_parts(groups, settings.weights) if settings.estimator == "gdpo" else {},
         baselines=baselines,
     )
 
 
 def reward_parts(groups: Sequence[RolloutGroup], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
-    """Return the named parts of the rewards, or all but overall, [G, N] each, with 0 where there is no reply.
+    """Return the parts of the rewards that weights names (None: all but overall), each [G, N]
+    float32.
 
-    Raises: RewardError if there is none, or if a reply lacks one.
+    Completions that could not be scored get 0. Raises: RewardError if there is no part, or if a
+    score lacks one.
     """
     scores = [[rollout.score for rollout in group.rollouts] for group in groups]
-    replies = [score.parts for row in scores for score in row if score.outcome == "ok"]
-    names = sorted({name for parts in replies for name in parts} - {"overall"} if weights is None else weights)
-    missing = sorted({name for name in names for parts in replies if name not in parts})
-    if missing or (replies and not names):
-        lacking = f"some replies lack {', '.join(missing)}" if missing else "there is nothing but overall"
-        found = ", ".join(sorted({name for parts in replies for name in parts}))
+    scored = [score.parts for row in scores for score in row if score.outcome == "ok"]
+    names = sorted({name for parts in scored for name in parts} - {"overall"} if weights is None else weights)
+    missing = sorted({name for name in names for parts in scored if name not in parts})
+    if missing or (scored and not names):
+        lacking = f"some scores lack {', '.join(missing)}" if missing else "there is nothing but overall"
+        found = ", ".join(sorted({name for parts in scored for name in parts}))
         raise RewardError(
             f"algorithm.adv_estimator=gdpo normalizes each part of the reward, but {lacking} (found: {found}); return "
             "them from the reward function, or name others in algorithm.reward_weights"
@@ -75,14 +142,14 @@ def reward_parts(groups: Sequence[RolloutGroup], weights: Mapping[str, float] | 
     return {name: torch.tensor([[score.parts.get(name, 0.0) for score in row] for row in scores]) for name in names}
 
 
-def overlong(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return [G, N] bool: which completions were cut at their limit."""
+def is_cut(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Return [G, N] bool: whether each completion was cut at the length limit."""
     return torch.tensor(
         [[rollout.completion.finish_reason == "length" for rollout in group.rollouts] for group in groups]
     )
 
 
-def kl_of(
+def kl_of_tokens(
     groups: Sequence[RolloutGroup],
     estimator: KlEstimator,
     trainer: TrainEngine,
@@ -90,18 +157,21 @@ def kl_of(
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> Sequence[Sequence[Tensor]]:
-    """Return the KL of each token of each completion: [R] each. The trainer is asked for the full one only."""
+    """Return the KL of each token of each completion, [R] each. Only the full KL asks the trainer."""
     if estimator == "full":
         return trainer.full_kl(groups)
     assert old is not None, "a KL in the reward needs the policy's own log-probabilities"
     assert ref is not None, "a KL in the reward needs a reference"
     return [
-        [kl_per_token(ours, theirs, estimator) for ours, theirs in zip(row, ref_row, strict=True)]
-        for row, ref_row in zip(old, ref, strict=True)
+        [
+            kl_per_token(logprobs, ref_logprobs, estimator)
+            for logprobs, ref_logprobs in zip(old_group, ref_group, strict=True)
+        ]
+        for old_group, ref_group in zip(old, ref, strict=True)
     ]
 
 
-def mean_of_tokens(numbers: Sequence[Sequence[Tensor]]) -> Mean:
+def mean_over_tokens(numbers: Sequence[Sequence[Tensor]]) -> Mean:
     """Return the mean over all tokens of all completions."""
     every = torch.cat([tokens for row in numbers for tokens in row])
     return Mean(float(every.sum()), float(every.numel()))
@@ -115,11 +185,14 @@ def build_train_groups(
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> list[TrainGroup]:
-    """Give every completion what the loss needs. trains: [G, N] bool; the others are left out of the loss."""
+    """Return each completion with what the loss needs. trains: [G, N] bool; the loss leaves the
+    others out.
+    """
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     lengths = [len(completion.token_ids) for completion in completions]
     sampling_logprobs = torch.tensor([value for completion in completions for value in completion.sampling_logprobs])
-    # Views of one tensor each, as in advantages.estimate.
+    # One tensor for the whole step and views of it: a tensor of its own for each completion costs
+    # ten times as much.
     each_mask = iter(trains.float().flatten().repeat_interleave(torch.tensor(lengths)).split_with_sizes(lengths))
     each_logprobs = iter(sampling_logprobs.split_with_sizes(lengths))
     return [

@@ -36,7 +36,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
-from trigon.train_groups import AdvantageSettings, kl_of, mean_of_tokens
+from trigon.train_groups import AdvantageSettings, kl_of_tokens, mean_over_tokens
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
@@ -223,7 +223,7 @@ def open_run(kit: Kit, folder: Path, *, complete=right_at_times, token_logprob=F
             group_filter=None,
             advantage_settings=CREDIT,
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
-            needs_old=False,
+            needs_old_logprobs=False,
             evaluator=Evaluator(kit.validation, validation_sampling, 2, 1, report.warn),
             parity=ParityCheck(1e-3),
             store=CheckpointStore(folder, keep=-1),
@@ -290,7 +290,12 @@ def test_a_step_samples_under_the_weights_of_the_step_before_and_then_learns(kit
 
 def test_old_and_reference_logprobs_come_before_the_first_update(kit, tmp_path):
     with open_run(
-        kit, tmp_path, plan=plan_of(steps=1), needs_old=True, reference=SteadyReference(-1.5), should_stop=lambda: True
+        kit,
+        tmp_path,
+        plan=plan_of(steps=1),
+        needs_old_logprobs=True,
+        reference=SteadyReference(-1.5),
+        should_stop=lambda: True,
     ) as run:
         train(run, None)
         assert run.report.phases[4:] == ["parity", "old", "ref", "update_actor", "save_checkpoint"]
@@ -310,7 +315,7 @@ def test_without_need_there_are_no_old_and_no_reference_logprobs(kit, tmp_path):
 
 def test_every_epoch_over_the_rollouts_makes_an_update_of_each_mini_batch(kit, tmp_path):
     plan = plan_of(steps=2, per_update=2, epochs=3)
-    with open_run(kit, tmp_path, plan=plan, needs_old=True) as run:
+    with open_run(kit, tmp_path, plan=plan, needs_old_logprobs=True) as run:
         train(run, None)
         assert run.trainer.updates == plan.total_updates == 12
         first = [[group.prompt.prompt_id for group in batch] for batch in told(run).learned[:6]]
@@ -410,7 +415,7 @@ def settings(steps: int) -> dict[str, Any]:
     return {
         "plan": plan_of(steps=steps, per_update=2),
         "intervals": EVERYTHING,
-        "needs_old": True,
+        "needs_old_logprobs": True,
         "reference": SteadyReference(-1.5),
         "advantage_settings": replace(CREDIT, kl_in_reward="kl"),
         "kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=100.0),
@@ -588,9 +593,9 @@ def test_a_fixed_kl_coefficient_that_was_changed_before_resuming_is_the_one_that
 def test_kl_is_told_token_by_token_and_averaged_over_all():
     ours = [[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]]
     theirs = [[torch.tensor([-1.5, -2.0]), torch.tensor([-2.0])]]
-    kl = kl_of([], "kl", FakeTrainEngine(), old=ours, ref=theirs)
+    kl = kl_of_tokens([], "kl", FakeTrainEngine(), old=ours, ref=theirs)
     assert [[tokens.tolist() for tokens in row] for row in kl] == [[[0.5, 0.0], [-1.0]]]
-    mean = mean_of_tokens(kl)
+    mean = mean_over_tokens(kl)
     assert (mean.total, mean.count) == (-0.5, 3.0)
 
 
