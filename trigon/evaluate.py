@@ -36,7 +36,7 @@ class Evaluator:
     warn: Callable[[str], None]
 
     def sample(self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase) -> list[RolloutGroup]:
-        """Return a group for each prompt, sampled under the engine's weights. The engine must be awake.
+        """Return a scored group for each prompt, in order. The engine must be awake.
 
         Prompts that cannot be built, or that the engine fails to sample, have no group.
         """

@@ -1,7 +1,7 @@
 """The parity check: that the rollout engine holds the trainer's weights, at every step.
 
-Both compute log-probabilities of the same tokens. In float32 they agree to about 1e-5; stale weights, a stale cache or
-different pixels give differences of 0.1 and more.
+Both compute log-probabilities of the same tokens. In float32 they agree to about 1e-5; stale
+weights, a stale cache or different pixels give differences of 0.1 and more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trigon.training.protocol import LogprobEngine
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 PROBE_TOKENS = 64
-"""Least number of tokens to compare, where there are as many: detects stale weights at little cost."""
+"""Fewest tokens to compare, if there are as many: detects stale weights at little cost."""
 SAMPLED_PROBE_TOKENS = 16
 """Most tokens to sample for the comparison where no completion of the step can be compared."""
 
@@ -38,9 +38,10 @@ class ParityCheck:
     ) -> RolloutGroup:
         """Return completions to compare. The rollout engine must be awake.
 
-        Without top-p and top-k these are the first completions of the first group that was sampled in this step. With
-        either, log-probabilities are those of a truncated distribution, which the trainer does not compute, so one
-        short completion is sampled without them; likewise if all groups were sampled in earlier steps.
+        Without top-p and top-k these are the first completions of the first group that was sampled
+        in this step. With either, log-probabilities are those of a truncated distribution, which
+        the trainer does not compute, so one short completion is sampled without them; likewise if
+        all groups were sampled in earlier steps.
         """
         fresh = [group for group in groups if group.rollouts[0].completion.policy_version == step - 1]
         if fresh and sampling.top_p == 1.0 and sampling.top_k == -1:
@@ -51,12 +52,13 @@ class ParityCheck:
         [completions] = rollout.generate([prompt], untruncated, step=step)
         if not completions:
             raise EngineError(
-                f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check. See the engine's log."
+                f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check. See the engine's "
+                "log."
             )
         return RolloutGroup(prompt, (Rollout(completions[0], Score(0.0, {}, "ok", "")),))
 
     def check(self, probe: RolloutGroup, trainer: LogprobEngine) -> Metrics:
-        """Compute the probe's log-probabilities with the trainer and return metrics of the differences.
+        """Return metrics of the differences between the probe's and the trainer's log-probs.
 
         Raises: ParityError if their mean exceeds the tolerance or is not finite.
         """
@@ -68,9 +70,9 @@ class ParityCheck:
             version = probe.rollouts[0].completion.policy_version
             raise ParityError(
                 f"rollout engine and trainer compute different log-probabilities for the same {difference.numel()} "
-                f"tokens of {probe.prompt.prompt_id} at policy version {version}: mean |difference| {mean:.3g} (largest "
-                f"{float(difference.max()):.3g}), accepted {self.tolerance:.3g}. The weight sync is incomplete, or a "
-                "cache is stale. If only rounding differs, raise worker.rollout.parity_tolerance"
+                f"tokens of {probe.prompt.prompt_id} at policy version {version}: mean |difference| {mean:.3g} "
+                f"(largest {float(difference.max()):.3g}), accepted {self.tolerance:.3g}. The weight sync is "
+                "incomplete, or a cache is stale. If only rounding differs, raise worker.rollout.parity_tolerance"
             )
         return {
             "parity/logprobs_diff_mean": Mean(float(difference.sum()), float(difference.numel())),

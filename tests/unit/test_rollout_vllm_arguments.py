@@ -1,4 +1,4 @@
-"""The arguments of vllm.EngineArgs for a CPU and a GPU, alone and in a tensor-parallel group, with and without images."""
+"""The arguments of vllm.EngineArgs: CPU and GPU, tensor parallelism, text and image models."""
 
 import subprocess
 import sys
@@ -12,7 +12,8 @@ from support.rollout import make_vllm_settings
 from trigon.models.load import load_processors
 from trigon.rollout.vllm.arguments import batched_tokens, cpu_cache_bytes, engine_arguments
 
-# 2 (keys and values) * 2 layers * 2 heads * 32 dimensions * 4 bytes * 256 sequences * (256 + 32) tokens
+# 2 (keys and values) * 2 layers * 2 heads * 32 dimensions * 4 bytes * 256 sequences * (256 + 32)
+# tokens
 CPU_CACHE_BYTES = 2 * 2 * 2 * 32 * 4 * 256 * (256 + 32)
 
 COMMON = {
@@ -114,7 +115,8 @@ def test_the_configured_values_are_passed_on(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("device", "chunked", "tokens"), [("cuda", True, 100), ("cuda", False, 256), ("cpu", True, 256), ("cpu", False, 256)]
+    ("device", "chunked", "tokens"),
+    [("cuda", True, 100), ("cuda", False, 256), ("cpu", True, 256), ("cpu", False, 256)],
 )
 def test_a_forward_pass_holds_a_prompt_unless_prompts_are_split(device, chunked, tokens):
     settings = make_vllm_settings(

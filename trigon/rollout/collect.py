@@ -1,7 +1,7 @@
 """Turns prompts into scored groups: the sampling half of a training step, and all of a validation.
 
-Depends on the rollout protocol and the reward pool, not on trainers or a specific engine. A group is scored as
-soon as it is sampled, while the engine samples other groups.
+Depends on the rollout protocol and the reward pool, not on trainers or a specific engine. A group
+is scored as soon as it is sampled, while the engine samples other groups.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ def collect(
     step: int,
     phase: Phase,
 ) -> list[RolloutGroup]:
-    """Sample sampling.n completions for each prompt, score them, and return the groups in the order of prompts.
+    """Sample sampling.n completions for each prompt, score them, and return the groups in order.
 
-    A prompt that the engine failed to sample has no group. The engine must be awake. Announces the phases
-    "gen", whose progress counts completions, and "reward": the scoring that remains once all are sampled.
-    Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for every prompt.
+    A prompt that the engine failed to sample has no group. The engine must be awake. Announces the
+    phases "gen", whose progress counts completions, and "reward": the scoring that remains once all
+    are sampled.
+    Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
+    every prompt.
     """
     num_completions = len(prompts) * sampling.n
     with rewards.scoring(num_answers=num_completions) as scoring:

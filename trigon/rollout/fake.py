@@ -1,6 +1,7 @@
-"""A rollout engine without a model: a given function returns each completion. For tests of the loop, and for dry runs.
+"""A rollout engine without a model, for tests of the loop and for dry runs.
 
-It satisfies the RolloutEngine protocol exactly, errors included.
+A given function returns the text of each completion. The engine satisfies the RolloutEngine
+protocol exactly, errors included.
 """
 
 from __future__ import annotations

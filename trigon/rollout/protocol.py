@@ -1,4 +1,7 @@
-"""The interface of a rollout engine, which samples completions. VllmEngine, TransformersEngine and FakeEngine satisfy it."""
+"""The interface of a rollout engine, which samples completions.
+
+VllmEngine, TransformersEngine and FakeEngine satisfy it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ class RolloutEngine(Protocol):
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """Return a context in which the engine holds its memory and exactly these weights.
 
-        On entry the engine wakes, loads the weights and clears all caches (prefix, encoder). On exit it sleeps.
-        Loading is skipped where the engine holds this version already.
-        Raises: EngineError for a kind of handle that the engine cannot read, or if a tensor is missing.
+        On entry the engine wakes, loads the weights and clears all caches (prefix, encoder). On
+        exit it sleeps. Loading is skipped where the engine holds this version already.
+        Raises: EngineError for a kind of handle that the engine cannot read, or if a tensor is
+        missing.
         """
         ...
 
@@ -38,12 +42,13 @@ class RolloutEngine(Protocol):
 
         An empty list for a prompt with a completion that the engine failed to sample twice.
 
-        Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not depend on
-        which other prompts are sampled at the same time. Media placeholder tokens are never sampled.
+        Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not
+        depend on which other prompts are sampled at the same time. Media placeholder tokens are
+        never sampled.
         Args:
             on_progress: called with the number of newly finished completions.
-            on_group: called in the calling thread, once for each prompt, as soon as all of its completions are
-                finished or it is known that there will be none; with what is returned for the prompt.
+            on_group: called in the calling thread, once for each prompt, as soon as all of its
+                completions are finished or one has failed twice; with the list that is returned.
         Raises: EngineError outside awake().
         """
         ...
@@ -54,7 +59,7 @@ class RolloutEngine(Protocol):
 
 
 def require_local_weights(weights: WeightsHandle) -> LocalWeights:
-    """Return the handle of weights that are in this process. Raises: EngineError for any other kind."""
+    """Return the handle if its weights are in this process. Raises: EngineError if not."""
     if not isinstance(weights, LocalWeights):
         raise EngineError(
             f"A rollout engine in this process cannot load {type(weights).__name__}. Give it the weights() of a train "

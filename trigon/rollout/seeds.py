@@ -10,6 +10,7 @@ def sample_seed(run_seed: int, *, step: int, prompt_id: str, sample: int) -> int
 
     A hash, not a sum, so that neighbouring steps, prompts and samples never share a seed.
     """
-    # Only prompt_id can contain a slash, and it comes last, so different arguments give different keys.
+    # Only prompt_id can contain a slash, and it comes last, so different arguments give different
+    # keys.
     key = f"{run_seed}/{step}/{sample}/{prompt_id}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

@@ -45,7 +45,10 @@ def describe_learned(
 
 
 def describe_validation(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    """Return metrics of a validation, under EasyR1's keys: val/reward_score is the mean of overall."""
+    """Return metrics of a validation under EasyR1's keys.
+
+    val/reward_score is the mean of overall.
+    """
     parts = _reward_metrics(groups, prefix="val/", suffix="_reward")
     overall = parts.get("val/overall_reward", Mean(0.0, 0.0))
     failures = {f"val_{key}": metric for key, metric in _failure_counts(groups).items()}
@@ -86,7 +89,7 @@ def _failure_counts(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
 
 
 def _solved_fractions(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    """Return the fractions of all-right and all-wrong groups; empty if no completion has an accuracy."""
+    """Return the fractions of all-right and all-wrong groups; {} if no score has an accuracy."""
     accuracies = [
         [rollout.score.parts["accuracy"] for rollout in group.rollouts if "accuracy" in rollout.score.parts]
         for group in groups

@@ -1,7 +1,8 @@
 """Hugging Face transformers as a rollout engine: slow, for machines without vLLM.
 
-Prompts are processed one at a time, with one prefill each, and the completions of a group are sampled together. Nothing is padded,
-and completions do not depend on other prompts, bit for bit. Does not depend on trainers or rewards.
+Prompts are processed one at a time, with one prefill each, and the completions of a group are
+sampled together. Nothing is padded, and completions do not depend on other prompts, bit for bit.
+Does not depend on trainers or rewards.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TransformersEngine:
             model_path, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code, override_config=override_config
         )
         self._model.requires_grad_(False)
-        # Trigon's own attention is for packed rows; sampling needs causal attention with a KV cache.
+        # Trigon's own attention is for packed rows; sampling needs causal attention with a KV
+        # cache.
         processors.family.language_model(self._model).set_attn_implementation("sdpa")
         self._version: int | None = None
         self._awake = False
@@ -61,7 +63,8 @@ class TransformersEngine:
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine.
 
-        Raises: EngineError, with the old weights kept, if a tensor is missing, unexpected or has another shape.
+        Raises: EngineError, with the old weights kept, if a tensor is missing, unexpected or has
+        another shape.
         """
         return self._awake_context(require_local_weights(weights), version)
 
@@ -215,8 +218,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token from each row, as a function of the arguments alone.
 
-    Bans come first, then temperature, then top-k, then top-p of what remains, as in vLLM. All tokens equal to the
-    k-th are kept.
+    Bans come first, then temperature, then top-k, then top-p of what remains, as in vLLM. All
+    tokens equal to the k-th are kept.
     Args: logits: [B, V] of any dtype. uniforms: [B] float64 in [0, 1).
     Returns: tokens [B] int64 and their log-probabilities [B] float32, 0 for greedy decoding.
     """
@@ -235,7 +238,8 @@ def draw(
         before = probability.cumsum(1) - probability  # exactly 0 for the first token, which is always kept
         logits = logits.scatter(1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
     cumulative = logits.double().softmax(1).cumsum(1)
-    # The last entry is then exactly 1, above any uniform number; a token of probability 0 has an empty interval.
+    # The last entry is then exactly 1, above any uniform number; a token of probability 0 has an
+    # empty interval.
     tokens = torch.searchsorted(cumulative / cumulative[:, -1:], uniforms[:, None].contiguous(), right=True)
     return tokens[:, 0], logits.log_softmax(1).gather(1, tokens)[:, 0]
 

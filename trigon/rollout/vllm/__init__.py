@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: in this process, on the CPU or on one GPU, alone or as one of several ranks.
+"""vLLM as a rollout engine in this process: on the CPU or a GPU, alone or as one of several ranks.
 
 The only package that imports vLLM, and it does so when an engine starts, not when this package is
 imported. Written for vLLM 0.32 and 0.33. Does not depend on trainers or rewards.

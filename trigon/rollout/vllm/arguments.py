@@ -23,8 +23,8 @@ CPU_MAX_SEQUENCES = 256
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache on the CPU: the fewest that its attention supports there.
 
-The completions of a group share the full blocks of their prompt, and each computes the rest again. With
-vLLM's default of 128 tokens the rest is often half of the prompt, or all of it.
+The completions of a group share the full blocks of their prompt, and each computes the rest again.
+With vLLM's default of 128 tokens the rest is often half of the prompt, or all of it.
 """
 
 
@@ -32,16 +32,15 @@ vLLM's default of 128 tokens the rest is often half of the prompt, or all of it.
 class VllmSettings:
     """How VllmEngine starts vLLM, and how it decodes completions.
 
-    model_folder: a local model folder with config.json and *.safetensors; see models.load.model_folder.
+    model_folder: a local folder with config.json and *.safetensors (models.load.model_folder).
     device: the device for which the installed vLLM was built.
     dtype: of weights, activations and KV cache.
     max_model_len: most tokens of a prompt and its completion together.
-    max_num_batched_tokens: most tokens of all requests in one forward pass. Where prompts are not split
-        (see enable_chunked_prefill) at least max_model_len is used.
-    gpu_memory_utilization: fraction of the GPU's memory that vLLM may hold while awake. Not used on the CPU;
-        see cpu_cache_bytes.
+    max_num_batched_tokens: most tokens of all requests in one forward pass; see batched_tokens.
+    gpu_memory_utilization: fraction of the GPU's memory that vLLM may hold while awake. Not used on
+        the CPU, see cpu_cache_bytes.
     enforce_eager: neither compile the model nor record CUDA graphs. Always so on the CPU.
-    enable_chunked_prefill: allow vLLM to split long prompts over several forward passes. Never so on the CPU.
+    enable_chunked_prefill: let vLLM split prompts over forward passes; see splits_prompts.
     enable_prefix_caching: share the KV cache of equal prefixes between requests.
     limit_images: most images of one prompt. 0: no limit.
     seed: of vLLM's own random generators. Completions do not depend on it; see rollout/seeds.py.
@@ -49,8 +48,8 @@ class VllmSettings:
     override_config: keys of config.json to replace.
     skip_special_tokens: leave special tokens out of Completion.text.
     disable_log_stats: do not collect vLLM's own statistics.
-    tensor_parallel_size: number of consecutive ranks of torch.distributed's default process group that hold
-        one copy of the model together; all of them must make the same calls. None: a single process.
+    tensor_parallel_size: consecutive ranks of torch.distributed's default process group that hold
+        one copy of the model together; all of them must make the same calls. None: one process.
     shows_videos: whether prompts may have videos, for which vLLM then reserves memory.
     """
 
@@ -88,7 +87,8 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
         "enable_chunked_prefill": splits_prompts(settings),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enable_sleep_mode": not on_cpu,
-        # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that exists already.
+        # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that
+        # exists already.
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size is None else "external_launcher",
         "tensor_parallel_size": settings.tensor_parallel_size or 1,
         # The default, raw_logprobs, is before temperature, top-k and top-p.
@@ -107,14 +107,14 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
 def splits_prompts(settings: VllmSettings) -> bool:
     """Return whether vLLM may split a prompt over several forward passes (chunked prefill).
 
-    Never on the CPU: there vLLM 0.32 fails at a seeded request whose prompt it has split ("CPU Generator does
-    not use offset").
+    Never on the CPU: there vLLM 0.32 fails at a seeded request whose prompt it has split ("CPU
+    Generator does not use offset").
     """
     return settings.enable_chunked_prefill and settings.device == "cuda"
 
 
 def batched_tokens(settings: VllmSettings) -> int:
-    """Return the most tokens of one forward pass: at least a whole prompt, unless prompts may be split.
+    """Return the most tokens of one forward pass: at least max_model_len, unless prompts are split.
 
     vLLM's encoder cache has room for as many tokens of images and videos, or for a largest image.
     """
@@ -124,10 +124,10 @@ def batched_tokens(settings: VllmSettings) -> int:
 
 
 def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
-    """Return the size of the KV cache on the CPU, where vLLM allocates and clears all of it at the start.
+    """Return the size of the KV cache on the CPU, all of which vLLM allocates at the start.
 
-    1 GiB, or less where CPU_MAX_SEQUENCES sequences of max_model_len tokens need less. The environment
-    variable VLLM_CPU_KVCACHE_SPACE, in GiB, overrides it.
+    1 GiB, or less where CPU_MAX_SEQUENCES sequences of max_model_len tokens need less. The
+    environment variable VLLM_CPU_KVCACHE_SPACE, in GiB, overrides it.
     """
     config = processors.hf_config.get_text_config()
     width = config.num_key_value_heads * head_dim(config)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -27,16 +27,16 @@ _FAILED = ("abort", "error")
 class VllmEngine:
     """Samples with vLLM. Satisfies RolloutEngine.
 
-    Log-probabilities are those of the distribution that was sampled from: after the ban of media tokens,
-    temperature, top-k and top-p. The same calls in the same order give the same tokens and log-probabilities,
-    bit for bit, on one machine.
+    Log-probabilities are those of the distribution that was sampled from: after the ban of media
+    tokens, temperature, top-k and top-p. The same calls in the same order give the same tokens and
+    log-probabilities, bit for bit, on one machine.
     """
 
     def __init__(self, settings: VllmSettings, processors: Processors) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
-        Raises: EngineError if vLLM is not installed, or built for another device, or if the model folder has no
-        safetensors.
+        Raises: EngineError if vLLM is not installed, or built for another device, or if the model
+        folder has no safetensors.
         """
         self._settings = settings
         self._processors = processors
@@ -58,11 +58,11 @@ class VllmEngine:
         self._sleep()
 
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
-        """See RolloutEngine. May be nested with the same version; the inner context then does nothing.
+        """See RolloutEngine. May be nested with the same version: the inner context does nothing.
 
         A GPU drops the weights at exit, so that every entry loads them there; the CPU keeps them.
-        Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape. The engine cannot be
-        used afterwards.
+        Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape. The
+        engine cannot be used afterwards.
         """
         return self._awake_context(require_local_weights(weights), version)
 
@@ -101,11 +101,11 @@ class VllmEngine:
         on_progress: Callable[[int], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. A request that vLLM gives up is submitted once more. If the call is interrupted, all of
-        its requests are aborted.
+        """See RolloutEngine. A request that vLLM gives up is submitted once more.
 
-        Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len, for too many images
-        or too long a video, and for a temperature that vLLM does not support.
+        If the call is interrupted, all of its requests are aborted.
+        Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len,
+        for too many images or too long a video, and for a temperature that vLLM does not support.
         """
         self._check_usable()
         if not self._awake:
@@ -117,8 +117,8 @@ class VllmEngine:
         for prompt in prompts:
             check_prompt(prompt, sampling, self._settings, self._processors, encoder_tokens=self._encoder_tokens)
 
-        # The result is then a function of the arguments alone: a block that an earlier call cached was computed in
-        # another batch, and differs in its last bits from one that is computed now.
+        # The result is then a function of the arguments alone: a block that an earlier call cached
+        # was computed in another batch, and differs in its last bits from one that is computed now.
         self._reset_caches()
         groups = _Groups(len(prompts), sampling.n)
         pending: dict[str, _Request] = {}
@@ -154,7 +154,8 @@ class VllmEngine:
                                 policy_version=self._version,
                             )
                             groups.add(request, completion)
-                        elif request.attempt == 1:  # with the same seed, so that the result does not depend on the failure
+                        elif request.attempt == 1:
+                            # With the same seed, so that the result does not depend on the failure.
                             submit(_Request(request.prompt_index, request.sample, attempt=2))
                             continue
                         else:
@@ -170,11 +171,11 @@ class VllmEngine:
         return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
 
     def close(self) -> None:
-        """Free everything, with vLLM's process group (that of torch.distributed). May be called twice."""
+        """Free everything, vLLM's torch.distributed process group included. May be called twice."""
         if not self._closed:
             self._closed = True
             self._unusable_because = "it was closed"
-            # Not public in 0.32: LLMEngine has no shutdown of its own but its collection, which may come much later.
+            # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
             self._llm_engine.engine_core.shutdown()
             del self._llm_engine
 
@@ -197,7 +198,8 @@ class VllmEngine:
             return
         self._reset_caches()
         if self._settings.device == "cuda":
-            # Level 2 drops the weights; level 1 would copy them to the host, but the next awake() loads them anyway.
+            # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
+            # loads them anyway.
             self._llm_engine.sleep(level=2)
             self._version = None
 
@@ -250,7 +252,7 @@ class _Groups:
         return self._num_pending[prompt_index] == 0
 
     def completions(self, prompt_index: int) -> list[Completion]:
-        """Return the completions of a finished prompt, by sample; none if one of its requests failed."""
+        """Return the completions of a finished prompt, by sample; [] if a request failed."""
         if prompt_index in self._failed:
             return []
         completions = [completion for completion in self._completions[prompt_index] if completion is not None]

@@ -1,7 +1,7 @@
 """What a request and its completion are in vLLM's types.
 
-Prompts go in as token ids and processed pixel values, so that vLLM's image processing never runs and trainer
-and engine compute with the same pixels.
+Prompts go in as token ids and processed pixel values, so that vLLM's image processing never runs
+and trainer and engine compute with the same pixels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trigon.models.tiles import to_tiles
 from trigon.rollout.vllm.arguments import VllmSettings
 from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
 
-# vLLM raises a temperature between 0 and the lower bound to it, which the trainer would not reproduce, and rejects
-# one above the upper bound.
+# vLLM raises a temperature between 0 and the lower bound to it, which the trainer would not
+# reproduce, and rejects one above the upper bound.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
 
@@ -63,7 +63,7 @@ def check_prompt(
 
 
 def engine_input(prompt: Prompt, processors: Processors) -> Any:
-    """Return the prompt as vLLM's processor would return it, built from token ids and pixels that exist already.
+    """Return what vLLM's processor would return for the prompt, built from its processed pixels.
 
     Raises: EngineError if the prompt's placeholders do not match its images or videos.
     """
@@ -96,7 +96,8 @@ def engine_input(prompt: Prompt, processors: Processors) -> Any:
             f"{kind}_grid_thw": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
         }
     if family.video == "seconds" and kind == "video":
-        # float64, in which vLLM computes positions from it, so that they equal those of models/positions.py.
+        # float64, in which vLLM computes positions from it, so that they equal those of
+        # models/positions.py.
         tensors["second_per_grid_ts"] = torch.tensor(vision.temporal_patch_seconds, dtype=torch.float64)
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
     return mm_input(
@@ -110,9 +111,10 @@ def engine_input(prompt: Prompt, processors: Processors) -> Any:
 def placeholder_ranges(prompt: Prompt, vision: Vision, processors: Processors) -> list[Any]:
     """Return the vLLM PlaceholderRange of each image or video in the prompt.
 
-    Where a family writes a video's times as text, the video's placeholders are not contiguous. Its range then
-    starts one token before its first placeholder, where vLLM looks for the first temporal patch, and ends at its
-    last placeholder, with a mask of the tokens that are placeholders.
+    Where a family writes a video's times as text, the video's placeholders are not contiguous. Its
+    range then starts one token before its first placeholder, where vLLM looks for the first
+    temporal patch, and ends at its last placeholder, with a mask of the tokens that are
+    placeholders.
     Raises: EngineError if the prompt's placeholders do not match its images or videos.
     """
     from vllm.multimodal.inputs import PlaceholderRange
@@ -151,7 +153,7 @@ def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, se
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
     return VllmSamplingParams(
-        # One request for each completion: a request with n > 1 would use the seeds seed + 0, 1, 2 ...
+        # One request for each completion: with n > 1 vLLM would use the seeds seed, seed + 1, ...
         n=1,
         seed=seed,
         temperature=sampling.temperature,
@@ -161,7 +163,8 @@ def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, se
         # All stop tokens are given explicitly; vLLM adds none from the model's config.
         ignore_eos=True,
         stop_token_ids=[] if sampling.ignore_eos else list(processors.stop_token_ids),
-        # Minus infinity bans a token, before temperature, top-k and top-p. Only the HTTP server limits the bias.
+        # Minus infinity bans a token, before temperature, top-k and top-p. Only the HTTP server
+        # limits the bias.
         logit_bias=dict.fromkeys(processors.banned_token_ids, float("-inf")),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
@@ -182,8 +185,8 @@ def to_completion(
 ) -> Completion:
     """Return a finished vllm.CompletionOutput as a Completion.
 
-    Raises: EngineError if it has no tokens, not one log-probability per token, a banned token, or an unknown
-    finish reason.
+    Raises: EngineError if it has no tokens, not one log-probability per token, a banned token, or
+    an unknown finish reason.
     """
     token_ids = tuple(output.token_ids)
     logprobs = tuple(output.logprobs.logprobs)

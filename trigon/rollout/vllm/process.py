@@ -35,7 +35,8 @@ def start_llm_engine(arguments: Mapping[str, Any], *, device: VllmDevice, archit
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
         vllm = import_vllm(device)
         register_models(vllm, architectures)
-        # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are not scanned.
+        # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
+        # not scanned.
         gc.freeze()
         try:
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
@@ -44,17 +45,21 @@ def start_llm_engine(arguments: Mapping[str, Any], *, device: VllmDevice, archit
 
 
 def import_ahead(device: VllmDevice) -> None:
-    """Import the modules that starting an engine imports, which takes seconds. Raises: EngineError as starting does."""
+    """Import the modules that starting an engine imports, which takes seconds.
+
+    Raises: EngineError as starting an engine does.
+    """
     with preserve_process_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         vllm = import_vllm(device)
         vllm.LLMEngine, vllm.EngineArgs  # noqa: B018  (vllm imports them at the first access)
-        # Not public in 0.32: vLLM's platform names the module of its worker, which imports models and executors.
+        # Not public in 0.32: vLLM's platform names the module of its worker, which imports models
+        # and executors.
         importlib.import_module({"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}[device])
 
 
 def import_vllm(device: VllmDevice) -> Any:
-    """Return the vllm module, imported with the environment variables that an engine in this process needs.
+    """Import vLLM, with the environment variables that an engine in this process needs.
 
     Variables that the user has set are kept, except VLLM_ENABLE_V1_MULTIPROCESSING.
     Raises: EngineError if vLLM cannot be imported, or is built for another device.
@@ -66,7 +71,8 @@ def import_vllm(device: VllmDevice) -> Any:
         case "cpu":
             # Without it vLLM pins the trainer's threads to cores as well.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            # Each reload warns about a tied head, which weights.py packs again; each start about LD_PRELOAD.
+            # Each reload warns about a tied head, which weights.py packs again; each start about
+            # LD_PRELOAD.
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         case "cuda":
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -91,12 +97,12 @@ def import_vllm(device: VllmDevice) -> Any:
 
 
 def register_models(vllm: Any, architectures: Iterable[str]) -> None:
-    """Import the model's classes in this process, so that vLLM does not start another process to inspect them.
+    """Import the model's classes here, so that vLLM does not start a process to inspect them.
 
-    That process takes about ten seconds. Its purpose is to keep CUDA out of this process, which does not apply
-    when the engine runs here. It also imports torchvision before vLLM loads plug-ins, and so fails where
-    declare_operators is needed.
-    Not public in 0.32: ModelRegistry.models.
+    That process takes about ten seconds. Its purpose is to keep CUDA out of this process, which
+    does not apply when the engine runs here. It also imports torchvision before vLLM loads
+    plug-ins, and so fails where declare_operators is needed. Not public in 0.32:
+    ModelRegistry.models.
     """
     for architecture in architectures:
         registered = vllm.ModelRegistry.models.get(architecture)
@@ -108,9 +114,9 @@ def register_models(vllm: Any, architectures: Iterable[str]) -> None:
 def preserve_process_state() -> Iterator[None]:
     """Restore on exit what starting vLLM changes in its process.
 
-    vLLM seeds all global random generators, sets torch's number of threads to one, on the CPU replaces
-    torch.set_num_threads by a function that does nothing, and adds libraries to LD_PRELOAD, which all later
-    child processes would load.
+    vLLM seeds all global random generators, sets torch's number of threads to one, on the CPU
+    replaces torch.set_num_threads by a function that does nothing, and adds libraries to
+    LD_PRELOAD, which all later child processes would load.
     """
     num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     python_state, numpy_state = random.getstate(), np.random.get_state()

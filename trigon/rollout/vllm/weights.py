@@ -1,4 +1,4 @@
-"""Loading a policy's weights into vLLM: the check of their names, repacking on the CPU, and cache resets."""
+"""Loading a policy's weights into vLLM: name checks, repacking on the CPU, and cache resets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def load_weights(
 ) -> None:
     """Replace vLLM's weights.
 
-    After an error the model is neither the old one nor the new one, and some of its layers have no storage.
+    After an error the model is neither the old one nor the new one, and some of its layers have no
+    storage.
     Args:
         llm_engine: the vllm.LLMEngine, awake.
         expected_names: canonical_names of the checkpoint that vLLM was started from.
@@ -40,8 +41,8 @@ def load_weights(
             names.append(name)
             yield name, tensor.detach()
 
-    # reload_weights, not model.load_weights: the latter fails half-way on the CPU, where linear layers are packed
-    # after loading, and leaves a mixture of two models (measured with 0.32).
+    # reload_weights, not model.load_weights: the latter fails half-way on the CPU, where linear
+    # layers are packed after loading, and leaves a mixture of two models (measured with 0.32).
     try:
         llm_engine.collective_rpc("reload_weights", kwargs={"weights_iterator": read_tensors()})
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:  # the errors of vLLM's weight loaders
@@ -57,13 +58,15 @@ def load_weights(
 
 
 def reset_caches(llm_engine: Any) -> None:
-    """Clear vLLM's prefix cache and encoder cache, which it does not do itself when the weights change.
+    """Clear vLLM's prefix cache and encoder cache; vLLM keeps them when the weights change.
 
-    Raises: EngineError if vLLM does not, since stale entries shift log-probabilities by 0.5 and more (measured).
+    Raises: EngineError if vLLM does not clear them. Stale entries shift log-probabilities by 0.5
+    and more (measured).
     """
     if not llm_engine.reset_prefix_cache():
-        raise EngineError("vLLM did not reset its prefix cache: a request still holds blocks.")
-    # LLMEngine's method, not the worker's: with the latter the scheduler keeps entries that the worker has dropped.
+        raise EngineError("vLLM did not reset its prefix cache: a request still holds blocks. Start a new engine.")
+    # LLMEngine's method, not the worker's: with the latter the scheduler keeps entries that the
+    # worker has dropped.
     llm_engine.reset_encoder_cache()
 
 
@@ -84,9 +87,9 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 
 def canonical_names(names: Iterable[str], processors: Processors) -> frozenset[str]:
-    """Return checkpoint names in transformers' current spelling, without those that a checkpoint may leave out.
+    """Return checkpoint names in transformers' current spelling, without optional ones.
 
-    The latter are rotary frequencies, and the output head where it is tied to the embedding.
+    Optional are rotary frequencies, and the output head where it is tied to the embedding.
     """
     tied = getattr(processors.hf_config, "tie_word_embeddings", False)
     optional = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
@@ -96,8 +99,8 @@ def canonical_names(names: Iterable[str], processors: Processors) -> frozenset[s
 def check_names(names: Sequence[str], expected_names: frozenset[str], processors: Processors) -> None:
     """Check that vLLM was given the tensors of the checkpoint that it was started from, each once.
 
-    vLLM itself ignores some unknown names, and leaves a part of a layer uninitialised if one of its tensors is
-    missing.
+    vLLM itself ignores some unknown names, and leaves a part of a layer uninitialised if one of its
+    tensors is missing.
     Raises: EngineError.
     """
     loaded_names = canonical_names(names, processors)
@@ -114,9 +117,9 @@ def check_names(names: Sequence[str], expected_names: frozenset[str], processors
 def repack_heads(model: torch.nn.Module) -> None:
     """Pack the weights of output heads again.
 
-    Not public in 0.32: on the CPU a head computes with a packed copy of its weights. A reload renews the copy
-    only if the head has tensors of its own; a tied head, which shares the embedding's, would keep the old
-    weights without an error.
+    Not public in 0.32: on the CPU a head computes with a packed copy of its weights. A reload
+    renews the copy only if the head has tensors of its own; a tied head, which shares the
+    embedding's, would keep the old weights without an error.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -129,9 +132,9 @@ def repack_heads(model: torch.nn.Module) -> None:
 def repack_experts(model: torch.nn.Module) -> None:
     """Pack the stacked weights of MoE layers again.
 
-    Not public in 0.32: on the CPU an MoE layer packs its weights at the first load. A reload leaves them
-    unpacked while the kernel still expects packed ones: log-probabilities are then wrong by 0.5 and more
-    (measured), without an error.
+    Not public in 0.32: on the CPU an MoE layer packs its weights at the first load. A reload leaves
+    them unpacked while the kernel still expects packed ones: log-probabilities are then wrong by
+    0.5 and more (measured), without an error.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
