@@ -1,7 +1,7 @@
 """Models like DeepSeek-R1's distills: Qwen2 or Llama 3 with another chat template.
 
-They have special tokens of their own. The tokenizer is byte-level, although its config names the class of Llama 2. The chat template ends
-with <think>, so that a completion begins inside it.
+They have special tokens of their own. The tokenizer is byte-level, although its config names the
+class of Llama 2. The chat template ends with <think>, so that a completion begins inside it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class FamilyModel:
 
 
 def changed_policy(folder: Path, processors: Processors) -> Policy:
-    """Return a policy whose tensors all differ from the folder's, to detect one that is not synced."""
+    """Return a policy of which every tensor differs from the folder's, to detect a stale one."""
     model = load_model(str(folder), dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

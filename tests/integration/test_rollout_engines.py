@@ -243,8 +243,8 @@ def test_logprobs_are_of_the_truncated_distribution(scene, truncation):
         for completion in row:
             logprobs, on_edge = distributions(scene, prompt, completion, sampling)
             expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            # Within EDGE of top_p, rounding, which depends on the CPU, decides whether one more
-            # token is in the nucleus, and so changes all log-probabilities there. Skip these positions.
+            # Skip positions within EDGE of top_p: there rounding, which depends on the CPU, decides
+            # whether one more token is in the nucleus, which changes all log-probabilities.
             compared = ~on_edge
             actual = torch.tensor(completion.sampling_logprobs)
             assert torch.allclose(expected[compared], actual[compared], atol=1e-4)

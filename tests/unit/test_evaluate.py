@@ -29,13 +29,13 @@ class Phases:
     """Records the phases that were announced: (name, total, progress), outermost last."""
 
     def __init__(self):
-        self.seen = []
+        self.announced = []
 
     @contextmanager
     def __call__(self, name, *, total=None):
         done = []
         yield done.append
-        self.seen.append((name, total, sum(done)))
+        self.announced.append((name, total, sum(done)))
 
 
 class RecordingEngine(FakeEngine):
@@ -118,8 +118,8 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     assert all(group.prompt.vision is not None for group in groups)
     ids = [group.prompt.prompt_id for group in groups]
     assert engine.calls == tuple((VALIDATION_SEED_STEP, part) for part in (ids[:2], ids[2:4], ids[4:]))
-    assert phases.seen[-1] == ("validation", 5, 5)
-    assert [name for name, _, _ in phases.seen[:-1]] == ["gen", "reward"] * 3
+    assert phases.announced[-1] == ("validation", 5, 5)
+    assert [name for name, _, _ in phases.announced[:-1]] == ["gen", "reward"] * 3
 
 
 def test_completions_are_the_same_each_time_and_for_any_batch_size(prompts, engine, rewards):
@@ -139,7 +139,7 @@ def test_a_prompt_whose_image_was_deleted_is_skipped_with_a_warning(prompts, eng
     [warning] = warnings
     assert "skipped in this validation" in warning
     assert "1.png" in warning
-    assert phases.seen[-1] == ("validation", 5, 5)
+    assert phases.announced[-1] == ("validation", 5, 5)
 
 
 def test_there_are_no_groups_if_all_images_were_deleted(prompts, engine, rewards, tmp_path):

@@ -51,13 +51,13 @@ class Phases:
     """Records the phases that were announced: (name, total, progress)."""
 
     def __init__(self):
-        self.seen = []
+        self.announced = []
 
     @contextmanager
     def __call__(self, name, *, total=None):
         done = []
         yield done.append
-        self.seen.append((name, total, sum(done)))
+        self.announced.append((name, total, sum(done)))
 
 
 def make_prompts():
@@ -85,7 +85,7 @@ def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
             assert completion.text.split()[1] == str(int(parts["seed"]))
             assert (parts["stopped"], parts["has_prompt"], parts["level"]) == (1.0, 1.0, level)
             assert parts["length"] == len(completion.token_ids)
-    assert phases.seen == [("gen", 12, 12), ("reward", None, 0)]
+    assert phases.announced == [("gen", 12, 12), ("reward", None, 0)]
 
 
 def test_no_prompts_give_no_groups(tokenizer, rewards):
