@@ -139,7 +139,8 @@ class Sampler:
         low, high = (metrics[f"filter/{name}_fraction"].value for name in ("low", "high"))
         problem = (
             f"online filtering found {num_found} of {num_groups} groups in {rounds} rounds "
-            f"(trainer.max_try_make_batch): {low:.0%} of those sampled were at or below algorithm.filter_low, {high:.0%} at or above filter_high"
+            f"(trainer.max_try_make_batch): {low:.0%} of those sampled were at or below algorithm.filter_low, "
+            f"{high:.0%} at or above filter_high"
         )
         if num_found == 0:
             raise DataError(

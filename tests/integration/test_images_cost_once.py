@@ -20,6 +20,7 @@ from trigon.tiny.drawings import make_dataset
 from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
+from trigon.training.settings import Placement, TrainSettings
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 
@@ -57,19 +58,18 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny
             temperature=1.0,
             banned_token_ids=processors.banned_token_ids,
         ),
-        terms=TERMS,
-        strategy="adamw",
-        schedule=Schedule(1e-4, "constant", 0, 10, 0.0),
-        betas=(0.9, 0.999),
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        TrainSettings(
+            terms=TERMS,
+            strategy="adamw",
+            schedule=Schedule(1e-4, "constant", 0, 10, 0.0),
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            update_max_tokens=80,  # so that groups are split over several micro-batches
+            score_max_tokens=80,
+        ),
+        Placement(device=torch.device("cpu"), compute_dtype=torch.float32),
         positions=positions_of(processors.family, processors.hf_config),
-        update_max_tokens=80,  # so that groups are split over several micro-batches
-        score_max_tokens=80,
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        offload_params=False,
-        offload_optimizer=False,
     )
     if engine_name == "vllm":
         engine = make_vllm_engine(tiny_vlm, processors, max_model_len=160, max_num_batched_tokens=512)

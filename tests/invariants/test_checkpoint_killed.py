@@ -1,4 +1,7 @@
-"""A save that is killed at any moment leaves a whole checkpoint, and the next run cleans up behind it."""
+"""A save that is killed at any time leaves a complete checkpoint.
+
+The next run removes the remains of the save.
+"""
 
 import json
 import subprocess
@@ -7,9 +10,10 @@ import textwrap
 
 import pytest
 
-# One process saves step 3 over steps 1 (the best) and 2, and is killed by SIGKILL at its k-th operation on the file
-# system; then once more with k + 1, until it survives. It is forked, so that each of the many tries costs milliseconds.
-KILLED_EVERYWHERE = """
+# A process saves step 3 when steps 1 (the best) and 2 exist, and is killed by SIGKILL at its k-th
+# file system operation; k increases until the save finishes. The process is forked, so each attempt
+# takes milliseconds.
+KILL_AT_EVERY_OPERATION = """
     import json, os, shutil, signal, sys
     from pathlib import Path
     from trigon.checkpoint.store import CheckpointStore
@@ -75,9 +79,9 @@ KILLED_EVERYWHERE = """
 
 
 @pytest.mark.parametrize(("best", "place"), [("best", "foreground"), ("no_best", "foreground"), ("best", "background")])
-def test_killed_at_any_file_operation_of_a_save_a_whole_checkpoint_remains(tmp_path, best, place):
+def test_a_complete_checkpoint_remains_when_a_save_is_killed_at_any_file_operation(tmp_path, best, place):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED_EVERYWHERE), "1", best, place, str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(KILL_AT_EVERY_OPERATION), "1", best, place, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -21,7 +21,7 @@ class Two:
     size: int = 2
     rank: int = 1
 
-    def counted(self) -> int:
+    def count_ranks(self) -> int:
         return self.found
 
 

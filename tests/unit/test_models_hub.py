@@ -14,7 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from trigon.build.workers import as_workers_need
+from trigon.build.workers import config_for_workers
 from trigon.config.load import load_config
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError, DataError, ModelError
@@ -137,7 +137,7 @@ def test_workers_are_given_the_folder(modelscope: Path, tiny_vlm: Path) -> None:
     (modelscope / "models" / "owner" / "tiny").symlink_to(tiny_vlm)
     needed = ("data.train_files=a/b", "worker.reward.reward_function=math", "worker.rollout.n=2")
     off = ("trainer.val_before_train=false", "trainer.val_freq=-1", "worker.actor.model.model_path=owner/tiny")
-    config = as_workers_need(load_config(None, (*needed, *off)).config)
+    config = config_for_workers(load_config(None, (*needed, *off)).config)
     assert config.worker.actor.model.model_path == str(modelscope / "models" / "owner" / "tiny")
     assert config.worker.actor.model.tokenizer_path is None
 

@@ -30,7 +30,7 @@ from trigon.errors import CheckpointError
 from trigon.models.families import Family, family_of
 from trigon.models.load import auto_class, copy_side_files, family_of_folder
 from trigon.models.lora import load_adapter
-from trigon.training.local import ADAPTER_CONFIG
+from trigon.training.checkpointing import ADAPTER_CONFIG
 from trigon.training.state import ShardedFiles, StoredTensor
 
 DTYPES = {

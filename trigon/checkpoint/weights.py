@@ -20,7 +20,7 @@ from trigon.errors import CheckpointError, ModelError
 from trigon.models.families import Family, family_of
 from trigon.models.load import auto_class, family_of_folder, model_folder
 from trigon.models.lora import merge_names, merged_weight
-from trigon.training.local import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
+from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
 from trigon.training.state import ShardedFiles, StoredTensor
 
 _STACKS_PER_LAYER = 2  # of experts: gate_up_proj and down_proj

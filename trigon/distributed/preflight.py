@@ -41,9 +41,9 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
     write its part of a checkpoint. sign: name of a file that the driver has put there, by which it is recognised.
     Raises: EngineError if the ranks do not add up.
     """
-    counted = process_group.counted()
-    if counted != process_group.size:
-        raise EngineError(f"{process_group.size} workers add up to {counted}: the network between them does not work")
+    num_ranks = process_group.count_ranks()
+    if num_ranks != process_group.size:
+        raise EngineError(f"{process_group.size} workers add up to {num_ranks}: the network between them does not work")
     problems = []
     folder = Path(model_path).expanduser()
     if folder.is_absolute() and not (folder / "config.json").is_file():

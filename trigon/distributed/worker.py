@@ -32,14 +32,13 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.fsdp import TorchProcessGroup
-from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.memory import memory_of
-from trigon.training.protocol import LogprobEngine
+from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
@@ -53,7 +52,7 @@ class WorkerEngines:
     replica_rank: its place among the ranks that sample the same prompts together (tensor parallelism); 0 answers.
     """
 
-    trainer: LocalTrainEngine
+    trainer: TunableEngine
     reference: LogprobEngine | None
     rollout: RolloutEngine
     images: ProcessedImages | None
@@ -107,7 +106,7 @@ class Worker:
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
-        collect_seldom()
+        set_gc_threshold()
         faulthandler.enable()  # a crash leaves the stack in this worker's log
 
     def __repr__(self) -> str:  # what Ray writes before each line that a worker prints

@@ -1,0 +1,307 @@
+"""Runs with fakes for the two engines and everything else real: data, reward workers, checkpoints, reports."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+
+from support.builders import make_builder
+from trigon.algorithms.kl import AdaptiveKl
+from trigon.batch import GroupFilter
+from trigon.checkpoint.store import Checkpoint, CheckpointStore
+from trigon.config.plan import make_plan
+from trigon.config.schema import Config
+from trigon.data.dataset import PromptSet, open_prompts
+from trigon.data.stream import PromptStream
+from trigon.evaluate import Evaluator
+from trigon.loop import Intervals, Run
+from trigon.models.load import Processors, load_processors
+from trigon.parity import ParityCheck
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.fake import FakeEngine
+from trigon.train_groups import AdvantageSettings
+from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
+from trigon.training.trace import LocalTracer
+from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
+
+NUM_PROMPTS, NUM_VALIDATION = 10, 3
+
+
+SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, ignore_eos=False, seed=5)
+
+
+INTERVALS = Intervals(
+    validate_first=False,
+    validate_only=False,
+    validate_every=0,
+    validate_last=False,
+    save_every=0,
+    generations_shown=0,
+)
+
+
+ADVANTAGES = AdvantageSettings(estimator="grpo", gamma=1.0, weights=None, kl_in_reward=None, mask_overlong=False)
+
+
+TIMING_KEYS = ("timing_s/", "timing_per_token_ms/", "perf/")
+
+
+REWARD = """
+REWARD_TYPE = "sequential"
+
+def reward(reward_input):
+    if "crash" in reward_input["response"]:
+        raise ValueError("as asked")
+    right = reward_input["response"] == reward_input["ground_truth"]
+    return {"overall": 0.5 + right, "accuracy": float(right)}
+"""
+
+
+@dataclass
+class Record:
+    """What happened in a run, in order; the engines below write it."""
+
+    events: list[str] = field(default_factory=list)
+    learned: list[list[TrainGroup]] = field(default_factory=list)
+
+
+class RecordingEngine(FakeEngine):
+    """A fake rollout engine that records when it is awake, and how many prompts it samples for which step."""
+
+    record = Record()
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        with super().awake(weights, version=version):
+            self.record.events.append(f"awake {version}")
+            yield
+        self.record.events.append("asleep")
+
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        self.record.events.append(f"sample {len(prompts)} for {step}")
+        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+
+
+class RecordingTrainer(FakeTrainEngine):
+    """A fake train engine that records the groups of each update."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def step(self, groups):
+        self.record.events.append(f"learn from {len(groups)}")
+        self.record.learned.append(list(groups))
+        return super().step(groups)
+
+
+class RecordingReporter(Reporter):
+    """A reporter that records the names of phases."""
+
+    phases: list[str]
+
+    @contextmanager
+    def phase(self, name, *, total=None):
+        self.phases.append(name)
+        with super().phase(name, total=total) as advance:
+            yield advance
+
+
+class ConstantReference:
+    """A reference policy with one log-probability for every token."""
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        return [[torch.full((len(r.completion.token_ids),), self.logprob) for r in g.rollouts] for g in groups]
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """What all runs of a test module share; immutable."""
+
+    processors: Processors
+    prompts: PromptSet
+    validation: PromptSet
+    rewards: RewardPool
+
+
+@contextmanager
+def open_shared_parts(model: Path, folder: Path) -> Iterator[SharedParts]:
+    processors = load_processors(str(model))
+    builder = make_builder(processors, max_prompt_length=256)
+
+    def prompts_of(name: str, numbers: range) -> PromptSet:
+        rows = [{"problem": f"What is {n} + 0?", "answer": str(n)} for n in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return open_prompts(
+            str(folder / f"{name}.jsonl"),
+            builder,
+            filter_overlong_prompts=False,
+            max_bad_row_fraction=0.0,
+            num_workers=1,
+        )
+
+    (folder / "reward.py").write_text(REWARD)
+    rewards = RewardPool(
+        f"{folder / 'reward.py'}:reward", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
+    )
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    try:
+        yield SharedParts(
+            processors,
+            prompts_of("train", range(10, 10 + NUM_PROMPTS)),
+            prompts_of("validation", range(50, 50 + NUM_VALIDATION)),
+            rewards,
+        )
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
+        rewards.close()
+
+
+def sometimes_right(prompt: Prompt, version: int, seed: int) -> str:
+    """Complete correctly for some seeds, and for more of them with each policy version."""
+    return prompt.ground_truth if seed % 8 <= version else "no idea"
+
+
+def sometimes_crashing(prompt: Prompt, version: int, seed: int) -> str:
+    return "crash" if seed % 4 == 0 else sometimes_right(prompt, version, seed)
+
+
+def plan_of(*, steps: int, per_step: int = 4, per_update: int = 4, epochs: int = 1):
+    config = Config(
+        data={"rollout_batch_size": per_step},
+        worker={"actor": {"global_batch_size": per_update, "ppo_epochs": epochs}, "rollout": {"n": SAMPLING.n}},
+        trainer={"max_steps": steps},
+    )
+    return make_plan(config, num_train_prompts=NUM_PROMPTS)
+
+
+@contextmanager
+def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, token_logprob=FAKE_LOGPROB, **changes: Any):
+    """Yield a run that writes into the folder, and release the folder at the end, as the end of a process does."""
+    with ExitStack() as stack:
+        record = Record()
+        rollout = RecordingEngine(
+            tokenizer=parts.processors.tokenizer,
+            stop_token_id=parts.processors.stop_token_ids[0],
+            complete=complete,
+            token_logprob=token_logprob,
+        )
+        rollout.record = record
+        trainer = RecordingTrainer(record)
+        run_folder = stack.enter_context(RunFolder(folder))
+        report = stack.enter_context(RecordingReporter(run_folder, Console(stream=io.StringIO(), progress=False)))
+        report.phases = []
+        stream = PromptStream(parts.prompts, batch_size=4, seed=3, shuffle=True, prefetch=True, num_workers=1)
+        stack.callback(stream.close)
+        validation_sampling = replace(SAMPLING, n=2)
+        run = Run(
+            plan=plan_of(steps=3),
+            intervals=INTERVALS,
+            sampling=SAMPLING,
+            prompts=stream,
+            rollout=rollout,
+            rewards=parts.rewards,
+            trainer=trainer,
+            reference=None,
+            group_filter=None,
+            advantage_settings=ADVANTAGES,
+            kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
+            needs_old_logprobs=False,
+            evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
+            parity=ParityCheck(1e-3),
+            store=CheckpointStore(folder, keep=-1),
+            save_state=partial(trainer.save_state, model_only=False),
+            report=report,
+            traced_steps=frozenset(),
+            tracer=LocalTracer(folder / "profile", rank=None),
+            should_stop=lambda: False,
+        )
+        yield replace(run, **changes)
+
+
+def record_of(run: Run) -> Record:
+    return run.trainer.record
+
+
+def lines_of(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step in metrics.jsonl, without timings."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines}), "a step has two lines"
+    return {
+        line["step"]: {key: value for key, value in line["metrics"].items() if not key.startswith(TIMING_KEYS)}
+        for line in lines
+    }
+
+
+def rollouts_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        path.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted((folder / "rollouts").iterdir())
+    }
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint:
+    checkpoint = CheckpointStore(folder, keep=-1).latest(resumable=True)
+    assert checkpoint is not None
+    return checkpoint
+
+
+ALL_INTERVALS = replace(INTERVALS, validate_first=True, validate_every=2, validate_last=True, save_every=2)
+
+
+def full_settings(steps: int) -> dict[str, Any]:
+    """A run whose checkpoints hold every kind of state: two updates a step, and an adaptive KL in the reward."""
+    return {
+        "plan": plan_of(steps=steps, per_update=2),
+        "intervals": ALL_INTERVALS,
+        "needs_old_logprobs": True,
+        "reference": ConstantReference(-1.5),
+        "advantage_settings": replace(ADVANTAGES, kl_in_reward="kl"),
+        "kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=100.0),
+    }
+
+
+def learned_rewards(folder: Path) -> list[list[float]]:
+    """Return the rewards of each group that was learned from, in step order."""
+    rows = [row for rows in rollouts_of(folder).values() for row in rows]
+    return [[row["reward"] for row in rows[i : i + 3]] for i in range(0, len(rows), 3)]
+
+
+FILTER = GroupFilter(key="accuracy", low=0.01, high=0.99, prompts_per_round=4, max_rounds=20, keep_surplus=False)
+
+
+def mixed_by_prompt(prompt: Prompt, version: int, seed: int) -> str:
+    """Complete some prompts always wrongly, others always correctly, and the rest by seed."""
+    match int(prompt.ground_truth) % 4:
+        case 0:
+            return "no idea"
+        case 1:
+            return prompt.ground_truth
+        case _:
+            return prompt.ground_truth if seed % 2 else "no idea"
+
+
+def surplus_settings(steps: int) -> dict[str, Any]:
+    group_filter = replace(FILTER, prompts_per_round=7, keep_surplus=True)
+    return full_settings(steps) | {"group_filter": group_filter, "complete": mixed_by_prompt}

@@ -1,0 +1,203 @@
+"""Collecting a batch: online filtering, surplus groups, greedy baselines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.fake_runs import (
+    ADVANTAGES,
+    FILTER,
+    SAMPLING,
+    RecordingEngine,
+    latest_checkpoint,
+    learned_rewards,
+    lines_of,
+    mixed_by_prompt,
+    open_run,
+    open_shared_parts,
+    plan_of,
+    record_of,
+    rollouts_of,
+    surplus_settings,
+)
+from trigon.checkpoint.store import Checkpoint
+from trigon.errors import DataError, RewardError
+from trigon.loop import train
+from trigon.rewards.pool import RewardPool
+from trigon.training.fake import FAKE_LOGPROB
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_model, tmp_path_factory):
+    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
+        yield parts
+
+
+def test_filtered_groups_are_replaced_by_others(parts, tmp_path):
+    with open_run(parts, tmp_path, group_filter=FILTER, complete=mixed_by_prompt) as run:
+        train(run, None)
+        events = [event for event in record_of(run).events if event.startswith(("sample", "learn"))]
+        assert {event for event in events if event.startswith("learn")} == {"learn from 4"}
+        assert sum(event.startswith("sample") for event in events) > 3
+    assert all(len(set(rewards)) == 2 for rewards in learned_rewards(tmp_path))
+    for step, line in lines_of(tmp_path).items():
+        rounds = events.count(f"sample 4 for {step}")
+        assert line["filter/rounds"] == rounds
+        shares = [line[f"filter/{name}_fraction"] for name in ("kept", "low", "high")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares[1] > 0 or shares[2] > 0
+        # group/ metrics describe everything that was sampled, filtered out or not.
+        assert line["group/all_wrong_fraction"] == pytest.approx(line["filter/low_fraction"])
+
+
+def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):
+    with (
+        open_run(parts, tmp_path, group_filter=replace(FILTER, max_rounds=3), complete=lambda p, v, s: "no") as run,
+        pytest.raises(DataError, match=r"0 of 4 groups in 3 rounds.*100% of those sampled were at or below"),
+    ):
+        train(run, None)
+    assert record_of(run).events.count("sample 4 for 1") == 3
+
+
+def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):
+    group_filter = replace(FILTER, max_rounds=1)
+    with open_run(parts, tmp_path, plan=plan_of(steps=2), group_filter=group_filter, complete=mixed_by_prompt) as run:
+        train(run, None)
+        learned = [len(groups) for groups in record_of(run).learned]
+    assert 0 < min(learned) < 4
+    assert [line["filter/groups"] for line in lines_of(tmp_path).values()] == learned
+
+
+def test_an_unknown_filter_key_is_named_with_the_nearest(parts, tmp_path):
+    with (
+        open_run(parts, tmp_path, group_filter=replace(FILTER, key="acuracy")) as run,
+        pytest.raises(RewardError, match=r"filter_key=acuracy.*only accuracy, overall; did you mean accuracy"),
+    ):
+        train(run, None)
+
+
+def test_a_step_that_crosses_an_epoch_samples_its_prompts_again_under_new_ids(parts, tmp_path):
+    # About half of the 10 prompts pass the filter, so a step of 8 draws some of them twice.
+    with open_run(
+        parts, tmp_path, plan=plan_of(steps=1, per_step=8, per_update=8), group_filter=FILTER, complete=mixed_by_prompt
+    ) as run:
+        train(run, None)
+    names = [row["prompt_id"] for row in rollouts_of(tmp_path)["step_000001.jsonl"][::3]]
+    assert len(set(names)) == len(names) == 8
+    assert any("#2" in name for name in names)
+
+
+def test_filter_bounds_equal_the_numbers_that_a_reward_function_returns(parts, tmp_path):
+    # 0.1 cannot be represented in float32.
+    reward = "def main(answer: dict):\n    return {'overall': 0.1}\n"
+    (tmp_path / "tenth.py").write_text(reward)
+    rewards = RewardPool(
+        f"{tmp_path / 'tenth.py'}:main", kwargs={}, num_workers=1, timeout_seconds=10, max_failed_fraction=0.5
+    )
+    group_filter = replace(FILTER, key="overall", low=0.1, max_rounds=1)
+    with (
+        open_run(parts, tmp_path / "run", group_filter=group_filter, rewards=rewards) as run,
+        pytest.raises(DataError, match="100% of those sampled were at or below"),
+    ):
+        train(run, None)
+    rewards.close()
+
+
+def test_a_surplus_is_never_older_than_one_step(parts, tmp_path):
+    group_filter = replace(FILTER, low=-1.0, high=2.0, prompts_per_round=10, keep_surplus=True)
+    with open_run(parts, tmp_path, plan=plan_of(steps=4), group_filter=group_filter) as run:
+        train(run, None)
+    for step in range(1, 5):
+        rows = rollouts_of(tmp_path)[f"step_{step:06d}.jsonl"]
+        assert {step - 1 - row["policy_version"] for row in rows} <= {0, 1}
+    assert lines_of(tmp_path)[1]["filter/dropped_groups"] == 2.0  # 10 found, 4 learned from, 4 kept
+
+
+def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_path):
+    def saved(folder: Path) -> Checkpoint:
+        with open_run(parts, folder, **surplus_settings(6)) as run:
+            train(replace(run, should_stop=lambda: True), None)
+        assert latest_checkpoint(folder).progress["surplus"] != []
+        return latest_checkpoint(folder)
+
+    checkpoint = saved(tmp_path / "other n")
+    changed = surplus_settings(6) | {"sampling": replace(SAMPLING, n=2), "plan": plan_of(steps=2, per_update=2)}
+    with open_run(parts, tmp_path / "other n", **changed) as run:
+        train(run, checkpoint)
+        assert {len(group.sequences) for groups in record_of(run).learned for group in groups} == {2}
+
+    checkpoint = saved(tmp_path / "unfiltered")
+    with open_run(parts, tmp_path / "unfiltered", **(surplus_settings(2) | {"group_filter": None})) as run:
+        train(run, checkpoint)
+    rows = rollouts_of(tmp_path / "unfiltered")["step_000002.jsonl"]
+    assert {row["policy_version"] for row in rows} == {1}
+
+
+def test_a_surplus_is_used_in_the_next_step_also_after_an_interruption(parts, tmp_path):
+    with open_run(parts, tmp_path / "whole", **surplus_settings(6)) as run:
+        train(run, None)
+    whole = rollouts_of(tmp_path / "whole")
+    ages = [step - 1 - row["policy_version"] for step in range(1, 7) for row in whole[f"step_{step:06d}.jsonl"]]
+    assert set(ages) == {0, 1}, "no group was kept, so the test shows nothing"
+
+    with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
+        asked = iter([False, False, False, True])
+        train(replace(run, should_stop=lambda: next(asked)), None)
+    assert latest_checkpoint(tmp_path / "cut").progress["surplus"] != []
+    with open_run(parts, tmp_path / "cut", **surplus_settings(6)) as run:
+        train(run, latest_checkpoint(tmp_path / "cut"))
+    assert rollouts_of(tmp_path / "cut") == whole
+    assert lines_of(tmp_path / "cut") == lines_of(tmp_path / "whole")
+
+
+def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
+    with open_run(
+        parts,
+        tmp_path,
+        plan=plan_of(steps=1),
+        advantage_settings=replace(ADVANTAGES, estimator="remax"),
+        complete=mixed_by_prompt,
+    ) as run:
+        train(run, None)
+        assert record_of(run).events[:3] == ["awake 0", "sample 4 for 1", "sample 4 for 1"]
+        [groups] = record_of(run).learned
+    # The fake engine's greedy completion uses the seed of its one sample; every reward is 0.5 or 1.5.
+    for group, rewards in zip(groups, learned_rewards(tmp_path), strict=True):
+        firsts = [float(sequence.advantages[0]) for sequence in group.sequences]
+        baselines = {reward - first for reward, first in zip(rewards, firsts, strict=True)}
+        assert len(baselines) == 1
+        assert baselines <= {0.5, 1.5}
+
+
+def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
+    class NoGreedy(RecordingEngine):
+        def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+            def without_second(number, row):
+                return [] if sampling.temperature == 0 and number == 1 else row
+
+            def on_group_without_second(number, row):
+                on_group(number, without_second(number, row))
+
+            completions = super().generate(
+                prompts, sampling, step=step, on_progress=on_progress, on_group=on_group_without_second
+            )
+            return [without_second(number, row) for number, row in enumerate(completions)]
+
+    rollout = NoGreedy(
+        tokenizer=parts.processors.tokenizer,
+        stop_token_id=parts.processors.stop_token_ids[0],
+        complete=mixed_by_prompt,
+        token_logprob=FAKE_LOGPROB,
+    )
+    advantage_settings = replace(ADVANTAGES, estimator="remax")
+    with open_run(
+        parts, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, rollout=rollout
+    ) as run:
+        train(run, None)
+        [groups] = record_of(run).learned
+    trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
+    assert trains == [{1.0}, {0.0}, {1.0}, {1.0}]
+    assert lines_of(tmp_path)[1]["grader/baselines_missing"] == 1.0

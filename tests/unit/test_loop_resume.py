@@ -1,0 +1,162 @@
+"""Stopping, dying and resuming on fake engines: the result equals that of an uninterrupted run."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+
+import pytest
+
+from support.fake_runs import (
+    full_settings,
+    latest_checkpoint,
+    lines_of,
+    open_run,
+    open_shared_parts,
+    plan_of,
+    record_of,
+    rollouts_of,
+    saved_steps,
+    sometimes_right,
+)
+from trigon.algorithms.kl import AdaptiveKl
+from trigon.checkpoint.store import CheckpointStore
+from trigon.errors import CheckpointError
+from trigon.loop import train
+from trigon.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_model, tmp_path_factory):
+    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(parts, tmp_path_factory):
+    """Return the folder of a run of six steps."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with open_run(parts, folder, **full_settings(6)) as run:
+        train(run, None)
+    return folder
+
+
+def test_a_stop_request_finishes_the_step_saves_and_resumes_as_if_uninterrupted(parts, tmp_path, uninterrupted):
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        asked = iter([False, False, True])
+        assert train(replace(run, should_stop=lambda: next(asked)), None).step == 3
+    assert saved_steps(tmp_path) == [2, 3]
+    assert sorted(lines_of(tmp_path)) == [0, 1, 2, 3]
+
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 6
+        assert run.trainer.updates == 12
+        assert record_of(run).events[0] == "awake 3"
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+    assert saved_steps(tmp_path) == [2, 3, 4, 6]
+
+
+def test_a_run_that_died_between_two_saves_repeats_the_lost_steps(parts, tmp_path, uninterrupted):
+    def die_in_step_4(prompt: Prompt, version: int, seed: int) -> str:
+        if version == 3:
+            raise RuntimeError("the machine failed")
+        return sometimes_right(prompt, version, seed)
+
+    with (
+        open_run(parts, tmp_path, complete=die_in_step_4, **full_settings(6)) as run,
+        pytest.raises(RuntimeError, match="failed"),
+    ):
+        train(run, None)
+    assert saved_steps(tmp_path) == [2]
+    assert sorted(lines_of(tmp_path)) == [0, 1, 2, 3]
+
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        train(run, latest_checkpoint(tmp_path))
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+
+
+def test_a_longer_run_continues_a_shorter_one(parts, tmp_path, uninterrupted):
+    with open_run(parts, tmp_path, **full_settings(4)) as run:
+        train(run, None)
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        train(run, latest_checkpoint(tmp_path))
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+
+
+def test_a_finished_run_is_left_unchanged(parts, tmp_path):
+    with open_run(parts, tmp_path) as run:
+        train(run, None)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with open_run(parts, tmp_path) as run:
+        assert train(run, latest_checkpoint(tmp_path)).step == 3
+        assert record_of(run).events == []
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_from_an_older_checkpoint_moves_the_later_ones_away(parts, tmp_path, uninterrupted):
+    with open_run(parts, tmp_path, **full_settings(4)) as run:
+        train(run, None)
+    store = CheckpointStore(tmp_path, keep=-1, warn=lambda text: None)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "global_step_4").rename(tmp_path / "elsewhere" / "global_step_4")
+    older = latest_checkpoint(tmp_path)
+    (tmp_path / "elsewhere" / "global_step_4").rename(tmp_path / "global_step_4")
+    assert older.step == 2
+
+    with open_run(parts, tmp_path, **(full_settings(6) | {"store": store})) as run:
+        train(run, older)
+    assert (tmp_path / "set_aside" / "global_step_4").is_dir()
+    assert saved_steps(tmp_path) == [2, 4, 6]
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+
+
+def test_a_checkpoint_of_the_fake_engine_can_be_resumed_like_a_real_one(parts, tmp_path):
+    with open_run(parts, tmp_path) as run:
+        train(run, None)
+    assert CheckpointStore(tmp_path, keep=-1).latest(resumable=True).step == 3
+
+
+def test_a_run_with_background_saves_ends_with_its_last_checkpoint_written(parts, tmp_path, uninterrupted):
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        train(replace(run, store=CheckpointStore(tmp_path, keep=-1, background=True)), None)
+        assert saved_steps(tmp_path) == saved_steps(uninterrupted)
+    assert latest_checkpoint(tmp_path).step == 6
+    assert latest_checkpoint(tmp_path).progress == latest_checkpoint(uninterrupted).progress
+
+
+def test_a_failed_background_save_ends_the_run_with_an_error(parts, tmp_path):
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        run = replace(run, store=CheckpointStore(tmp_path, keep=-1, background=True), save_state=lambda folder: fail)
+        with pytest.raises(CheckpointError, match=r"the disk became full while .*global_step_2"):
+            train(run, None)
+    assert saved_steps(tmp_path) == []
+
+
+def test_an_adaptive_kl_coefficient_moves_by_its_error_at_every_step(uninterrupted):
+    # The KL, 0.5, is far above its target, 0.1: the error is cut at 0.2; 12 completions a step, a horizon of 100.
+    expected = [0.1 * (1 + 0.2 * 12 / 100) ** step for step in range(6)]
+    lines = lines_of(uninterrupted)
+    assert [lines[step]["actor/kl_coef"] for step in range(1, 7)] == pytest.approx(expected)
+    assert latest_checkpoint(uninterrupted).progress["kl_coefficient"] == pytest.approx(0.1 * 1.024**6)
+
+
+def test_a_fixed_kl_coefficient_comes_from_the_configuration_after_resuming(parts, tmp_path):
+    with open_run(parts, tmp_path, kl=AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)) as run:
+        train(run, None)
+    with open_run(parts, tmp_path, plan=plan_of(steps=4), kl=AdaptiveKl(0.2, 0.1, 0.0)) as run:
+        assert train(run, latest_checkpoint(tmp_path)).kl.coefficient == 0.2
+
+
+def test_a_damaged_data_position_is_refused(parts, tmp_path):
+    with open_run(parts, tmp_path) as run:
+        train(run, None)
+    checkpoint = latest_checkpoint(tmp_path)
+    other = {**checkpoint.progress, "prompts": {**checkpoint.progress["prompts"], "seed": 99}}
+    with open_run(parts, tmp_path) as run, pytest.raises(CheckpointError, match="seed"):
+        train(run, replace(checkpoint, progress=other))

@@ -1,0 +1,169 @@
+"""From scored groups to what an update learns from: log-probabilities, KL in the reward, advantages, masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.fake_runs import (
+    ADVANTAGES,
+    INTERVALS,
+    ConstantReference,
+    full_settings,
+    lines_of,
+    open_run,
+    open_shared_parts,
+    plan_of,
+    record_of,
+    rollouts_of,
+    sometimes_crashing,
+)
+from trigon.algorithms.kl import AdaptiveKl
+from trigon.errors import RewardError
+from trigon.loop import train
+from trigon.train_groups import kl_of_tokens, mean_over_tokens
+from trigon.training.fake import FakeTrainEngine
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_model, tmp_path_factory):
+    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
+        yield parts
+
+
+def test_old_and_reference_logprobs_come_before_the_first_update(parts, tmp_path):
+    with open_run(
+        parts,
+        tmp_path,
+        plan=plan_of(steps=1),
+        needs_old_logprobs=True,
+        reference=ConstantReference(-1.5),
+        should_stop=lambda: True,
+    ) as run:
+        train(run, None)
+        assert run.report.phases[4:] == ["parity", "old", "ref", "update_actor", "save_checkpoint"]
+        [[group, *_]] = record_of(run).learned
+    for sequence in group.sequences:
+        assert sequence.old_logprobs.tolist() == [-1.0] * len(sequence.token_ids)
+        assert sequence.ref_logprobs.tolist() == [-1.5] * len(sequence.token_ids)
+        assert sequence.sampling_logprobs.tolist() == [-1.0] * len(sequence.token_ids)
+
+
+def test_old_and_reference_logprobs_are_not_computed_unless_needed(parts, tmp_path):
+    with open_run(parts, tmp_path, plan=plan_of(steps=1)) as run:
+        train(run, None)
+        sequences = [sequence for group in record_of(run).learned[0] for sequence in group.sequences]
+    assert {(sequence.old_logprobs, sequence.ref_logprobs) for sequence in sequences} == {(None, None)}
+
+
+def test_each_completion_trains_with_the_advantage_of_its_own_reward(parts, tmp_path):
+    with open_run(
+        parts, tmp_path, plan=plan_of(steps=1), complete=lambda p, v, s: p.ground_truth if s % 2 else "no"
+    ) as run:
+        train(run, None)
+        [groups] = record_of(run).learned
+    rows = iter(rollouts_of(tmp_path)["step_000001.jsonl"])
+    mixed = 0
+    for group in groups:
+        rewards = [next(rows)["reward"] for _ in group.sequences]
+        for reward, sequence in zip(rewards, group.sequences, strict=True):
+            advantages = set(sequence.advantages.tolist())
+            assert len(advantages) == 1
+            [advantage] = advantages
+            if len(set(rewards)) == 1:
+                assert advantage == 0.0
+            else:
+                mixed += 1
+                assert (advantage > 0) == (reward == 1.5)
+            assert sequence.loss_mask.tolist() == [1.0] * len(sequence.token_ids)
+    assert mixed > 0, "no group had both right and wrong completions, so the test shows nothing"
+
+
+def test_a_completion_that_was_not_scored_neither_trains_nor_counts(parts, tmp_path):
+    with open_run(parts, tmp_path, plan=plan_of(steps=1), complete=sometimes_crashing) as run:
+        train(run, None)
+        [groups] = record_of(run).learned
+    rows = rollouts_of(tmp_path)["step_000001.jsonl"]
+    failed = [row["outcome"] == "failed" for row in rows]
+    assert 0 < sum(failed) < 6, "the seeds must give some failures, and not too many"
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    for is_failed, sequence in zip(failed, sequences, strict=True):
+        assert sequence.loss_mask.tolist() == [0.0 if is_failed else 1.0] * len(sequence.token_ids)
+        assert not is_failed or sequence.advantages.tolist() == [0.0] * len(sequence.token_ids)
+
+    rewards = [row["reward"] for row in rows if row["outcome"] == "ok"]
+    [line] = lines_of(tmp_path).values()
+    assert line["grader/failed"] == sum(failed)
+    assert line["critic/score/mean"] == line["reward/overall"] == pytest.approx(sum(rewards) / len(rewards))
+    assert line["critic/score/min"] == min(rewards) == 0.5
+    assert line["reward/accuracy"] == pytest.approx(sum(r == 1.5 for r in rewards) / len(rewards))
+
+
+def test_a_completion_that_was_not_scored_does_not_count_in_reward_metrics(parts, tmp_path):
+    with open_run(parts, tmp_path, plan=plan_of(steps=1), complete=sometimes_crashing) as run:
+        train(run, None)
+    [line] = lines_of(tmp_path).values()
+    assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"])
+    assert line["critic/rewards/min"] == line["critic/score/min"] == 0.5
+
+
+def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
+    changes = full_settings(1) | {"kl": AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0), "intervals": INTERVALS}
+    with open_run(parts, tmp_path, **changes) as run:
+        assert train(run, None).kl.coefficient == 0.1
+    rows = rollouts_of(tmp_path)["step_000001.jsonl"]
+    [line] = lines_of(tmp_path).values()
+    assert line["actor/kl_penalty"] == pytest.approx(0.5)  # -1.0 - (-1.5), of every token
+    assert line["actor/kl_coef"] == pytest.approx(0.1)
+    penalized = [row["reward"] - 0.1 * 0.5 * row["num_tokens"] for row in rows]
+    assert line["critic/rewards/mean"] == pytest.approx(sum(penalized) / 12)
+    assert line["critic/rewards/max"] == pytest.approx(max(penalized))
+    assert line["critic/score/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 12)
+
+
+def test_kl_is_per_token_and_averaged_over_all_tokens():
+    old = [[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]]
+    ref = [[torch.tensor([-1.5, -2.0]), torch.tensor([-2.0])]]
+    kl = kl_of_tokens([], "kl", FakeTrainEngine(), old=old, ref=ref)
+    assert [[tokens.tolist() for tokens in row] for row in kl] == [[[0.5, 0.0], [-1.0]]]
+    mean = mean_over_tokens(kl)
+    assert (mean.total, mean.count) == (-0.5, 3.0)
+
+
+def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):
+    with open_run(
+        parts,
+        tmp_path,
+        plan=plan_of(steps=1),
+        advantage_settings=replace(ADVANTAGES, mask_overlong=True),
+        complete=lambda p, v, s: "no idea at all whatever it may be" if s % 2 else p.ground_truth,
+    ) as run:
+        train(run, None)
+        [groups] = record_of(run).learned
+    rows = rollouts_of(tmp_path)["step_000001.jsonl"]
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert set(sequence.loss_mask.tolist()) == {float(row["finish_reason"] == "stop")}
+    mixed = [group for group in groups if len({float(s.advantages[0]) for s in group.sequences}) > 1]
+    assert mixed, "the cut completions' rewards count, so some groups have different rewards"
+
+
+def test_gdpo_refuses_a_reward_without_its_parts(parts, tmp_path):
+    advantage_settings = replace(ADVANTAGES, estimator="gdpo", weights={"beauty": 1.0})
+    with (
+        open_run(parts, tmp_path, advantage_settings=advantage_settings) as run,
+        pytest.raises(RewardError, match=r"lack beauty \(found: acc"),
+    ):
+        train(run, None)
+
+
+def test_the_full_kl_comes_from_the_trainer(parts, tmp_path):
+    advantage_settings = replace(ADVANTAGES, kl_in_reward="full")
+    kl = AdaptiveKl(coefficient=0.1, target=0.1, horizon=0.0)
+    with open_run(parts, tmp_path, plan=plan_of(steps=1), advantage_settings=advantage_settings, kl=kl) as run:
+        train(run, None)
+        assert run.report.phases[4:] == ["parity", "ref", "update_actor", "save_checkpoint"]
+    assert lines_of(tmp_path)[1]["actor/kl_penalty"] == 0.0  # the fake train engine returns 0
