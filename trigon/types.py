@@ -268,7 +268,28 @@ class TokenLogprobs:
 
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]
-"""The weights of a weight sync: (Hugging Face checkpoint name, tensor), one at a time."""
+"""Weights as (Hugging Face checkpoint name, tensor), one at a time."""
+
+
+class WeightsHandle:
+    """A policy's weights, as a train engine offers them to a rollout engine.
+
+    A subclass says where the weights are: LocalWeights, or distributed.engines.WorkerWeights. A
+    rollout engine accepts one of them and raises EngineError for the other.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalWeights(WeightsHandle):
+    """Weights in this process.
+
+    read: returns a new iterator over all tensors, for one sync. A train engine may free memory once
+    the iterator is exhausted. In a sharded policy all ranks must iterate together.
+    """
+
+    read: Callable[[], NamedTensors]
 
 
 class Phase(Protocol):

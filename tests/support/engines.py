@@ -187,7 +187,7 @@ def to_train(
 
 
 def weights_of(engine: LocalTrainEngine) -> dict[str, Tensor]:
-    return {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in engine.weights()}
+    return {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in engine.weights().read()}
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:

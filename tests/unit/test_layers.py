@@ -45,7 +45,7 @@ NEIGHBOURS = {
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
 ONLY_IN = {
-    "vllm": ("rollout/vllm.py",),
+    "vllm": ("rollout/vllm/",),
     "ray": ("distributed/",),
     "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
     "datasets": ("data/sources.py",),
@@ -67,7 +67,7 @@ ONLY_IN = {
 # which every place that opens a model or a dataset would have to be told otherwise.
 ENVIRONMENT = (
     "distributed/cluster.py",
-    "rollout/vllm.py",
+    "rollout/vllm/process.py",
     "rewards/process.py",
     "models/hub.py",
     "cli/",

@@ -100,11 +100,10 @@ def open_rollout(
                     "worker.rollout.name is vllm, which is not installed: run pip install 'trigon[gpu]' ('trigon[cpu]' "
                     "without a GPU), or set worker.rollout.name=transformers, which is slow"
                 )
-            from trigon.rollout.vllm import VllmEngine
+            from trigon.rollout.vllm import VllmEngine, VllmSettings
 
-            return VllmEngine(
-                model_path=str(model_folder(model_path(config))),
-                processors=processors,
+            settings = VllmSettings(
+                model_folder=model_folder(model_path(config)),
                 device="cuda" if device.type == "cuda" else "cpu",
                 dtype=DTYPES[rollout.dtype],
                 max_model_len=context_length(config),
@@ -122,6 +121,7 @@ def open_rollout(
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
                 shows_videos=shows_videos,
             )
+            return VllmEngine(settings, processors)
         case "transformers":
             from trigon.rollout.transformers import TransformersEngine
 

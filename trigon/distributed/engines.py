@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,18 +30,18 @@ from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import OnGroup
 from trigon.training.local import has_gradient
-from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
 
 
-class WeightsInWorkers(Iterator[tuple[str, Tensor]]):
-    """The weights of a policy that lives in workers, where they stay: a rollout engine of the same workers has them
-    handed over there.
+class WorkerWeights(WeightsHandle):
+    """Weights of a policy in the workers, which never leave them.
+
+    The rollout engine of the same worker group accepts it: each worker reads its own trainer's weights.
     """
 
-    def __next__(self) -> Never:
-        raise EngineError("these weights lie in the workers; only a rollout engine of the same workers can take them")
+    __slots__ = ()
 
 
 class WorkersTrainEngine:
@@ -73,9 +73,9 @@ class WorkersTrainEngine:
         metrics = worker_group.call_all(lambda actor, worker: actor.step.remote(payloads[worker.rank]), phase="update")
         return merge(*metrics, worker_group.traffic.pop_metrics())
 
-    def weights(self) -> NamedTensors:
+    def weights(self) -> WorkerWeights:
         """See TrainEngine."""
-        return WeightsInWorkers()
+        return WorkerWeights()
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine. Every worker writes its own part, so that all nodes must see the folder."""
@@ -144,10 +144,13 @@ class WorkersRolloutEngine:
         self._numbers = count(1)
 
     @contextmanager
-    def awake(self, weights: NamedTensors, *, version: int) -> Iterator[None]:
-        """See RolloutEngine. The weights are those that the same workers train."""
-        if not isinstance(weights, WeightsInWorkers):
-            raise EngineError("a rollout engine of several workers takes the weights of their own trainer alone")
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
+        """See RolloutEngine. Each worker reads the weights of its own trainer."""
+        if not isinstance(weights, WorkerWeights):
+            raise EngineError(
+                f"A rollout engine of several workers cannot load {type(weights).__name__}. Give it the weights() of "
+                "the train engine of the same workers."
+            )
         self._worker_group.call_all(lambda actor, _: actor.wake.remote(version), phase="weights")
         yield
         self._worker_group.call_all(lambda actor, _: actor.sleep.remote(), phase="sleep")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trigon.metrics import Mean, Metrics
-from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import LocalWeights, RolloutGroup, TrainGroup
 
 FAKE_LOGPROB = -1.0
 """The log-probability of every token. rollout/fake.py has the same, so there is no mismatch."""
@@ -42,9 +42,9 @@ class FakeTrainEngine:
         advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
         return {"actor/pg_loss": Mean(-float(advantages.mean()))}
 
-    def weights(self) -> NamedTensors:
+    def weights(self) -> LocalWeights:
         """See TrainEngine."""
-        yield "updates", torch.tensor([float(self.updates)])
+        return LocalWeights(lambda: iter([("updates", torch.tensor([float(self.updates)]))]))
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""

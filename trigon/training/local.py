@@ -27,7 +27,7 @@ from trigon.training.protocol import Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
-from trigon.types import MicroBatch, NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TrainGroup
 
 
 class LocalTrainEngine:
@@ -241,8 +241,11 @@ class LocalTrainEngine:
         elsewhere = next(self._policy.parameters()).device.type != self._device.type
         return 0 if elsewhere else self.sizes().optimizer_bytes
 
-    def weights(self) -> NamedTensors:
-        """See TrainEngine. Once all have been taken, what is to be offloaded leaves the device."""
+    def weights(self) -> LocalWeights:
+        """See TrainEngine. When all tensors have been read, offloaded parts are moved to the CPU."""
+        return LocalWeights(self._read_weights)
+
+    def _read_weights(self) -> NamedTensors:
         self._wake(optimizer=False)
         yield from self._policy.named_weights()
         if self._offload_params:

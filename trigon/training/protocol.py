@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from trigon.metrics import Metrics
-from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import RolloutGroup, TrainGroup, WeightsHandle
 
 if TYPE_CHECKING:
     from trigon.models.policy import Policy
@@ -50,8 +50,8 @@ class TrainEngine(LogprobEngine, Protocol):
         """
         ...
 
-    def weights(self) -> NamedTensors:
-        """Iterate over the policy's weights under their Hugging Face checkpoint names; nothing is copied."""
+    def weights(self) -> WeightsHandle:
+        """Return a handle of the policy's weights, which a rollout engine reads; nothing is copied."""
         ...
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
