@@ -196,7 +196,7 @@ def test_too_many_failures_end_the_sampling(tokenizer, tmp_path):
     with (
         noting(tmp_path, "sequential", bad=("0",)) as rewards,
         engine.awake(iter([]), version=0),
-        pytest.raises(RewardError, match="could not score 1 of 2400 answers"),
+        pytest.raises(RewardError, match="could not score 1 of 2400 completions"),
     ):
         collect(many, engine, rewards, SAMPLING, step=1, phase=Phases())
     assert len(sampled) < 2400

@@ -31,7 +31,7 @@ def collect(
     Raises: EngineError, RewardError as engine and pool do; EngineError if the engine failed for every prompt.
     """
     num_completions = len(prompts) * sampling.n
-    with rewards.scoring(num_answers=num_completions) as scoring:
+    with rewards.scoring(num_completions=num_completions) as scoring:
 
         def on_group(index: int, row: Sequence[Completion]) -> None:
             scoring.add(index * sampling.n, [_request(prompts[index], completion) for completion in row])
