@@ -210,7 +210,7 @@ def test_a_crash_or_hang_before_result_affects_only_its_completion(open_pool, tm
 def test_the_failed_fraction_does_not_depend_on_the_order(open_pool, tmp_path, num_bad, num_missing, is_allowed):
     pool = open_pool(REWARD, max_failed_fraction=0.3)
     completions = [request("good", tmp_path, "raise" if index < num_bad else "4") for index in range(10 - num_missing)]
-    indexs = [*range(len(completions))]
+    indices = [*range(len(completions))]
 
     def outcomes(order):
         with pool.scoring(num_completions=10) as scoring:
@@ -218,7 +218,7 @@ def test_the_failed_fraction_does_not_depend_on_the_order(open_pool, tmp_path, n
                 scoring.add(index, [completions[index]])
             return [score.outcome for score in scoring.result()]
 
-    for order in (indexs, indexs[::-1]):
+    for order in (indices, indices[::-1]):
         if is_allowed:
             assert outcomes(order) == ["failed"] * num_bad + ["ok"] * (len(completions) - num_bad)
         else:

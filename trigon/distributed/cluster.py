@@ -72,8 +72,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if nodes > 1 else "local")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # By default Ray hides the GPUs from tasks that request none, and warns that this default will
-    # change.
+    # By default Ray hides GPUs from tasks that request none, and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # By default Ray runs its workers at the lowest scheduling priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -158,8 +157,7 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
                     {
                         "RANK": str(rank),
                         "WORLD_SIZE": str(layout.size),
-                        # Ray makes a single GPU visible to each worker, so its local index is
-                        # always 0.
+                        # Ray makes one GPU visible to each worker: its local index is 0.
                         "LOCAL_RANK": "0" if layout.device == "cuda" else str(rank % layout.workers_per_node),
                         "MASTER_ADDR": master,
                         "MASTER_PORT": str(port),

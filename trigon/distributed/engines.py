@@ -162,8 +162,7 @@ class WorkersRolloutEngine:
         worker_group, replica_size = self._worker_group, self._tensor_parallel_size
         num_workers = len(worker_group.workers)
         num_replicas = num_workers // replica_size
-        # Round-robin: adjacent prompts are often similar, and should not all go to the same
-        # replica.
+        # Round-robin: adjacent prompts are often similar, so they go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
         payloads = [
             worker_group.put(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares
@@ -198,8 +197,7 @@ class WorkersRolloutEngine:
 class _GenerationProgress:
     """Collects the completions of one generation from heartbeats. Implements HeartbeatListener.
 
-    shares: for each rank, the indices of its prompts. completions: those received so far, by index
-    of the prompt.
+    shares: for each rank, the indices of its prompts. completions: received so far, by prompt.
     """
 
     def __init__(

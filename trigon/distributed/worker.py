@@ -53,9 +53,8 @@ class WorkerEngines:
     """The engines of one worker.
 
     reference: None if no loss term needs one. images: loads the pixels of prompts; None for
-    text-only data.
-    replica_rank: this worker's index among the ranks that sample the same prompts together (tensor
-    parallelism); only index 0 returns the completions.
+    text-only data. replica_rank: this worker's index among the ranks that sample the same prompts
+    together (tensor parallelism); only index 0 returns the completions.
     """
 
     trainer: LocalTrainEngine

@@ -1,7 +1,6 @@
 """Calls to all workers at once, with deadlines and error reports.
 
-Runs in the driver, and counts the bytes that go through it. Does not depend on what the calls
-compute.
+Runs in the driver, and counts the bytes that go through it. Does not depend on what is computed.
 """
 
 from __future__ import annotations
@@ -131,12 +130,15 @@ class WorkerGroup:
             worker_group.call_all(Worker.wake, version, phase="weights")
             worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
 
-        Args: method: looked up on the Ray actors by its name. arguments: the same for all ranks.
-        per_rank: the method's first argument, one value for each rank; `arguments` follow it. A
-        reference from put() stands for its bytes.
-        phase: name of the call in metrics and errors. listener: requests and receives heartbeats
-        during the call; those not received when the call ends are dropped. min_deadline_seconds:
-        replaces a smaller deadline_seconds.
+        Args:
+            method: looked up on the Ray actors by its name.
+            arguments: the same for all ranks; after the value of per_rank, if there is one.
+            per_rank: the method's first argument, one value for each rank. Ray replaces a reference
+                from put() by its bytes.
+            phase: the name of the call in metrics and errors.
+            listener: requests and receives heartbeats during the call. Heartbeats that have not
+                been received when the call ends are dropped.
+            min_deadline_seconds: the deadline, if deadline_seconds is smaller.
         Raises: the worker's own TrigonError with its rank prepended; WorkerError for any other
         error, for a process that died, and for a deadline that passed.
         """
@@ -299,7 +301,7 @@ def _describe_death(error: Exception) -> str:
         return f"Ray killed it because the node ran out of memory. {text[:1000]}"
     if "connection error code 2" in text:  # Ray's message for a process that ended without notice
         return (
-            "killed by SIGKILL, for example by the kernel's out-of-memory killer, or crashed; a crash writes its stack "
-            "to the log above"
+            "killed by a signal that cannot be caught (SIGKILL), for example by the out-of-memory killer, or crashed; "
+            "a crash writes its stack to the log above"
         )
     return text[:1000]

@@ -230,8 +230,7 @@ class RewardPool:
             line = f'{{"chunk": "{worker.chunk_id}", "requests": {scoring.encode_chunk(indices)}}}'
             worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
             if not self._send(worker, line, timeout_seconds=self._timeout_seconds):
-                # The worker had exited while it was idle, so none of these completions is the
-                # cause.
+                # The worker had exited while it was idle: these completions are not the cause.
                 scoring.requeue(worker.pending, singly=False)
                 self._kill_worker(worker)
                 self._start_worker(worker.number)
@@ -265,8 +264,7 @@ class RewardPool:
                 self._receive(worker, scoring)
         if scoring is not None:
             scoring.process_added()
-        # `now` was read before select(): a result that arrived in time counts even if this thread
-        # was delayed.
+        # `now` was read before select(): a result that arrived in time counts if read late.
         for worker in [worker for worker in self._workers if worker.is_busy and worker.deadline <= now]:
             self._replace_worker(worker, scoring, timed_out=True)
 

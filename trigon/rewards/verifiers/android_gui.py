@@ -57,8 +57,7 @@ class Action:
     text: str
 
 
-# Parentheses delimit the call, except in quotation marks. Possessive, so matching takes linear
-# time.
+# Parentheses delimit the call, except in quotation marks. Possessive: matches in linear time.
 _CALL = re.compile(r"""(\w+)\s*\(((?:"[^"]*+"|'[^']*+'|[^()])*+)\)""")
 
 

@@ -1,8 +1,8 @@
-r"""Geometry with answers such as `145°`, `10√3` or `25π cm²`, in `<think> ... </think> <answer> ...
-</answer>`.
+r"""Geometry with answers such as `145°`, `10√3` or `25π cm²`.
 
-GeoQA (arXiv:2105.14517) writes answers in plain typography, models often in LaTeX; both are
-converted to LaTeX and compared as mathematics. Follows the sequential contract.
+The format is `<think> ... </think> <answer> ... </answer>`. GeoQA (arXiv:2105.14517) writes answers
+in plain typography, models often in LaTeX; both are converted to LaTeX and compared as mathematics.
+Follows the sequential contract.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ _NEGATED = re.compile(r"\b(?:not|never|neither|nor)\b|n't\b", re.IGNORECASE)
 _SECOND_CHOICE = re.compile(r"(?:\bor\b|\band\b|[,/&])\s*\(?[a-z]\)?[.:]?$", re.IGNORECASE)  # "A. or B.", "(A) and (B)"
 _TRUE_CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")  # only "B", "(B)", "B."
 _ANSWER_CHOICE = re.compile(
-    # "B", "(b)", "B."; "B. a dog", "(B) a dog", "B: a dog", not "a dog"; "the answer is B", "option
-    # (B)".
+    # "B", "(b)", "B."; "B. a dog", "(B) a dog", "B: a dog", not "a dog"; "the answer is B",
+    # "option (B)".
     r"\(?([a-z])\)?[.:]?|\(([a-z])\).*|([a-z])[.:)].*|(?:.*\b)?(?:answer|choice|option)(?: is)?:? ?\(?([a-z])\)?\.?",
     re.IGNORECASE | re.DOTALL,
 )
