@@ -43,21 +43,21 @@ def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
 
     Raises: ConfigError if the cluster is too small, or a node lacks a file or package.
     """
-    from trigon.distributed.cluster import Layout, cluster, has_gpus, workers
+    from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
     from trigon.distributed.preflight import check_node_reports
-    from trigon.distributed.worker import Worker, actor_of
+    from trigon.distributed.worker import Worker, ray_actor_class
     from trigon.distributed.worker_group import WorkerGroup
 
     trainer = config.trainer
-    with cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
+    with open_cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
         device: Literal["cpu", "cuda"] = (
             ("cuda" if has_gpus() else "cpu") if trainer.device == "auto" else trainer.device
         )
         layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
-        with workers(layout, actor_of(Worker)) as placed:
-            worker_group = WorkerGroup(placed, device, deadline_seconds=trainer.worker_timeout_seconds)
+        with start_workers(layout, ray_actor_class(Worker)) as workers:
+            worker_group = WorkerGroup(workers, device, deadline_seconds=trainer.worker_timeout_seconds)
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
-            check_node_reports(worker_group.call_all(lambda actor, _: actor.join.remote(join), phase="preflight"))
+            check_node_reports(worker_group.call_all(Worker.join, join, phase="preflight"))
             yield worker_group
 
 
@@ -97,21 +97,17 @@ def open_workers(
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
     from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTracer, WorkersTrainEngine
+    from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
     with report.phase("load model and start rollout engine"):
         build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos)
-        sizes = worker_group.call_all(
-            lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS
-        )
+        sizes = worker_group.call_all(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
     check_space(config, store, sizes)
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
-        shared_by = config.trainer.n_gpus_per_node
-        found: list[Budgets] = worker_group.call_all(
-            lambda actor, _: actor.tune_micro_batch.remote(lengths, known, shared_by), phase="fit"
-        )
-        return found[0]
+        num_sharing = config.trainer.n_gpus_per_node
+        return worker_group.call_all(Worker.tune_micro_batch, lengths, known, num_sharing, phase="fit")[0]
 
     return Engines(
         device=describe_workers(config, worker_group),
