@@ -105,13 +105,27 @@ pip_install --editable ".[cpu,dev]"
 # fail; where they are not, both do without. Nothing here hears or films, so they go, on every kind of machine.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
 
-VLLM_LOGGING_LEVEL=ERROR "$VENV/bin/python" - 2>>"$LOG" <<'CHECK' || fail "Everything is installed, but it does not import: see $LOG."
-from trigon.torchvision_stub import declare_operators
+# Every process of the environment must be able to import torchvision, those of vLLM, transformers and peft too
+# (trigon/torchvision_stub.py says why). The .pth file costs a few microseconds at start and imports nothing by itself.
+site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp trigon/torchvision_stub.py "$site/_trigon_torchvision.py"
+echo 'import _trigon_torchvision; _trigon_torchvision.declare_on_import()' >"$site/trigon_torchvision.pth"
 
-declare_operators()
-import torch, torchvision, transformers, vllm
+# The check loads what users load, as they do: in plain processes, with an empty home folder and empty caches. vLLM
+# inspects a model class in a process of its own before it loads the model; that process has to work as well.
+python=$(cd "$VENV/bin" && pwd)/python log=$(cd "$VENV" && pwd)/setup.log
+empty=$(mktemp -d)
+trap 'rm -rf "$empty"' EXIT
+cd "$empty"
+env HOME="$empty" XDG_CACHE_HOME="$empty" HF_HOME="$empty" VLLM_CACHE_ROOT="$empty/vllm" TMPDIR="$empty" \
+    VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 "$python" - 2>>"$log" <<'CHECK' ||
+import peft, torch, torchvision, transformers, vllm
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from vllm import LLM
+from vllm.model_executor.models import ModelRegistry
 
-print("      " + ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, torchvision, transformers, vllm)))
+if __name__ == "__main__":
+    ModelRegistry.models["Qwen2_5_VLForConditionalGeneration"].inspect_model_cls()
+    print("      " + ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, torchvision, transformers, peft, vllm)))
 CHECK
+    fail "Everything is installed, but it cannot be loaded: see $log."
