@@ -197,7 +197,7 @@ def test_another_language_model_inside_is_refused(folder: Path, tmp_path: Path, 
 def test_another_vision_tower_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     siglip = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
     why = refused(tiny_model("llava"), tmp_path, lambda config: config.update(vision_config=siglip))
-    assert "is a 'siglip_vision_model'; known is only 'clip_vision_model'" in why
+    assert "is a 'siglip_vision_model'; only 'clip_vision_model' is supported" in why
 
 
 @pytest.mark.parametrize(

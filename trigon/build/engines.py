@@ -13,7 +13,7 @@ from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.load import Processors, copy_side_files, load_model, model_folder

@@ -13,7 +13,7 @@ from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.load import Processors, copy_side_files, load_model, model_folder
@@ -204,10 +204,10 @@ def open_trainer(
     )
 
 
-def feature_memory(config: Config, *, shared: bool) -> FeatureMemory:
+def feature_memory(config: Config, *, shared: bool) -> VisionFeatureCache:
     """Return what remembers a frozen vision tower's features. shared: by policy and reference, who have one each."""
     max_bytes = int(config.worker.actor.model.vision_cache_gb * 2**30)
-    return FeatureMemory(max_bytes // 2 if shared else max_bytes)
+    return VisionFeatureCache(max_bytes // 2 if shared else max_bytes)
 
 
 def open_reference(config: Config, processors: Processors, plan: Plan, place: Place) -> LocalScorer:

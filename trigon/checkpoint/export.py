@@ -27,7 +27,7 @@ from trigon import __version__
 from trigon.checkpoint.store import MANIFEST, Checkpoint, CheckpointStore, is_disk_full, open_checkpoint, unsealed
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, is_adapted, open_lora, open_weights
 from trigon.errors import CheckpointError
-from trigon.models.families import Family, family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, copy_side_files, family_of_folder
 from trigon.models.lora import load_adapter
 from trigon.training.local import ADAPTER_CONFIG
@@ -351,7 +351,7 @@ def _probe(folder: Path) -> Mapping[str, Any]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: Weights, family: Family, dtype: torch.dtype) -> None:
+def _fill(model: nn.Module, weights: Weights, family: ModelFamily, dtype: torch.dtype) -> None:
     """Put the checkpoint's tensors, rounded to dtype, into a model by name: all of them, into all of its parameters."""
     left = dict(weights.tensors)
     parts = (part for here, weight in model.named_parameters() for part in family.checkpoint_tensors(here, weight))

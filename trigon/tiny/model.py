@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from trigon.errors import ModelError
-from trigon.models.families import Family, family_named
+from trigon.models.families import ModelFamily, family_named
 from trigon.torchvision_stub import declare_operators
 
 TinyModelType = Literal[
@@ -193,7 +193,7 @@ def make_tiny(
     return folder
 
 
-def _save_as_published(folder: Path, model: Any, family: Family) -> None:
+def _save_as_published(folder: Path, model: Any, family: ModelFamily) -> None:
     """Write the weights again if published checkpoints hold them otherwise than transformers 5 writes them."""
     if family.model_type in _PUBLISHED_OTHERWISE:
         tensors = {

@@ -19,7 +19,7 @@ from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.errors import CheckpointError
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapter_config, adapters_off
 from trigon.models.policy import Policy, full_tensor
@@ -73,12 +73,12 @@ class LocalScorer:
         compute_dtype: torch.dtype | None,
         offload_params: bool,
         process_group: ProcessGroup = SingleProcess(),  # noqa: B008  (it holds nothing)
-        features: FeatureMemory | None = None,
+        features: VisionFeatureCache | None = None,
     ) -> None:
         """max_tokens: token budget of a packed row. offload_params: keep the weights on the CPU between calls.
 
         compute_dtype: of the forward; None where the policy sees to that by itself, as one that is sharded does.
-        features: for a policy whose vision tower never changes; see Policy.remember_features.
+        features: for a policy whose vision tower never changes; see Policy.use_feature_cache.
         """
         self.policy = policy
         self.device = device
@@ -88,7 +88,7 @@ class LocalScorer:
         self._offload_params = offload_params
         self._process_group = process_group
         if features is not None:
-            policy.remember_features(features, most=lambda number: int(process_group.largest([number])[0]))
+            policy.use_feature_cache(features, all_reduce_max=lambda number: int(process_group.largest([number])[0]))
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the context in which the policy computes: autocast, unless all weights have the dtype already."""
@@ -170,7 +170,7 @@ class LocalTrainEngine:
         offload_optimizer: bool,
         process_group: ProcessGroup = SingleProcess(),  # noqa: B008  (it holds nothing)
         reference: LocalScorer | None = None,
-        features: FeatureMemory | None = None,
+        features: VisionFeatureCache | None = None,
     ) -> None:
         """policy: where it computes, on device, or sharded over ranks.
 
@@ -403,7 +403,7 @@ class LocalTrainEngine:
             )
         self._wake(optimizer=True)
         load_tensors(self._saved_weights(), folder / self._weights_folder, group=self._process_group.state_group)
-        self._policy.forget_features()
+        self._policy.clear_features()
         self._load_optimizer_tensors(folder / OPTIMIZER_FOLDER)
         self._updates = int(state["updates"])
 
