@@ -1,4 +1,4 @@
-"""The cache of vision features: its limit, its metrics, and results that are bit for bit the same."""
+"""The cache of vision features: its limit, its metrics, and unchanged results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def features(value: float, tokens: int = 2, layers: int = 0) -> VisionFeatures:
     return VisionFeatures(torch.full((tokens, 3), value), tuple(torch.full((tokens, 3), -value) for _ in range(layers)))
 
 
-# -- the cache ---------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------
 
 
 def test_stored_features_are_returned_with_all_their_layers() -> None:
@@ -80,7 +80,7 @@ def test_it_counts_lookups_since_the_last_call_and_can_be_cleared() -> None:
     assert cache.lookup(["a"], CPU) == {}
 
 
-# -- the policy ---------------------------------------------------------------------------------------------------
+# -- the policy ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -108,9 +108,7 @@ def open_policy(folder: Path) -> Policy:
 
 
 def row_of(folder: Path, *prompts: tuple[list[tuple[int, int]], int]) -> PackedGroups:
-    """Pack groups into one row. prompts: the grids of a prompt's images, and the seed of its
-    content.
-    """
+    """Pack groups into one row. prompts: the grids of the images, and a seed, for each prompt."""
     processors = load_processors(str(folder))
     groups = [make_group(make_prompt(processors, grids, seed=seed), [3, 4], seed=seed) for grids, seed in prompts]
     positions = positions_of(processors.family, processors.hf_config)
@@ -196,7 +194,7 @@ def test_the_tower_runs_as_often_as_on_the_rank_with_the_most_images_to_encode(t
     assert runs == []
 
 
-# -- the engine ---------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 
 def concatenated(logprobs: list[list[Tensor]]) -> Tensor:

@@ -1,5 +1,4 @@
-"""Each attention kernel compared with attention under one dense mask, and the options of each
-version.
+"""Each attention kernel compared with a dense mask, and the options of its versions.
 
 Covers segments, shared keys, sliding windows and gradients.
 """

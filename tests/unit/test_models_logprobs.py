@@ -1,6 +1,4 @@
-"""The shift by one, and log-probabilities in chunks compared with those of the full table of
-logits.
-"""
+"""The shift by one, and log-probabilities in chunks compared with those of all logits."""
 
 from __future__ import annotations
 
@@ -141,7 +139,7 @@ def test_large_logits_give_finite_values_and_gradients() -> None:
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-# -- the KL over the whole vocabulary -----------------------------------------------------------------------------
+# -- the KL over the whole vocabulary --------------------------------------------------------------
 
 
 def reference_predictions(dtype: torch.dtype) -> Predictions:
@@ -226,7 +224,7 @@ def test_the_full_kl_of_a_policy_from_itself_is_zero_with_zero_gradient() -> Non
     assert gradient.abs().max() < 1e-15
 
 
-# -- under autocast -----------------------------------------------------------------------------------------------
+# -- under autocast --------------------------------------------------------------------------------
 
 
 def test_a_certain_token_has_zero_gradient_under_autocast() -> None:

@@ -1,6 +1,4 @@
-"""The policy's weights by name, its errors and its metrics. Its outputs are tested in
-tests/invariants.
-"""
+"""The policy's weights by name, its errors and metrics; tests/invariants test its outputs."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Attention within the groups of a packed row, and within the windows of a vision tower.
 
-        keys      p p p | a a | b b b      A prompt attends to itself, causally. A completion attends
-        p p p     x                        to its whole prompt and, causally, to itself. With sdpa, all
-                  x x                      prompts of one length are computed in one call, and all
-                  x x x                    completions of one length whose prompts have one length in
-        a a       x x x | x                another. The only mask is that of one such completion,
-                  x x x | x x              [R, P + R]; no mask of a whole row is made.
-        b b b     x x x |     | x
-                  x x x |     | x x        Windows and images of a vision tower are independent of each
-                  x x x |     | x x x      other: one call for all, or one call for each length.
+    keys      p p p | a a | b b b      A prompt attends to itself, causally. A completion attends
+    p p p     x                        to its whole prompt and, causally, to itself. With sdpa, all
+              x x                      prompts of one length are computed in one call, and all
+              x x x                    completions of one length whose prompts have one length in
+    a a       x x x | x                another. The only mask is that of one such completion,
+              x x x | x x              [R, P + R]; no mask of a whole row is made.
+    b b b     x x x |     | x
+              x x x |     | x x        Windows and images of a vision tower are independent of each
+              x x x |     | x x x      other: one call for all, or one call for each length.
 
 With a sliding window, keys further back are masked as well, also in the prompt ([P, P]).
 
@@ -56,9 +56,7 @@ WINDOW_ATTENTION: dict[Kernel, str] = {
 
 
 def sliding_windows(text_config: Any) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer of a language model, in tokens; None for full
-    attention.
-    """
+    """Return each layer's sliding window in tokens; None for full attention."""
     window = getattr(text_config, "sliding_window", None) or None
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types is None:
@@ -251,8 +249,9 @@ def _sdpa(
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype of autocast if it is enabled, else that of the states: autocast does not
-    know every kernel.
+    """Return the dtype of autocast if it is enabled, else that of the states.
+
+    Autocast does not know every kernel, so the functions here cast themselves.
     """
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
@@ -263,8 +262,9 @@ def _num_tokens(runs: RunLengths) -> int:
 
 
 def _stack_by_length(states: Tensor, runs: RunLengths) -> dict[int, Tensor]:
-    """Split [1, H, S, D] into segments and stack those of equal length: {length L: [segments, H, L,
-    D]}.
+    """Split [1, H, S, D] into segments and stack those of equal length.
+
+    Returns: {length L: [segments, H, L, D]}.
     """
     batches: dict[int, list[Tensor]] = {}
     parts = torch.split(states, [length * count for length, count in runs], 2)

@@ -1,5 +1,4 @@
-"""What attention needs to know about a packed row: group lengths, masks, and the arguments of each
-kernel.
+"""Metadata of a packed row for attention: group lengths, masks, and arguments of the kernels.
 
 The metadata of a row is built from its group spans alone. It is made once for each forward and
 shared by all layers. This module does not depend on models, weights or rotary positions.
@@ -70,8 +69,10 @@ class AttentionMetadata:
         )
 
     def masks(self, window: int | None) -> tuple[GroupMasks, ...]:
-        """Return the masks of each group; with a window of W a token attends to itself and the W -
-        1 before it.
+        """Return the masks of each group, for layers with this sliding window.
+
+        window: a token attends to itself and the window - 1 tokens before it; None for full
+        attention.
         """
         if window not in self._masks:
             self._masks[window] = tuple(self._group_masks(group, window) for group in self.groups)
@@ -86,8 +87,7 @@ class AttentionMetadata:
 
     @cached_property
     def segments(self) -> tuple[Segments, KeyLayout]:
-        """The arguments of a variable-length kernel: one segment for each prompt and each
-        completion.
+        """The arguments of a varlen kernel: one segment for each prompt and each completion.
 
         The keys of a completion's segment are those of its prompt, followed by its own.
         """
@@ -153,8 +153,9 @@ def run_lengths(lengths: Iterable[int]) -> RunLengths:
 
 
 def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the causal mask of `length` queries that follow `offset` other keys: [length, offset +
-    length] bool.
+    """Return the causal mask of `length` queries that follow `offset` other keys.
+
+    Returns: [length, offset + length] bool.
     """
     mask = torch.ones(length, offset + length, dtype=torch.bool, device=device).tril(offset)
     return mask if window is None else mask.triu(offset - window + 1)

@@ -74,15 +74,11 @@ class ModelFamily:
         return model.get_submodule(self.language_path)
 
     def vision_tower(self, model: nn.Module) -> Any | None:
-        """Return the vision tower, a transformers module, with its merger if it contains one; None
-        for text.
-        """
+        """Return the vision tower with its merger if it contains one; None for a text family."""
         return model.get_submodule(self.vision_path) if self.has_vision else None
 
     def vision_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that only images pass through: tower and projector; empty for a text
-        family.
-        """
+        """Return the modules that only images pass through: tower and projector; empty for text."""
         return [model.get_submodule(path) for path in (self.vision_path, self.projector_path) if path]
 
     def image_features(self, model: nn.Module, tiles: Tensor) -> Tensor:
@@ -95,17 +91,14 @@ class ModelFamily:
         return torch.cat([*features])
 
     def checkpoint_name(self, parameter_name: str) -> str:
-        """Return the name of a parameter in a checkpoint; a name in a checkpoint is returned
-        unchanged.
-        """
+        """Return the name of a parameter in a checkpoint; names in checkpoints are unchanged."""
         for prefix, checkpoint_prefix in self.checkpoint_prefixes:
             if parameter_name.startswith(prefix):
                 return checkpoint_prefix + parameter_name.removeprefix(prefix)
         return parameter_name
 
     def checkpoint_tensors(self, parameter_name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a parameter as published checkpoints name and store them, and as
-        vLLM expects.
+        """Yield the tensors of a parameter as published checkpoints store them and vLLM expects.
 
         Stacked experts yield several tensors, any other parameter one. The tensors are views of the
         parameter: writing to them changes it.
@@ -152,9 +145,7 @@ class ModelFamily:
         return self.spatial_merge(hf_config)
 
     def values_per_patch(self, hf_config: Any) -> int:
-        """Return the number of pixel values in a patch, over all channels and frames of a temporal
-        patch.
-        """
+        """Return the number of values in a patch, over all channels and frames."""
         vision = hf_config.vision_config
         planes = vision.num_channels if self.tiles else vision.in_channels * vision.temporal_patch_size
         return int(planes) * self.patch_size(hf_config) ** 2
@@ -175,8 +166,9 @@ class ModelFamily:
         return (self.image_token_id(hf_config), *videos)
 
     def media_token_ids(self, hf_config: Any) -> tuple[int, ...]:
-        """Return the tokens that only a processor may insert, and a policy must not sample; empty
-        for text.
+        """Return the tokens that only a processor may insert and a policy must not sample.
+
+        Empty for a text family.
         """
         if not self.has_vision:
             return ()

@@ -29,17 +29,16 @@ class VisionFeatures:
         return sum(part.nbytes for part in (self.tokens, *self.deepstack))
 
     def to(self, device: torch.device, *, copy: bool = False) -> VisionFeatures:
-        """Return the features on a device. copy: in new memory, even if they are on the device
-        already.
-        """
+        """Return the features on a device; with copy always in new memory."""
         return VisionFeatures(
             self.tokens.to(device, copy=copy), tuple(part.to(device, copy=copy) for part in self.deepstack)
         )
 
 
 class VisionFeatureCache:
-    """A least-recently-used cache of vision features in host memory, bit for bit as they were
-    computed.
+    """A least-recently-used cache of vision features in host memory.
+
+    Features are returned bit for bit as they were stored.
 
     max_bytes: the limit of all features together; 0 disables the cache.
     """
@@ -63,9 +62,7 @@ class VisionFeatureCache:
         return found
 
     def store(self, key: str, features: VisionFeatures) -> None:
-        """Store a copy, and evict the least recently used; features larger than max_bytes are not
-        stored.
-        """
+        """Store a copy and evict the least recently used, unless the copy exceeds max_bytes."""
         if features.num_bytes > self._max_bytes or key in self._features:
             return
         self._features[key] = features.to(torch.device("cpu"), copy=True)

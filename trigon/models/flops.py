@@ -1,5 +1,4 @@
-"""The number of floating-point operations of a forward or an update, from a config and sequence
-lengths.
+"""The number of floating-point operations of a forward or an update, from config and lengths.
 
 A multiply-add counts as two operations. Counted are matrix products: those of linear layers, and
 those of attention for the pairs of tokens that attend to each other, so that causal attention
@@ -56,8 +55,9 @@ _PEAKS = (
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """The lengths of a group in tokens. grids: (time, height, width) of each image or video, in
-    patches.
+    """The lengths of a group in tokens.
+
+    grids: (time, height, width) of each image or video, in patches.
     """
 
     prompt: int
@@ -127,8 +127,9 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Coun
 def update_flops(
     hf_config: Any, groups: Sequence[GroupLengths], counting: Counting, *, trains_vision: bool = True
 ) -> int | None:
-    """Return the operations of a forward and a backward over groups; None for a family that is not
-    counted.
+    """Return the operations of an update over groups; None for a family that is not counted.
+
+    An update is a forward and a backward.
 
     Args: as in forward_flops. trains_vision: False for a frozen vision tower.
     """
@@ -142,7 +143,7 @@ def update_flops(
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a GPU in TFLOP/s, dense and in bfloat16; None if it is not in the table."""
+    """Return the peak of a GPU in TFLOP/s, dense and in bfloat16; None if it is not known."""
     name = device_name.removeprefix("NVIDIA ")
     for pattern, peak in _PEAKS:
         if re.fullmatch(pattern, name) and "MIG" not in name:
@@ -151,8 +152,9 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def _attended_pairs(start: int, end: int, window: int | None) -> int:
-    """Return the number of (query, key) pairs for queries at positions start to end: min(position +
-    1, window) each.
+    """Return the number of (query, key) pairs of queries at positions start to end.
+
+    A query attends to min(position + 1, window) keys.
     """
     if window is None:
         window = end
@@ -166,9 +168,7 @@ def head_dim(text: Any) -> int:
 
 
 def _active_weights(text: Any) -> int:
-    """Return the number of weights of the decoder's linear layers that each token is multiplied
-    with.
-    """
+    """Return the number of weights in linear layers that each token is multiplied with."""
     width = text.hidden_size
     attention = width * head_dim(text) * 2 * (text.num_attention_heads + text.num_key_value_heads)
     layers = int(text.num_hidden_layers)
@@ -195,8 +195,9 @@ _HAS_GATED_VISION_MLP = {
 
 
 def _vision_flops(model_type: str, vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Return the operations of a vision tower for these images: (its blocks and mergers, its first
-    layer).
+    """Return the operations of a vision tower for these images.
+
+    Returns: (those of its blocks and mergers, those of its first layer).
     """
     if model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
         width, inner, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
@@ -225,7 +226,5 @@ def _vision_flops(model_type: str, vision: Any, grids: Sequence[tuple[int, int, 
 
 
 def _sum_of_squares(length: int, window: int) -> int:
-    """Return the sum of the squared lengths of the windows that a length is cut into; the last may
-    be shorter.
-    """
+    """Return the sum of the squared lengths of the windows of a length; the last may be shorter."""
     return length // window * window**2 + (length % window) ** 2

@@ -48,8 +48,9 @@ def compile_parts(layer: nn.Module) -> None:
 
 
 def require_liger(device: torch.device) -> None:
-    """Check that liger-kernel can run. Raises: ModelError if it is not installed or the device is
-    no GPU.
+    """Check that liger-kernel can run.
+
+    Raises: ModelError if it is not installed, or the device is not a GPU.
     """
     if device.type != "cuda":
         raise ModelError(
@@ -64,11 +65,11 @@ def require_liger(device: torch.device) -> None:
 
 
 def use_liger(model: nn.Module) -> int:
-    """Replace RMS norms and SiLU-gated MLPs by functions of liger-kernel; return the number of
-    modules replaced.
+    """Replace RMS norms and SiLU-gated MLPs by functions of liger-kernel.
 
-    Adapters that are added to an MLP later remain effective. Raises: ModelError if there is no such
-    module.
+    Adapters that are added to an MLP later remain effective.
+
+    Returns: the number of modules replaced. Raises: ModelError if there is none.
     """
     from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
 

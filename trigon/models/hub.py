@@ -1,5 +1,4 @@
-"""The model hub that hub ids refer to: the Hugging Face Hub, or ModelScope if USE_MODELSCOPE_HUB is
-1.
+"""The hub that hub ids refer to: Hugging Face, or ModelScope if USE_MODELSCOPE_HUB is 1.
 
 EasyR1 reads the same environment variable. The client of ModelScope is an optional package. A
 mirror of the Hugging Face Hub needs no code here: its client and `datasets` read HF_ENDPOINT.
@@ -24,8 +23,9 @@ Kind = Literal["model", "dataset"]
 
 
 def uses_modelscope() -> bool:
-    """Return whether hub ids refer to ModelScope. Raises: ConfigError if the variable is not a
-    boolean.
+    """Return whether hub ids refer to ModelScope.
+
+    Raises: ConfigError if the environment variable is not a boolean.
     """
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):

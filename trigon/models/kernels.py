@@ -1,15 +1,14 @@
-"""The attention kernels of each device: which are available, what each supports, and how each is
-called.
+"""The attention kernels of each device: availability, supported inputs, and how they are called.
 
-        varlen, flash      One call for a packed row, whose segments are given by their first tokens.
-                           A segment's queries belong to the last of its keys, so that the causal
-                           mask is aligned at the bottom right:
+    varlen, flash      One call for a packed row, whose segments are given by their first tokens.
+                       A segment's queries belong to the last of its keys, so that the causal
+                       mask is aligned at the bottom right:
 
-            row       p p p a a b b b            queries    p p p | a a       | b b b
-                                                 keys       p p p | p p p a a | p p p b b b
+        row       p p p a a b b b            queries    p p p | a a       | b b b
+                                             keys       p p p | p p p a a | p p p b b b
 
-        flex               One call with a mask function of two tokens, and a table of the blocks of
-                           128 x 128 tokens in which it is true anywhere. No key is repeated.
+    flex               One call with a mask function of two tokens, and a table of the blocks of
+                       128 x 128 tokens in which it is true anywhere. No key is repeated.
 
 What varlen and flash do not support (float32, some head dimensions) is computed by
 scaled_dot_product_attention, see attention.py.
@@ -61,8 +60,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyLayout:
-    """How the T keys of a row are repeated to form the K keys of its segments. All on the row's
-    device.
+    """How the T keys of a row are repeated to form the K keys of its segments.
+
+    All tensors are on the row's device.
 
     sources: [K] int64, the token of the row from which each key is taken.
     own: [T] int64, the index of each token's key within the segment of the token itself.
@@ -146,9 +146,7 @@ def _is_installed(module: str) -> bool:
 
 
 def supports(kernel: Kernel, dtype: torch.dtype, head_dim: int, window: int | None) -> bool:
-    """Return whether a kernel supports this dtype, head dimension and sliding window; sdpa is used
-    if not.
-    """
+    """Return whether a kernel supports this dtype, head dimension and sliding window."""
     match kernel:
         case "sdpa" | "flex":
             return True
@@ -206,8 +204,7 @@ def varlen_attention(
 
 @dataclass(frozen=True, slots=True)
 class VarlenFunction:
-    """torch's varlen_attn with the options that its version has; they differ between torch 2.10 and
-    2.14.
+    """torch's varlen_attn with the options of its version; they differ from torch 2.10 to 2.14.
 
     supports_scale: if False, scores are always divided by the square root of the head dimension.
     supports_window: has window_size, which selects causal attention as well; if False, is_causal.
@@ -264,8 +261,9 @@ class VarlenFunction:
 
 @cache
 def adapt_varlen(function: Callable[..., Any]) -> VarlenFunction:
-    """Return a varlen_attn with the options in its signature. Raises: ModelError if the signature
-    is unknown.
+    """Return a varlen_attn with the options in its signature.
+
+    Raises: ModelError if the signature is unknown.
     """
     names = inspect.signature(function).parameters
     if "window_size" not in names and "is_causal" not in names:
@@ -288,8 +286,9 @@ def _installed_varlen() -> VarlenFunction:
 
 
 def gather_keys(states: Tensor, layout: KeyLayout) -> Tensor:
-    """Repeat the keys, or values, of a row as its segments need them: [T, heads, D] -> [K, heads,
-    D].
+    """Repeat the keys, or values, of a row as its segments need them.
+
+    Args: states: [T, heads, D]. Returns: [K, heads, D].
 
     Gradient flows into states. The gradients of the copies of a key are added in float32 (float64
     for float64) and in a fixed order, and rounded once; index_add would add them in 16 bits, and on
@@ -356,10 +355,10 @@ def make_block_mask(tokens: TokenIndices, window: int | None) -> Any:
 
 
 def _dense_to_ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of true columns, [1, 1, rows], and all columns, true ones first, [1, 1,
-    rows, columns].
+    """Return the number of true columns of each row, and all columns with the true ones first.
 
-    blocks: [rows, columns] bool. Both results are int32.
+    Args: blocks: [rows, columns] bool.
+    Returns: [1, 1, rows] int32, and column indices [1, 1, rows, columns] int32.
     """
     columns = blocks.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.to(torch.int32)[None, None]

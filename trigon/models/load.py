@@ -1,5 +1,4 @@
-"""Loads a Hugging Face model folder: the model with its weights, or its tokenizer and processors
-alone.
+"""Loads Hugging Face model folders: models with their weights, tokenizers and processors.
 
 A model is loaded completely or not at all: missing, unexpected and mismatched weights are errors.
 This is the only module that calls `from_pretrained` for models, tokenizers and processors.
@@ -103,8 +102,7 @@ def load_processors(
         min_pixels, max_pixels: the processor enlarges or shrinks images to this area; None for the
             model's own limits. No effect on a family that takes tiles.
     Raises: ModelError if the model is not found or not supported, if it has no stop token or no
-    chat
-        template, or if min_pixels exceeds max_pixels.
+        chat template, or if min_pixels exceeds max_pixels.
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
@@ -140,8 +138,7 @@ def load_model(
     override_config: Mapping[str, Any] | None = None,
     attention_kernel: Kernel = "sdpa",
 ) -> Any:
-    """Load a model with all its weights, in eval mode, with its attention replaced by group
-    attention.
+    """Load a model with all its weights, in eval mode, with group attention.
 
     Args:
         dtype: of the weights.
@@ -180,9 +177,7 @@ def load_model(
 
 
 def patch_model(model: Any, family: ModelFamily, attention_kernel: Kernel = "sdpa") -> None:
-    """Replace attention and patch projection of a transformers model; weights and their names do
-    not change.
-    """
+    """Replace attention and patch projection of a model; weights and their names do not change."""
     use_group_attention(model, family, attention_kernel)
     use_patch_projection(model, family)
 
@@ -196,11 +191,12 @@ def auto_class(family: ModelFamily) -> Any:
 
 
 def copy_side_files(folder: Path, destination: Path) -> tuple[str, ...]:
-    """Copy all files of a model folder except weights and hidden files; return their relative
-    names, sorted.
+    """Copy all files of a model folder except weights and hidden files.
 
     These are the config, generation config, tokenizer, chat template, processor configs and other
     files of the model. The destination is created if it does not exist.
+
+    Returns: the relative names of the copied files, sorted.
     """
     names = sorted(
         path.relative_to(folder).as_posix()

@@ -1,11 +1,10 @@
-"""Log-probabilities and entropies of completion tokens from hidden states and the weight of the LM
-head.
+"""Log-probabilities and entropies of completion tokens, from hidden states and the LM head.
 
 The only shift by one of the package is here:
 
-        row                  [ p0 p1 p2 | a0 a1 | b0 b1 b2 ]      Each token is predicted by the state
-        predicting a0 a1             p2   a0                      before it, the first of a completion
-        predicting b0 b1 b2          p2           b0 b1           by the last state of the prompt.
+    row                  [ p0 p1 p2 | a0 a1 | b0 b1 b2 ]      Each token is predicted by the state
+    predicting a0 a1             p2   a0                      before it, the first of a completion
+    predicting b0 b1 b2          p2           b0 b1           by the last state of the prompt.
 
 Logits are computed in chunks of rows: of the [S, V] table only one chunk exists at a time, in the
 forward and, recomputed, in the backward. Between them only the log-sum-exp and the entropy of each
@@ -45,8 +44,9 @@ class Predictions:
 
 
 def rows_per_chunk(vocab_size: int) -> int:
-    """Return the number of rows of logits in a chunk: as many as CHUNK_BYTES hold, at most
-    MAX_CHUNK_ROWS.
+    """Return the number of rows of logits in a chunk.
+
+    As many as CHUNK_BYTES hold, at least 1 and at most MAX_CHUNK_ROWS.
     """
     return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size)))
 
@@ -76,11 +76,10 @@ def token_logprobs(
     against: Predictions | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
-    """Return the log-probability and entropy of each target under softmax(states @ head_weight.T /
-    temperature).
+    """Return the log-probability and entropy of each target token.
 
-    Banned tokens are excluded from the distribution, as the sampler excludes them: their logits are
-    minus infinity.
+    The distribution is softmax(states @ head_weight.T / temperature). Banned tokens are excluded
+    from it, as the sampler excludes them: their logits are minus infinity.
 
     The product is computed in the dtype of states, or in that of autocast if it is enabled;
     everything after it in float32 (float64 for float64). The gradient of head_weight is accumulated
@@ -127,9 +126,7 @@ class _Settings:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Linear layer, log-softmax, gather and entropy in one; the backward recomputes each chunk of
-    logits.
-    """
+    """Linear layer, log-softmax, gather and entropy in one; recomputes logits in the backward."""
 
     @staticmethod
     def forward(
@@ -190,9 +187,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _ChunkedKl(torch.autograd.Function):
-    """KL(policy || reference) over the vocabulary; the backward recomputes each chunk of both
-    logits.
-    """
+    """KL(policy || reference) over the vocabulary; recomputes both logits in the backward."""
 
     @staticmethod
     def forward(
@@ -238,9 +233,7 @@ class _ChunkedKl(torch.autograd.Function):
 
 
 def _empty_gradients(ctx: Any, states: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the tensors for the gradients of states and weight; None for an input that needs no
-    gradient.
-    """
+    """Return tensors for the gradients of states and weight; None where no gradient is needed."""
     states_need_grad, weight_needs_grad = ctx.needs_input_grad[:2]
     return (
         torch.empty_like(states) if states_need_grad else None,
@@ -272,9 +265,7 @@ def _accumulate_gradients(
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor, banned: Tensor) -> Tensor:
-    """Return log p - log q, and 0 for banned tokens, where both are minus infinity. Overwrites
-    log_q.
-    """
+    """Return log p - log q; 0 for banned tokens, where both are -inf. Overwrites log_q."""
     log_ratio = torch.sub(log_p, log_q, out=log_q)
     log_ratio[:, banned] = 0.0
     return log_ratio
@@ -291,8 +282,9 @@ def _logits_buffer(states: Tensor, head: Tensor, settings: _Settings) -> Tensor:
 
 
 def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, buffer: Tensor) -> Tensor:
-    """Return the logits [rows, V] of a chunk, in the buffer. head: the weight in the dtype of the
-    product.
+    """Return the logits [rows, V] of a chunk, in the buffer.
+
+    head: the weight in the dtype of the product.
     """
     logits = buffer[: len(states)]
     if settings.product_dtype == buffer.dtype:

@@ -41,9 +41,8 @@ class LoraSettings:
 
     rank: at least 1. alpha: scaling is alpha / rank.
     target_modules, exclude_modules: ALL_LINEAR (for target_modules); the ends of module names
-    ("q_proj",
-        "mlp.down_proj"), as a tuple or separated by commas; or a regular expression that has to
-        match the full name of a module in memory, as in
+        ("q_proj", "mlp.down_proj"), as a tuple or separated by commas; or a regular expression that
+        has to match the full name of a module in memory, for example
         "model.language_model.layers.0.self_attn.q_proj".
     """
 
@@ -63,8 +62,7 @@ class Adapter:
 
 
 def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
-    """Add an adapter to each selected linear layer that is not frozen, and freeze all other
-    parameters.
+    """Add an adapter to each selected linear layer that is not frozen; freeze all other parameters.
 
     The model, a transformers model on any device ("meta" too), keeps its class and its outputs: B
     is initialized to zero, A as by peft, but from the seed alone, so that all ranks get the same.
@@ -77,9 +75,8 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     used directly. In an MoE model the stacked experts are not linear layers; they and the dense
     MLPs get none.
 
-    Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer, or
-    contain
-        a target or an exclusion that matches no linear layer.
+    Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
+        target matches no linear layer, or an exclusion only modules that contain linear layers.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -151,17 +148,14 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float
 
 
 def adapter_tensors(model: nn.Module) -> NamedTensors:
-    """Iterate over the parameters of the adapters, under their names in peft's
-    adapter_model.safetensors.
-    """
+    """Iterate over the adapters' parameters by their names in peft's adapter_model.safetensors."""
     for name, adapter in adapters_of(model).items():
         yield f"{_PEFT_PREFIX}{name}.lora_A.weight", adapter.lora_a
         yield f"{_PEFT_PREFIX}{name}.lora_B.weight", adapter.lora_b
 
 
 def adapter_config(model: Any, *, base_model: str) -> dict[str, object]:
-    """Return the content of the adapter_config.json that belongs to adapter_tensors, for peft and
-    vLLM.
+    """Return the content of adapter_config.json for these adapters, as peft and vLLM read it.
 
     Its target_modules are the names of the layers that have adapters.
 
@@ -181,8 +175,9 @@ def adapter_config(model: Any, *, base_model: str) -> dict[str, object]:
 
 
 def merge_names(names: Iterable[str], family: ModelFamily) -> dict[str, tuple[str, str]]:
-    """Return {name of a weight in a checkpoint: (name of its A, name of its B)} for names of
-    adapter_tensors.
+    """Return the names of A and B in adapter_tensors for each weight that has an adapter.
+
+    Returns: {name of the weight in a checkpoint: (name of its A, name of its B)}.
 
     Example, Qwen2.5-VL: the A of "model.layers.0.mlp.up_proj.weight" is
     "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight".
@@ -216,9 +211,7 @@ def load_adapter(model: Any, folder: Path) -> tuple[Any, Mapping[str, Tensor]]:
 
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield peft's layers by the names of the linear layers that they replace. Does not import
-    peft.
-    """
+    """Yield peft's layers by the names of the linear layers they replace. Does not import peft."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             yield name, module
@@ -266,7 +259,7 @@ def _selected_layers(model: Any, settings: LoraSettings) -> list[str]:
 
 
 def _patterns(modules: str | tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """Return each part of target_modules or exclude_modules with its pattern for full module names."""
+    """Return each part of target_modules or exclude_modules, with its pattern for module names."""
     if isinstance(modules, str) and _NAMES.fullmatch(modules):
         modules = tuple(name.strip() for name in modules.split(","))
     if isinstance(modules, tuple):

@@ -66,8 +66,7 @@ class Policy(nn.Module):
         against: Predictions | None = None,
         states_only: bool = False,
     ) -> TokenLogprobs | Tensor:
-        """Return the log-probability and entropy of a row's S completion tokens, on the model's
-        device.
+        """Return the log-probability and entropy of a row's S completion tokens.
 
         Args:
             entropy_gradient: whether gradient flows through the entropy.
@@ -76,7 +75,7 @@ class Policy(nn.Module):
                 them.
             against: a reference's predictions of these tokens, to compute the KL as well.
             states_only: return only the states [S, D] that predict these tokens (see predictions).
-        Returns: see token_logprobs.
+        Returns: the TokenLogprobs of token_logprobs, on the model's device; or the states.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         language = self.family.language_model(self.model)
@@ -96,7 +95,8 @@ class Policy(nn.Module):
             if int(is_vision.sum()) != len(features):
                 raise ModelError(
                     f"A packed row has {int(is_vision.sum())} placeholder tokens, but its "
-                    f"{len(packed.grid_thw)} images and videos give {len(features)} features. Build prompts and images with the same processor."
+                    f"{len(packed.grid_thw)} images and videos give {len(features)} features. Build prompts and "
+                    "images with the same processor."
                 )
             embeddings = embeddings.masked_scatter(is_vision[..., None], features.to(embeddings.dtype))
             if self.family.deepstack:
@@ -134,8 +134,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
-        """Return this policy's predictions of the row's completion tokens, as a reference for
-        another policy.
+        """Return the predictions of the row's completion tokens, as a reference for another policy.
 
         Collective: like forward, it has to be called on all ranks.
         """
@@ -149,16 +148,15 @@ class Policy(nn.Module):
         return [*self.family.language_model(self.model).layers, *blocks]
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer in the backward instead of keeping its activations. Sets train mode,
-        as required.
+        """Recompute each layer in the backward instead of keeping its activations.
+
+        Sets train mode, as transformers requires.
         """
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()
 
     def compile_layers(self) -> None:
-        """Compile the norms and MLPs of each layer, for rows of any length; see
-        fused.compile_parts.
-        """
+        """Compile the norms and MLPs of each layer; see fused.compile_parts."""
         for layer in self.layers():
             compile_parts(layer)
 
@@ -167,8 +165,7 @@ class Policy(nn.Module):
         use_liger(self.model)
 
     def freeze_vision_tower(self) -> None:
-        """Freeze the vision tower with its merger or projector and their adapters. No effect on a
-        text family.
+        """Freeze the vision tower with its merger or projector and their adapters, if there is one.
 
         If called before add_lora, the tower gets no adapters, which is faster.
         """
@@ -177,7 +174,7 @@ class Policy(nn.Module):
 
     @property
     def has_frozen_vision(self) -> bool:
-        """Whether the model has a vision tower without any trainable parameter, adapters included."""
+        """Whether there is a vision tower without trainable parameters, adapters included."""
         parameters = [part for module in self.family.vision_modules(self.model) for part in module.parameters()]
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
@@ -189,17 +186,14 @@ class Policy(nn.Module):
 
         Args:
             all_reduce_max: returns the maximum of a number over all ranks. A sharded tower has to
-            run
-                equally often on all ranks: in every pass with run_dummy_vision, ranks with fewer
-                images to encode run it on empty images.
+                run equally often on all ranks: in every pass with run_dummy_vision, ranks with
+                fewer images to encode run it on empty images.
         """
         self._feature_cache = cache
         self._all_reduce_max = all_reduce_max
 
     def clear_features(self) -> None:
-        """Clear the feature cache, if there is one, after the weights of the vision tower have
-        changed.
-        """
+        """Clear the feature cache, after the weights of the vision tower have changed."""
         if self._feature_cache is not None:
             self._feature_cache.clear()
 
@@ -209,11 +203,10 @@ class Policy(nn.Module):
         return bool(adapters_of(self.model))
 
     def update_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
-        """Return metrics of the operations of an update on these groups (flops.py, shared), and the
-        GPU's peak.
+        """Return metrics: the operations of an update on these groups, and the peak of the GPU.
 
-        Empty for a family that is not counted; without the peak on a device whose peak is not
-        known.
+        See flops.py; prompts and images count once. Empty for a family that is not counted, and
+        without the peak on a device whose peak is not known.
         """
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
@@ -233,9 +226,8 @@ class Policy(nn.Module):
         """Iterate over all weights as published checkpoints store them, without a tied head.
 
         Adapters are merged into the weights of their layers, in the dtype of the weights. Tensors
-        are
-        full: a sharded one is gathered, by all ranks together, when it is yielded. Others are views
-        of the parameters; those of experts are not contiguous.
+        are full: a sharded one is gathered, by all ranks together, when it is yielded. Others are
+        views of the parameters; those of experts are not contiguous.
         """
         adapters = adapters_of(self.model)
         adapter_parameters = {part for adapter in adapters.values() for part in (adapter.lora_a, adapter.lora_b)}
@@ -251,8 +243,7 @@ class Policy(nn.Module):
             yield from self.family.checkpoint_tensors(name, weight)
 
     def saved_tensors(self) -> NamedTensors:
-        """Iterate over the parameters that a training checkpoint contains; sharded ones are not
-        gathered.
+        """Iterate over the parameters of a training checkpoint, without gathering shards.
 
         Without LoRA these are all weights under their names in a checkpoint, with experts stacked;
         with LoRA the adapters alone, under peft's names.
@@ -311,8 +302,7 @@ class Policy(nn.Module):
     def _encode_each(
         self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the same as _encode_vision, with each image and video encoded by itself or from
-        the cache.
+        """Return the same as _encode_vision; each image is encoded by itself, or looked up.
 
         Args: hashes: of each image and video; empty if unknown, then nothing is cached.
         """
@@ -336,9 +326,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _encode_dummy(self, times: int) -> None:
-        """Run the vision tower on an empty image this many times, while other ranks run it on
-        theirs.
-        """
+        """Run the vision tower on an empty image this many times, while others encode theirs."""
         for _ in range(times):
             self._encode_vision(*self._empty_image())
 

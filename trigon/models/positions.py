@@ -1,15 +1,14 @@
-"""Position ids: one for each token of a text model, (time, height, width) with multimodal rotary
-embeddings.
+"""Position ids: one for each token of a text model, or three for multimodal rotary embeddings.
 
-        tokens    the  [ image of 2 x 3 tokens ]  is   a       The tokens of an image count from one
-        time       0    1   1   1   1   1   1     4    5       position, to which row and column are
-        height     0    1   1   1   2   2   2     4    5       added. The text after it continues after
-        width      0    1   2   3   1   2   3     4    5       its longer side.
+    tokens    the  [ image of 2 x 3 tokens ]  is   a       The tokens of an image count from one
+    time       0    1   1   1   1   1   1     4    5       position, to which row and column are
+    height     0    1   1   1   2   2   2     4    5       added. The text after it continues
+    width      0    1   2   3   1   2   3     4    5       after its longer side.
 
-        tokens    the  [ video of 3 x (1 x 2) tokens ]  is     In a video time is added as well: one
-        time       0    1    1    3    3    5    5      6      position for each temporal patch, or (here,
-        height     0    1    1    1    1    1    1      6      Qwen2.5-VL) in proportion to its seconds.
-        width      0    1    2    1    2    1    2      6      The text after it continues after the largest.
+    tokens    the  [ video of 3 x (1 x 2) tokens ]  is     In a video time is added as well: one
+    time       0    1    1    3    3    5    5      6      position per temporal patch or (here,
+    height     0    1    1    1    1    1    1      6      Qwen2.5-VL) in proportion to seconds.
+    width      0    1    2    1    2    1    2      6      The text continues after the largest.
 
 A completion continues after the largest position of its prompt. Where timestamps are written into
 the prompt (Qwen3-VL), each temporal patch is a separate block with positions like those of an
@@ -37,8 +36,9 @@ from trigon.types import Prompt
 
 
 class _Block(NamedTuple):
-    """Consecutive placeholder tokens. time, height, width: in tokens. step: positions between two
-    times.
+    """Consecutive placeholder tokens of an image, a video, or a temporal patch.
+
+    time, height, width: in tokens. step: positions between two times.
     """
 
     time: int
@@ -108,9 +108,7 @@ def prompt_positions(
 
 
 def positions_of(family: ModelFamily, hf_config: Any) -> Callable[[Prompt], Tensor]:
-    """Return a function that computes the position ids of a Prompt for this model, see
-    prompt_positions.
-    """
+    """Return a function that computes the position ids of a Prompt; see prompt_positions."""
 
     def positions(prompt: Prompt) -> Tensor:
         vision = prompt.pixels()
@@ -126,8 +124,9 @@ def positions_of(family: ModelFamily, hf_config: Any) -> Callable[[Prompt], Tens
 
 
 def completion_positions(prompt: Tensor, length: int) -> Tensor:
-    """Return the position ids of a completion of `length` tokens: [A, P] of its prompt -> [A,
-    length].
+    """Return the position ids of a completion of `length` tokens: [A, length].
+
+    prompt: [A, P], those of its prompt, with A = 3 for "mrope" and 1 for "1d".
     """
     return (int(prompt.max()) + 1 + torch.arange(length)).expand(len(prompt), -1)
 

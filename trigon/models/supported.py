@@ -62,9 +62,7 @@ def require_supported(config: Any, family: ModelFamily) -> None:
 
 
 def _require_supported_parts(config: Any, family: ModelFamily) -> None:
-    """Check the language model and the vision tower of a family that combines models of other
-    families.
-    """
+    """Check the language model and the vision tower of a family that combines other families."""
     text_config, vision_config = config.get_text_config(), config.vision_config
     if text_config.model_type not in _LANGUAGE_MODELS:
         raise ModelError(
