@@ -1,10 +1,11 @@
-"""What a step costs, against prompts, answers, response length and workers; and what the controller costs by itself.
+"""Cost of a step against prompts, completions, length and workers, and of the controller alone.
 
     python benchmarks/scale.py [--plot docs/scale.svg]
 
-The controller is measured with engines that do nothing (rollout/fake.py, training/fake.py) and everything else real:
-data and drawings, grader processes, advantages, reports. Its cost for each prompt should not grow with their number.
-The rest is the 40 M-parameter model of the other benchmarks with vLLM, in float32 with one thread a worker.
+The controller is measured with fake engines (rollout/fake.py, training/fake.py) and everything else
+real: data and drawings, reward workers, advantages, reports. Its cost per prompt should not grow
+with their number. The rest uses the 40 M-parameter model of the other benchmarks with vLLM, in
+float32 with one thread per worker.
 """
 
 from __future__ import annotations
@@ -49,25 +50,25 @@ from trigon.training.local import Sizes
 from trigon.training.trace import LocalTracer
 from trigon.types import Rollout, RolloutGroup, Score
 
-CONTROLLED = (64, 512, 8192)
-ANSWERS = 8
-FLAT = 1.5
-"""How much more a prompt may cost among the most than among the fewest, and still be called flat."""
+CONTROLLER_PROMPTS = (64, 512, 8192)
+COMPLETIONS = 8
+MAX_GROWTH = 1.5
+"""Upper bound of the ratio of the cost per prompt, most against fewest prompts."""
 
-# One thing is changed at a time.
+# One property varies at a time.
 SHAPES = {
     "prompts": [replace(SHORT, prompts=prompts) for prompts in (1, 2, 3)],
-    "answers to a prompt": [replace(SHORT, prompts=1, n=n) for n in (2, 4, 8, 16)],
+    "completions per prompt": [replace(SHORT, prompts=1, n=n) for n in (2, 4, 8, 16)],
     "response tokens": [replace(SHORT, prompts=1, response=response) for response in (32, 64, 128)],
 }
 WORKERS = (1, 2)
 
 
-# -- the controller -------------------------------------------------------------------------------------------------
+# -- the controller --------------------------------------------------------------------------------
 
 
 def controller(prompts: int, folder: Path) -> dict[str, float]:
-    """Return the seconds of each phase of a step with engines that do nothing."""
+    """Return the seconds of each phase of a step with fake engines."""
     from trigon.tiny.drawings import make_dataset
     from trigon.tiny.model import make_tiny
 
@@ -79,7 +80,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         "data.max_response_length=24",
         f"data.rollout_batch_size={prompts}",
         f"worker.actor.global_batch_size={prompts}",
-        f"worker.rollout.n={ANSWERS}",
+        f"worker.rollout.n={COMPLETIONS}",
         "worker.rollout.ignore_eos=false",
         f"worker.actor.model.model_path={model}",
         f"trainer.save_checkpoint_path={folder / 'run'}",
@@ -94,16 +95,18 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
             stop_token_id=processors.stop_token_ids[0],
             complete=lambda prompt, version, seed: f"\\boxed{{{seed % 7}}}",
         )
-        nothing = Sizes(parameters=0, trainable=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0)
+        no_sizes = Sizes(parameters=0, trainable=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0)
         tracer = LocalTracer(folder, rank=None)
-        return Engines("none", FakeTrainEngine(), None, rollout, (nothing,), tracer, fit=nobody_asks)
+        return Engines("none", FakeTrainEngine(), None, rollout, (no_sizes,), tracer, fit=never_called)
 
-    def nobody_asks(*_: Any) -> Any:
+    def never_called(*_: Any) -> Any:
         raise AssertionError("trainer.auto_micro_batch is false")
 
     def open_builder(config: Config, processors: Any) -> PromptBuilder:
         several = config.model_copy(update={"trainer": config.trainer.model_copy(update={"n_gpus_per_node": 2})})
-        return real_builder(several, processors)  # to several workers images go as files, which they process themselves
+        return real_builder(
+            several, processors
+        )  # with several workers images are sent as files, which the workers process
 
     real_builder = build_data.open_builder
     with mock.patch.multiple(build_run, open_engines=open_fakes, open_builder=open_builder):
@@ -118,23 +121,23 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
 
 
 def measure_controller(counts: Sequence[int]) -> tuple[list[Figure], list[tuple[int, dict[str, float]]]]:
-    """Return the figure of bar 6, and milliseconds a prompt by phase for each number of prompts."""
+    """Return the figure of bar 6, and milliseconds per prompt and phase by number of prompts."""
     found = []
     for prompts in counts:
         with tempfile.TemporaryDirectory() as folder:
             phases = controller(prompts, Path(folder))
         found.append((prompts, {name: 1000.0 * seconds / prompts for name, seconds in phases.items()}))
-    costs = [phases["step"] - phases["gen"] for _, phases in found]  # what the fake says is not the controller's
-    what = f"controller's cost of a prompt, {counts[-1]:,} against {counts[0]:,} prompts"
+    costs = [phases["step"] - phases["gen"] for _, phases in found]  # without the time of the fake engine
+    what = f"controller's cost per prompt, {counts[-1]:,} against {counts[0]:,} prompts"
     note = f"{costs[0]:.2f} ms, {costs[-1]:.2f} ms"
-    return [Figure(6, what, costs[-1] / costs[0], "x", at_most=FLAT, note=note)], found
+    return [Figure(6, what, costs[-1] / costs[0], "x", at_most=MAX_GROWTH, note=note)], found
 
 
-# -- engines --------------------------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 
 def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, float]]:
-    """Return for each shape the seconds of sampling, and of one update, in one process that has its engines open."""
+    """Return the seconds of sampling and of one update for each shape, in one process."""
     shapes = list(dict.fromkeys(shapes))
     widest = replace(
         SHORT,
@@ -160,13 +163,13 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             sampling = replace(sampling_params(config), n=shape.n, max_tokens=shape.response)
             with opened.rollout.awake(opened.trainer.weights(), version=number):
                 start = time.perf_counter()
-                answers = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
+                completions = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
                 sampled = time.perf_counter() - start
             groups = [
                 RolloutGroup(
                     prompt, tuple(Rollout(each, Score(float(i % 2), {}, "ok", "")) for i, each in enumerate(row))
                 )
-                for prompt, row in zip(rows, answers, strict=False)
+                for prompt, row in zip(rows, completions, strict=False)
             ]
             settings = advantage_settings(config)
             outcomes = build_reward_batch(groups, settings, penalties=None, baselines=None)
@@ -187,11 +190,11 @@ def _quiet_reporter(folder: Path) -> Reporter:
     return Reporter(RunFolder(folder / "run"), Console(progress=False, step_lines=False))
 
 
-# -- workers --------------------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, float]:
-    """Return the seconds of each phase of a step with so many workers, one CPU thread each."""
+    """Return the seconds of each phase of a step with this many workers, one CPU thread each."""
     shape = replace(SHORT, prompts=prompts)
     make_folder(folder / "model", vocabulary=VOCABULARY, shape=shape)
     make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=prompts * steps)
@@ -204,27 +207,27 @@ def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, 
     return phases_of(folder / "trigon", statistics.median)
 
 
-# -- tables ---------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
-    """Return the figure of bar 6, and the tables; draw the plot, if one is wanted."""
-    collect_seldom()  # as the command does
-    figures, controlled = measure_controller(CONTROLLED)
+    """Return the figure of bar 6, and the tables; draw the plot into a file if given."""
+    collect_seldom()  # as the trigon command does
+    figures, controlled = measure_controller(CONTROLLER_PROMPTS)
     names = sorted({name for _, phases in controlled for name in phases} - {"step", "gen", "save_checkpoint"})
     rows = [
         (f"{count:,}", *(f"{phases.get(name, 0.0):.2f}" for name in names), f"{phases['step'] - phases['gen']:.2f}")
         for count, phases in controlled
     ]
     parts = [
-        f"The controller, {ANSWERS} answers to each prompt, milliseconds a prompt:",
-        table(rows, ("prompts a step", *names, "all but the fake's own")),
+        f"The controller, {COMPLETIONS} completions per prompt, milliseconds per prompt:",
+        table(rows, ("prompts / step", *names, "total without the fake engine")),
     ]
     with tempfile.TemporaryDirectory() as folder:
         measured = engines([shape for shapes in SHAPES.values() for shape in shapes], Path(folder))
     of_shape = {shape: (sampled, updated) for shape, sampled, updated in measured}
     for name, shapes in SHAPES.items():
-        key = {"prompts": "prompts", "answers to a prompt": "n", "response tokens": "response"}[name]
+        key = {"prompts": "prompts", "completions per prompt": "n", "response tokens": "response"}[name]
         rows = [
             (
                 getattr(shape, key),
@@ -236,7 +239,7 @@ def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
         ]
         parts += [
             f"Against {name}:",
-            table(rows, (name, "sampling, s", "update, s", "milliseconds a response token")),
+            table(rows, (name, "sampling, s", "update, s", "ms / response token")),
         ]
     by_workers = []
     for count in WORKERS:
@@ -255,7 +258,7 @@ def draw(
     controlled: Sequence[tuple[int, dict[str, float]]],
     of_shape: dict[Shape, tuple[float, float]],
 ) -> None:
-    """Draw the cost of a prompt to the controller, and a step against what it is made of."""
+    """Draw the controller's cost per prompt, and the seconds of a step against each property."""
     import matplotlib
     import matplotlib.pyplot as plt
 
@@ -263,9 +266,9 @@ def draw(
     figure, axes = plt.subplots(1, 1 + len(SHAPES), figsize=(14, 3.4))
     counts = [count for count, _ in controlled]
     axes[0].plot(counts, [phases["step"] - phases["gen"] for _, phases in controlled], marker="o")
-    axes[0].set(xscale="log", xlabel="prompts a step", ylabel="controller, ms a prompt", ylim=(0, None))
+    axes[0].set(xscale="log", xlabel="prompts / step", ylabel="controller, ms / prompt", ylim=(0, None))
     for axis, (name, shapes) in zip(axes[1:], SHAPES.items(), strict=True):
-        key = {"prompts": "prompts", "answers to a prompt": "n", "response tokens": "response"}[name]
+        key = {"prompts": "prompts", "completions per prompt": "n", "response tokens": "response"}[name]
         at = [getattr(shape, key) for shape in shapes]
         axis.plot(at, [of_shape[shape][0] for shape in shapes], marker="o", label="sampling")
         axis.plot(at, [of_shape[shape][1] for shape in shapes], marker="o", label="update")
@@ -278,7 +281,7 @@ def draw(
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, help="draw them into this file as well")
+    parser.add_argument("--plot", type=Path, help="draw the results into this file")
     torch.set_num_threads(1)
     figures, tables = measure(plot=parser.parse_args().plot)
     print(f"{tables}\n\n{figures_table(figures)}")

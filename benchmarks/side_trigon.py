@@ -1,6 +1,6 @@
-"""Trigon's side of whole_step.py: train, and before each step wait for a line on standard input.
+"""The Trigon side of whole_step.py: train, and wait for a line on standard input before each step.
 
-python benchmarks/side_trigon.py FOLDER SHAPE PROMPTS STEPS      (as whole_step.py starts it)
+python benchmarks/side_trigon.py FOLDER SHAPE PROMPTS STEPS      (started by whole_step.py)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trigon.garbage import collect_seldom
 
 
 def options(folder: Path, shape: Shape, steps: int) -> list[str]:
-    """Return the configuration, as a user would write it on the command line."""
+    """Return the configuration as command line arguments."""
     return [
         f"data.train_files={folder / 'data.parquet'}",
         "data.prompt_key=problem",
@@ -44,20 +44,20 @@ def options(folder: Path, shape: Shape, steps: int) -> list[str]:
         "worker.rollout.temperature=1.0",
         "worker.rollout.top_p=1.0",
         "worker.rollout.ignore_eos=true",
-        f"worker.reward.reward_function={Path(__file__).with_name('shared.py')}:drawn_lots",
+        f"worker.reward.reward_function={Path(__file__).with_name('shared.py')}:arbitrary_rewards",
         "worker.reward.num_cpus=1",
         "trainer.device=cpu",
         "trainer.logger=file",
         "trainer.val_before_train=false",
-        f"trainer.max_steps={steps + 1}",  # so that none of them saves a checkpoint, as none of the peer's does
+        f"trainer.max_steps={steps + 1}",  # no checkpoint within the measured steps, as on the other side
         f"trainer.save_checkpoint_path={folder / 'trigon'}",
         "trainer.find_last_checkpoint=false",
     ]
 
 
 def main(folder: Path, shape: Shape, steps: int) -> None:
-    """Train, telling after each step what it took."""
-    made, started = 0, 0.0
+    """Train, and print the seconds of each step."""
+    num_steps, started = 0, 0.0
 
     def wait() -> None:
         nonlocal started
@@ -65,18 +65,18 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
         started = time.perf_counter()
 
     def after_step() -> bool:
-        nonlocal made
+        nonlocal num_steps
         seconds = time.perf_counter() - started
-        made += 1
+        num_steps += 1
         print(f"@step {json.dumps({'seconds': seconds})}", flush=True)
-        if made == steps:
+        if num_steps == steps:
             return True
         wait()
         return False
 
-    collect_seldom()  # as the command does
+    collect_seldom()  # as the trigon command does
     loaded = load_config(None, options(folder, shape, steps))
-    wait()  # the first step has the start in it, and is not counted
+    wait()  # the first step includes the start, and is not counted
     trackers = TrackerEnvironment(None, None, None, None)
     run_training(loaded.config, warnings=loaded.warnings, trackers=trackers, should_stop=after_step, export_to=None)
 

@@ -23,34 +23,29 @@ from trigon.errors import ModelError
 class ModelFamily:
     """The properties of a model family.
 
-    Attributes:
-        model_type: `config.model_type`.
-        has_vision: whether the model has a vision tower.
-        rope: "mrope" for rotary embeddings of three positions (time, height, width), "1d" for one.
-        deepstack: whether the vision tower also adds features to the first decoder layers.
-        language_path, vision_path: submodule paths of the language model (without its head) and of
-        the
-            vision tower; vision_path is empty for a text family.
-        checkpoint_prefixes: pairs (prefix of a parameter name in memory, the same in a checkpoint);
-        the
-            first match applies.
-        video: how a prompt encodes time in a video. "patches": each temporal patch is one position
-        after
-            the previous one. "seconds": positions are proportional to seconds. "timestamps": each
-            temporal patch is a separate block that follows its time as text. "none": no videos.
-        experts: how a checkpoint stores the experts of a layer, which in memory are two stacks,
-            gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts.
-            "separate": each of the 3E matrices by itself. "transposed": stacks with the last two
-            dimensions swapped.
-        tiles: whether the vision tower takes square tiles of one size instead of patches of images
-        of
-            any size. An image is then one or several tiles; "time" in its grid_thw counts them.
-        tile_tower: `model_type` of a tower that takes tiles.
-        projector_path: submodule path of the projector after such a tower.
-        vision_layers: path of the blocks within the vision tower.
-        image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
-            templates omit them.
-        windows: whether sliding-window attention is tested against transformers and vLLM.
+    model_type: `config.model_type`.
+    has_vision: whether the model has a vision tower.
+    rope: "mrope" for rotary embeddings of three positions (time, height, width), "1d" for one.
+    deepstack: whether the vision tower also adds features to the first decoder layers.
+    language_path, vision_path: submodule paths of the language model (without its head) and of the
+        vision tower; vision_path is empty for a text family.
+    checkpoint_prefixes: pairs (prefix of a parameter name in memory, the same in a checkpoint); the
+        first match applies.
+    video: how a prompt encodes time in a video. "patches": each temporal patch is one position
+        after the previous one. "seconds": positions are proportional to seconds. "timestamps": each
+        temporal patch is a separate block that follows its time as text. "none": no videos.
+    experts: how a checkpoint stores the experts of a layer, which in memory are two stacks,
+        gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts. "separate":
+        each of the 3E matrices by itself. "transposed": stacks with the last two dimensions
+        swapped.
+    tiles: whether the vision tower takes square tiles of one size instead of patches of images of
+        any size. An image is then one or several tiles; "time" in its grid_thw counts them.
+    tile_tower: `model_type` of a tower that takes tiles.
+    projector_path: submodule path of the projector after such a tower.
+    vision_layers: path of the blocks within the vision tower.
+    image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
+        templates omit them.
+    windows: whether sliding-window attention is tested against transformers and vLLM.
     """
 
     model_type: str

@@ -76,7 +76,7 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     MLPs get none.
 
     Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
-        target matches no linear layer, or an exclusion only modules that contain linear layers.
+        target matches no linear layer; or if an exclusion matches modules, but no linear layer.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
