@@ -12,10 +12,10 @@ accumulate their gradients, with gradient checkpointing and without an optimizer
                           own copy of prompt and image
     packed, sdpa          the same sequences in rows without padding, attention by SDPA
     packed, varlen        the language model's attention in one call for each layer
-    + images too          the vision tower's as well
+    + varlen for images   the vision tower's as well
     + shared prompts      a prompt and its image once for all its completions
     + chunked log-probs   no table of logits of a whole row
-    ... instead, besides  the last variant with other kernels, compiled modules, or liger-kernel
+    with ..., + ...       the last variant with other kernels, compiled modules, or liger-kernel
 
 tokens/s counts each completion with its prompt, in every variant. MFU is the fraction of the GPU's
 peak that is used for operations of the model (trigon/models/flops.py): "shared" counts each prompt
@@ -116,23 +116,23 @@ class Variant:
     tower: Kernel = "sdpa"
     shared: bool = False
     chunk: int = ONE_CHUNK
-    besides: Literal["", "compiled", "liger"] = ""
+    module_kernels: Literal["", "compiled", "liger"] = ""
 
 
 VARIANTS = (
     Variant("padded", None),
     Variant("packed, sdpa", "sdpa"),
     Variant("packed, varlen", "varlen"),
-    Variant("+ images too", "varlen", "varlen"),
+    Variant("+ varlen for images", "varlen", "varlen"),
     Variant("+ shared prompts", "varlen", "varlen", shared=True),
     Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=1024),
-    Variant("sdpa instead", "sdpa", "sdpa", shared=True, chunk=1024),
-    Variant("flex instead", "flex", "varlen", shared=True, chunk=1024),
-    Variant("flash-attn instead", "flash", "flash", shared=True, chunk=1024),
+    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=1024),
+    Variant("with flex", "flex", "varlen", shared=True, chunk=1024),
+    Variant("with flash-attn", "flash", "flash", shared=True, chunk=1024),
     # These modify the model, and so come last; the second replaces all forwards that the first
     # replaced.
-    Variant("compiled besides", "varlen", "varlen", shared=True, chunk=1024, besides="compiled"),
-    Variant("liger-kernel besides", "varlen", "varlen", shared=True, chunk=1024, besides="liger"),
+    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=1024, module_kernels="compiled"),
+    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=1024, module_kernels="liger"),
 )
 
 
@@ -311,7 +311,7 @@ def prepare(variant: Variant, model: Any, family: ModelFamily, groups: Sequence[
     use_group_attention(model, family, variant.kernel)
     tower.config._attn_implementation = WINDOW_ATTENTION[variant.tower]
     policy = Policy(model, family, temperature=1.0, banned_token_ids=(), logprob_chunk=variant.chunk)
-    match variant.besides:
+    match variant.module_kernels:
         case "compiled":
             policy.compile_layers()
         case "liger":
@@ -341,7 +341,7 @@ def measure(model: Any, run: Callable[[], Tensor], repeats: int) -> Measured:
 
 def why_unavailable(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a variant cannot run here; None if it can."""
-    if variant.besides == "liger" and importlib.util.find_spec("liger_kernel") is None:
+    if variant.module_kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
         return "needs liger-kernel" if device.type == "cuda" else "needs CUDA"
     for kernel in {variant.kernel or "sdpa", variant.tower}:
         try:
