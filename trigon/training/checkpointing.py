@@ -104,7 +104,7 @@ def load_policy_and_optimizer(
     """
     weights = dict(policy.saved_tensors())
     load_tensors(weights, folder / _weights_folder(policy), group=process_group.state_group)
-    policy.forget_features()
+    policy.clear_features()
     _load_optimizer_tensors(
         policy, optimizer, folder / OPTIMIZER_FOLDER, strategy=strategy, process_group=process_group
     )
