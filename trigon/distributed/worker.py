@@ -147,7 +147,7 @@ class Worker:
     # -- rollout --
 
     def wake(self, version: int) -> None:
-        """Wake the rollout engine and load the trainer's weights into it. A collective call of all workers."""
+        """Wake the rollout engine and load the trainer's weights. A collective call of all workers."""
         context = ExitStack()
         context.enter_context(
             self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
