@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--plot docs/scale.svg]
 
 The controller is measured with engines that do nothing (rollout/fake.py, training/fake.py) and everything else real:
-data and drawings, grader processes, advantages, reports. Its cost for each prompt should not grow with their number.
+data and drawings, reward workers, advantages, reports. Its cost for each prompt should not grow with their number.
 The rest is the 40 M-parameter model of the other benchmarks with vLLM, in float32 with one thread a worker.
 """
 

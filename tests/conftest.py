@@ -48,7 +48,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that makes a tiny model's folder on first use, and returns the same one afterwards.
 
     Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of trigon.tiny.model.
-    Nobody may write into the folder.
+    The folder is shared: tests must not write into it.
     """
     made: dict[tuple[str, int, bool], Path] = {}
 

@@ -31,4 +31,4 @@ def test_the_mean_of_equal_numbers_is_exactly_that_number():
 
 
 def test_unscored_completions_do_not_count():
-    assert classes_of([[0.0, 9.0], [1.0, 0.0]], [[True, False], [False, False]]) == ["low", "ungraded"]
+    assert classes_of([[0.0, 9.0], [1.0, 0.0]], [[True, False], [False, False]]) == ["low", "unscored"]

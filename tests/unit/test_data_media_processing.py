@@ -198,7 +198,7 @@ def test_an_image_above_the_limit_is_an_error(make_prompt, open_processor):
 def test_packing_raises_an_error_for_prompts_with_files(make_prompt, open_processor):
     media, _ = open_processor()
     files = make_prompt(png(), name="train:3")
-    with pytest.raises(AssertionError, match="train:3: its media are files, not processed yet"):
+    with pytest.raises(AssertionError, match="train:3: its media are not processed yet"):
         pack_rollouts([RolloutGroup(files, ())], max_tokens=100, positions=lambda prompt: prompt.pixels().grid_thw)
     [prompt] = media.process([files])
     assert prompt.pixels() is prompt.vision

@@ -18,11 +18,14 @@ FOLDERS = ("trigon", "tests", "benchmarks", "scripts", "examples", "docs", "dock
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", ".ci/run")
 ENDINGS = {".py", ".md", ".sh", ".yaml", ".toml", ".svg", ""}
 # Keys and names in files that users have keep their spelling.
-KEPT = re.compile(r"grader/\w*|num_set_aside|(?<![ \w])set_aside\b|actor/vision_remembered|group/all_right_fraction")
+KEPT = re.compile(
+    r"grader/\w*|filter/ungraded_fraction|filter/\{kept,low,high,ungraded\}_fraction|nobody/nothing"
+    r"|num_set_aside|(?<![ \w])set_aside\b|actor/vision_remembered|group/all_right_fraction"
+)
 
 REPLACED = {
     "type": r"passports?|suitcases?",
-    "module, layer, folder": r"rooms?|floors?|floor plan|houses?|roads?|seams?",
+    "module, layer, folder": r"rooms|floors|floor plan|houses|roads|seams?",
     "worker group, worker": r"crews?",
     "heartbeat": r"vitals?",
     "intervals": r"rhythms?",
@@ -30,7 +33,7 @@ REPLACED = {
     "weight sync": r"hand-?overs?|handing over|handed over",
     "skipped, filtered": r"set(?:s|ting)? (?:\w+ )?aside|sets? them aside",
     "wait for the remaining workers": r"hear(?:s|d)? (?:the others|out)|heard of|heard out|hears? of",
-    "more expensive": r"dearer|cheaply",
+    "more expensive": r"dearer",
     "readable": r"as a person (?:says|reads)|a person says",
     "does not depend on": r"refus(?:es|ing|ed) to know|knows? nothing (?:of|else)",
     "other code": r"somebody(?: else)?(?:'s)?|nobody(?: else)?(?:'s)?|whose hands",

@@ -1,6 +1,6 @@
-"""Keeps the layer plan of docs/architecture.md true: who may import whom, and which file alone may do certain things.
+"""Checks the layers of docs/architecture.md: imports, and what only certain files may do.
 
-Reads the source; imports nothing of it, but in the one test that asks what importing the configuration brings along.
+Reads the source without importing it, except for the test of what importing the configuration loads.
 """
 
 from __future__ import annotations
@@ -96,28 +96,28 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def room_of(path: Path) -> str:
-    """Return the room a file stands in: its folder in the package, or itself ("data", "loop")."""
+def layer_name(path: Path) -> str:
+    """Return the folder of a file in the package, or its own name: "data", "loop"."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def room_named(module: str) -> str | None:
-    """Return the room of an imported module ("trigon.data.images" -> "data"), or None for what is not ours."""
+def imported_layer(module: str) -> str | None:
+    """Return "data" for the module "trigon.data.images", and None for modules of other packages."""
     package, _, rest = module.partition(".")
     if package != "trigon":
         return None
-    room = rest.split(".")[0]
-    return room if room in LAYER else "__init__"
+    name = rest.split(".")[0]
+    return name if name in LAYER else "__init__"
 
 
-def stands_in(file: str, places: tuple[str, ...]) -> bool:
+def is_among(file: str, places: tuple[str, ...]) -> bool:
     return any(file.startswith(place) if place.endswith("/") else file == place for place in places)
 
 
 def nodes_outside(places: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
     """Return (place, node) for everything written in files that are not among `places`."""
     for path in FILES:
-        if not stands_in(name_of(path), places):
+        if not is_among(name_of(path), places):
             for node in ast.walk(tree(path)):
                 yield f"trigon/{name_of(path)}:{getattr(node, 'lineno', 0)}", node
 
@@ -147,15 +147,15 @@ def imports(path: Path) -> Iterator[Import]:
 
 
 def test_every_file_has_a_layer() -> None:
-    assert {room_of(path) for path in FILES} <= LAYER.keys()
+    assert {layer_name(path) for path in FILES} <= LAYER.keys()
 
 
-def test_imports_go_strictly_down_or_stay_in_the_room() -> None:
+def test_imports_go_down_or_stay_in_their_folder() -> None:
     wrong = []
     for path in FILES:
-        here = room_of(path)
+        here = layer_name(path)
         for found in imports(path):
-            there = room_named(found.module)
+            there = imported_layer(found.module)
             if there in (None, here, "__init__") or (here, there) in NEIGHBOURS or LAYER[there] < LAYER[here]:
                 continue
             wrong.append(f"{found.place}: {here} (layer {LAYER[here]}) knows {found.module} (layer {LAYER[there]})")
@@ -163,13 +163,13 @@ def test_imports_go_strictly_down_or_stay_in_the_room() -> None:
 
 
 def test_types_import_nothing_of_ours() -> None:
-    assert [found for found in imports(PACKAGE / "types.py") if room_named(found.module) is not None] == []
+    assert [found for found in imports(PACKAGE / "types.py") if imported_layer(found.module) is not None] == []
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_a_heavy_library_is_imported_in_its_own_file_only(library: str) -> None:
     found = {found for path in FILES for found in imports(path) if f"{found.module}.".startswith(f"{library}.")}
-    wrong = sorted({place for place, file, _ in found if not stands_in(file, ONLY_IN[library])})
+    wrong = sorted({place for place, file, _ in found if not is_among(file, ONLY_IN[library])})
     assert not wrong, f"{library} belongs in {ONLY_IN[library]}, not at {wrong}"
 
 

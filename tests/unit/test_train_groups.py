@@ -138,7 +138,7 @@ def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):
         tmp_path,
         plan=plan_of(steps=1),
         advantage_settings=replace(ADVANTAGES, mask_overlong=True),
-        complete=lambda p, v, s: "no idea at all whatever it may be" if s % 2 else p.ground_truth,
+        complete=lambda p, v, s: "no idea at all and a few more words" if s % 2 else p.ground_truth,
     ) as run:
         train(run, None)
         [groups] = record_of(run).learned

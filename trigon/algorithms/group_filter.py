@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-GroupClass = Literal["kept", "low", "high", "ungraded"]
-"""low, high: the mean is at or beyond that bound. ungraded: no completion was scored."""
+GroupClass = Literal["kept", "low", "high", "unscored"]
+"""low, high: the mean is at or beyond that bound. unscored: no completion was scored."""
 
 
 def classify_groups(values: Tensor, valid: Tensor, *, low: float, high: float) -> list[GroupClass]:
@@ -25,6 +25,6 @@ def classify_groups(values: Tensor, valid: Tensor, *, low: float, high: float) -
     highest = torch.where(valid, values, -torch.inf).amax(dim=1)
     means = torch.where(counts > 0, means.maximum(lowest).minimum(highest), means)
     return [
-        "ungraded" if not count else "low" if mean <= low else "high" if mean >= high else "kept"
+        "unscored" if not count else "low" if mean <= low else "high" if mean >= high else "kept"
         for mean, count in zip(means.tolist(), counts.tolist(), strict=True)
     ]

@@ -16,6 +16,7 @@ from trigon.config.defaults import resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.installation import install_command
 from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
@@ -97,8 +98,8 @@ def open_rollout(
         case "vllm":
             if importlib.util.find_spec("vllm") is None:
                 raise ConfigError(
-                    "worker.rollout.name is vllm, which is not installed: run pip install 'trigon[gpu]' ('trigon[cpu]' "
-                    "without a GPU), or set worker.rollout.name=transformers, which is slow"
+                    f"worker.rollout.name is vllm, which is not installed: run {install_command('gpu')} (without a "
+                    "GPU: cpu instead of gpu), or set worker.rollout.name=transformers, which is slow"
                 )
             from trigon.rollout.vllm import VllmEngine, VllmSettings
 

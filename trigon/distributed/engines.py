@@ -38,7 +38,8 @@ Item = TypeVar("Item")
 class WorkerWeights(WeightsHandle):
     """Weights of a policy in the workers, which never leave them.
 
-    The rollout engine of the same worker group accepts it: each worker reads its own trainer's weights.
+    The rollout engine of the same worker group accepts it: each worker reads its own trainer's
+    weights.
     """
 
     __slots__ = ()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trigon.errors import ConfigError, DataError, ModelError
+from trigon.installation import install_command
 
 VARIABLE = "USE_MODELSCOPE_HUB"
 
@@ -45,7 +46,7 @@ def modelscope_folder(repo_id: str, kind: Kind) -> Path:
     except ImportError as error:
         raise ConfigError(
             f"{VARIABLE} is set, but the package modelscope cannot be imported ({error}); run "
-            "pip install 'trigon[modelscope]', or unset the variable"
+            f"{install_command('modelscope')}, or unset the variable"
         ) from error
     error_type = {"model": ModelError, "dataset": DataError}[kind]
     try:

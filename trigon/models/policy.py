@@ -326,7 +326,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _encode_dummy(self, times: int) -> None:
-        """Run the vision tower on an empty image this many times, while others encode theirs."""
+        """Run the vision tower on an empty image this many times, as often as the rank with most images."""
         for _ in range(times):
             self._encode_vision(*self._empty_image())
 

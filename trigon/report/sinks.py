@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trigon.errors import ConfigError
+from trigon.installation import install_command
 from trigon.report.console import format_number, sanitize
 from trigon.report.run_folder import RolloutRow
 
@@ -77,7 +78,7 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.logger names {name!r}; it takes {', '.join((*_BUILT_IN, *_PACKAGES))}")
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"trainer.logger names {name}, which is not installed: run pip install 'trigon[{name}]', or remove it"
+                f"trainer.logger names {name}, which is not installed: run {install_command(name)}, or remove it"
             )
 
 

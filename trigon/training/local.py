@@ -242,7 +242,7 @@ class LocalTrainEngine:
         return 0 if elsewhere else self.sizes().optimizer_bytes
 
     def weights(self) -> LocalWeights:
-        """See TrainEngine. When all tensors have been read, offloaded parts are moved to the CPU."""
+        """See TrainEngine. Offloaded parts are moved to the CPU when all tensors are read."""
         return LocalWeights(self._read_weights)
 
     def _read_weights(self) -> NamedTensors:

@@ -51,7 +51,7 @@ class TrainEngine(LogprobEngine, Protocol):
         ...
 
     def weights(self) -> WeightsHandle:
-        """Return a handle of the policy's weights, which a rollout engine reads; nothing is copied."""
+        """Return a handle of the policy's weights for a rollout engine; nothing is copied."""
         ...
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:

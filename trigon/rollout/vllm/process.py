@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from trigon.errors import EngineError
+from trigon.installation import install_command
 from trigon.rollout.vllm.arguments import VllmDevice
 from trigon.torchvision_stub import declare_operators
 
@@ -83,15 +84,16 @@ def import_vllm(device: VllmDevice) -> Any:
         import vllm
     except ImportError as error:
         raise EngineError(
-            f"worker.rollout.name=vllm needs vLLM, which cannot be imported ({error}). Install Trigon's gpu or cpu "
-            "extra, or set worker.rollout.name=transformers."
+            f"worker.rollout.name=vllm needs vLLM, which cannot be imported ({error}). Run "
+            f"{install_command('gpu' if device == 'cuda' else 'cpu')}, or set worker.rollout.name=transformers."
         ) from error
     from vllm.platforms import current_platform
 
     if current_platform.device_type != device:
         raise EngineError(
             f"vLLM {vllm.__version__} is built for {current_platform.device_type or 'no device'}, but the rollout "
-            f"engine is to run on {device}. Install Trigon's {'gpu' if device == 'cuda' else 'cpu'} extra."
+            f"engine is to run on {device}. Run "
+            f"{install_command('gpu' if device == 'cuda' else 'cpu')} in a fresh environment."
         )
     return vllm
 
