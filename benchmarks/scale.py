@@ -27,7 +27,7 @@ import torch
 from shared import SHORT, VOCABULARY, Figure, Shape, figures_table, make_data, make_folder, phases_of, table
 from side_trigon import options
 
-from trigon.algorithms.advantages import estimate
+from trigon.algorithms.advantages import estimate_advantages
 from trigon.build import data as build_data
 from trigon.build import run as build_run
 from trigon.build.engines import Engines, open_engines
@@ -170,7 +170,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
             ]
             settings = make_advantage_settings(config)
             outcomes = build_reward_batch(groups, settings, penalties=None, baselines=None)
-            advantages = estimate(
+            advantages = estimate_advantages(
                 outcomes,
                 settings.estimator,
                 gamma=settings.gamma,

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from trigon.algorithms.group_filter import classify_groups
-from trigon.data.stream import PromptStream, drawn_again
+from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.report.reporter import Reporter
@@ -24,6 +23,7 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_groups
+from trigon.suggestions import did_you_mean
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
@@ -164,7 +164,7 @@ def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
     occurrence = 1
     while prompt.prompt_id in drawn:
         occurrence += 1
-        prompt = drawn_again(prompt, occurrence)
+        prompt = with_repeat_id(prompt, occurrence)
     drawn.add(prompt.prompt_id)
     return prompt
 
@@ -191,8 +191,7 @@ def _filter(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[
 def _unknown_key(groups: Sequence[RolloutGroup], key: str) -> str:
     scored = [r.score.parts for group in groups for r in group.rollouts if r.score.outcome == "ok"]
     names = sorted(next(parts for parts in scored if key not in parts))
-    near = get_close_matches(key, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(key, names)
     found = ", ".join(names)
     return f"algorithm.filter_key={key}: the reward function returned no number of that name, only {found}{hint}"
 
@@ -241,7 +240,7 @@ def load_surplus(
             )
             continue
         try:
-            prompt = prompts.rebuilt(group["prompt_id"])
+            prompt = prompts.rebuild(group["prompt_id"])
         except BadRow as problem:
             warn(f"its completions, kept from the last step, are dropped: {problem}")
             continue

@@ -103,7 +103,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Run all steps that are left, and return the progress made. Raises what the engines raise;
     nothing is retried.
     """
-    with run.store.settled():
+    with run.store.wait_on_exit():
         return take_steps(run, resume_from)
 
 

@@ -1,4 +1,4 @@
-"""The trainer learns from the very pixels that the rollout engine saw, made by one call of the image processor."""
+"""Rollout engine and trainer receive the same pixel values, processed once per prompt."""
 
 import hashlib
 import io
@@ -27,20 +27,20 @@ def png(width, height, seed):
 
 
 def sampled(prompt):
-    """Return a group as a rollout engine returns it: it holds the very prompt it was given."""
+    """Return a group as a rollout engine returns it, with the prompt object that it received."""
     completion = Completion((5, 6), (0.0, 0.0), "stop", "", 0)
     rollout = Rollout(completion, Score(1.0, {"overall": 1.0}, "ok", ""))
     return RolloutGroup(prompt, (rollout,) * NUM_COMPLETIONS)
 
 
 def content_hashes(pixel_values, grid_thw):
-    """Return what names each image: SHA-256 of its grid and its pixel values."""
+    """Return the SHA-256 of grid and pixel values of each image."""
     parts = pixel_values.split(grid_thw.prod(dim=1).tolist())
     pairs = zip(grid_thw, parts, strict=True)
     return [hashlib.sha256(grid.numpy().tobytes() + part.numpy().tobytes()).hexdigest() for grid, part in pairs]
 
 
-def test_rollout_and_trainer_see_identical_pixels(tiny_vlm, tmp_path):
+def test_rollout_and_trainer_receive_identical_pixel_values(tiny_vlm, tmp_path):
     processors = load_processors(str(tiny_vlm))
     features = datasets.Features(
         {
@@ -67,10 +67,10 @@ def test_rollout_and_trainer_see_identical_pixels(tiny_vlm, tmp_path):
     stream = PromptStream(prompt_set, batch_size=6, seed=1, shuffle=True, prefetch=False, num_workers=2)
     prompts = stream.take(6)
     stream.close()
-    assert builder.image_processor.calls == 4  # for the four prompts with images, whatever n is
+    assert builder.image_processor.calls == 4  # for the four prompts with images, for any n
 
-    rolled_out = [name for prompt in prompts if prompt.vision is not None for name in prompt.vision.hashes]
-    assert len(set(rolled_out)) == 6
+    rollout_hashes = [name for prompt in prompts if prompt.vision is not None for name in prompt.vision.hashes]
+    assert len(set(rollout_hashes)) == 6
 
     def positions(prompt):
         grid = None if prompt.vision is None else prompt.vision.grid_thw
@@ -78,5 +78,5 @@ def test_rollout_and_trainer_see_identical_pixels(tiny_vlm, tmp_path):
         return prompt_positions(ids, grid, processors.family, processors.hf_config)
 
     (row,) = pack_rollouts([sampled(prompt) for prompt in prompts], max_tokens=100_000, positions=positions)
-    assert content_hashes(row.packed.pixel_values, row.packed.grid_thw) == rolled_out
+    assert content_hashes(row.packed.pixel_values, row.packed.grid_thw) == rollout_hashes
     assert builder.image_processor.calls == 4

@@ -1,4 +1,4 @@
-"""A prompt built here is the one that Hugging Face's own processor builds of the same messages and images."""
+"""Prompts equal those that the Hugging Face processor builds from the same messages and images."""
 
 import io
 
@@ -49,14 +49,13 @@ CASES = [
 def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_type, problem, sizes, content, pixels):
     folder = str(tiny_model(model_type))
     min_pixels, max_pixels = pixels or (None, None)
-    processors = load_processors(
-        folder, min_pixels=min_pixels, max_pixels=max_pixels
-    )  # declares what transformers wants
+    # Also makes torchvision importable for transformers.
+    processors = load_processors(folder, min_pixels=min_pixels, max_pixels=max_pixels)
     from transformers import AutoProcessor
 
-    theirs = AutoProcessor.from_pretrained(folder)
+    reference = AutoProcessor.from_pretrained(folder)
     if pixels is not None:
-        theirs.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        reference.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     images = [noise(size, seed) for seed, size in enumerate(sizes)]
     builder = make_builder(processors, system_prompt=SYSTEM, max_prompt_length=4096)
     row = {"problem": problem, "answer": "1", "images": [png(image) for image in images]}
@@ -64,8 +63,8 @@ def test_prompts_equal_those_of_the_hugging_face_processor(tiny_model, model_typ
     assert builder.count(row) == len(prompt.token_ids)
 
     messages = [{"role": "system", "content": [part(SYSTEM)]}, {"role": "user", "content": content}]
-    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    expected = theirs(text=[text], images=images or None, return_tensors="pt")
+    text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = reference(text=[text], images=images or None, return_tensors="pt")
     assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
     if images:
         assert torch.equal(prompt.vision.pixel_values, expected["pixel_values"])

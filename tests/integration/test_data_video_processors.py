@@ -1,4 +1,4 @@
-"""A prompt with videos is what transformers' own processors make of it, token for token and pixel for pixel."""
+"""Prompts with videos equal those of the Hugging Face processors, in token ids and pixel values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from support.builders import make_builder
 from support.oracle import load_hugging_face
 from support.videos import make_video
-from trigon.data.processed import ProcessedImages
+from trigon.data.media_processing import MediaProcessor
 from trigon.data.videos import FrameSampling, open_video
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.distributed.serialization import decode_prompts, encode_prompts
@@ -26,8 +26,8 @@ from trigon.types import EncodedMedia, Prompt, Vision
 MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 SAMPLING = FrameSampling(fps=2.0, max_frames=6)
 
-# Sides longer than the video lasts, so that transformers agrees where the text goes on; and temporal patches of whole
-# seconds, since transformers 5.16 cuts fractions of them off.
+# Sides are longer than the video lasts, since transformers continues text positions differently
+# otherwise; temporal patches last full seconds, since transformers 5.16 truncates fractions.
 SHORT = {"frames": 30, "fps": 10, "width": 280, "height": 224}
 
 
@@ -35,8 +35,8 @@ def row(problem: str, *videos: Any, **others: Any) -> dict[str, Any]:
     return {"problem": problem, "answer": "1", "videos": list(videos), **others}
 
 
-def theirs(folder: Path, processors: Processors, problem: list[dict[str, str]], videos: list[bytes]) -> Any:
-    """Return what transformers makes of a question and all frames of its videos, chosen as we choose them."""
+def reference_inputs(folder: Path, processors: Processors, problem: list[dict[str, str]], videos: list[bytes]) -> Any:
+    """Return the output of the transformers processor for the frames that Trigon samples."""
     declare_operators()
     from transformers import AutoProcessor
     from transformers.video_utils import VideoMetadata
@@ -45,50 +45,52 @@ def theirs(folder: Path, processors: Processors, problem: list[dict[str, str]], 
     text = processor.apply_chat_template(
         [{"role": "user", "content": problem}], tokenize=False, add_generation_prompt=True
     )
-    chosen, metadata = [], []
+    sampled, metadata = [], []
     for video in videos:
         layout, frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
-        every = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=FrameSampling(1000.0, 768))[0]
-        fps = 1 / (every.seconds[1] - every.seconds[0])
+        all_frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=FrameSampling(1000.0, 768))[
+            0
+        ]
+        fps = 1 / (all_frames.seconds[1] - all_frames.seconds[0])
         indices = [round(second * fps) for second in layout.seconds]
-        chosen.append(np.stack(list(frames)))
-        metadata.append(VideoMetadata(len(every.seconds), fps=round(fps), frames_indices=indices))
+        sampled.append(np.stack(list(frames)))
+        metadata.append(VideoMetadata(len(all_frames.seconds), fps=round(fps), frames_indices=indices))
     return processor(
         text=[text],
-        videos=chosen,
+        videos=sampled,
         video_metadata=metadata,
         do_sample_frames=False,
-        videos_kwargs={"size": size_of(processors, chosen[0])},
+        videos_kwargs={"size": size_of(processors, sampled[0])},
         return_tensors="pt",
     )
 
 
 def size_of(processors: Processors, frames: np.ndarray) -> dict[str, int]:
-    """Return the limits of an image for each frame, in the words of the video processor."""
-    times = len(frames) if processors.family.video == "timestamps" else 1
+    """Return the pixel limits of an image for each frame, as an option of the video processor."""
+    factor = len(frames) if processors.family.video == "timestamps" else 1
     limits = processors.image_processor.size
-    return {edge: limits[edge] * times for edge in ("shortest_edge", "longest_edge")}
+    return {edge: limits[edge] * factor for edge in ("shortest_edge", "longest_edge")}
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("clips", [(SHORT,), (SHORT, {**SHORT, "first": 5})], ids=["one", "two"])
-def test_prompts_are_those_of_transformers(
+def test_prompts_equal_those_of_transformers(
     tiny_model: Callable[..., Path], model_type: str, clips: tuple[dict[str, int], ...]
 ) -> None:
     folder = tiny_model(model_type)
     processors = load_processors(str(folder), max_pixels=280 * 280)
     videos = [make_video(**clip) for clip in clips]
     builder = make_builder(processors, max_prompt_length=2000, video_sampling=SAMPLING)
-    asked = row("See " + "<video>" * len(videos) + " and say.", *videos)
-    prompt = builder.build(asked, "train:0")
-    assert builder.count(asked) == builder.check(asked, "train:0") == len(prompt.token_ids)
+    one_row = row("See " + "<video>" * len(videos) + " and say.", *videos)
+    prompt = builder.build(one_row, "train:0")
+    assert builder.count(one_row) == builder.check(one_row, "train:0") == len(prompt.token_ids)
 
     problem = [
         {"type": "text", "text": "See "},
         *[{"type": "video"}] * len(videos),
         {"type": "text", "text": " and say."},
     ]
-    expected = theirs(folder, processors, problem, videos)
+    expected = reference_inputs(folder, processors, problem, videos)
     assert prompt.token_ids == tuple(expected["input_ids"][0].tolist())
     vision = prompt.pixels()
     assert vision is not None
@@ -104,13 +106,13 @@ def test_prompts_are_those_of_transformers(
         video_grid_thw=expected["video_grid_thw"],
         second_per_grid_ts=expected.get("second_per_grid_ts"),
     )
-    ours = positions_of(processors.family, processors.hf_config)(prompt)
-    assert torch.equal(ours, positions[:, 0])
-    assert completion_positions(ours, 1)[0, 0] == len(prompt.token_ids) + shift[0, 0]
+    own_positions = positions_of(processors.family, processors.hf_config)(prompt)
+    assert torch.equal(own_positions, positions[:, 0])
+    assert completion_positions(own_positions, 1)[0, 0] == len(prompt.token_ids) + shift[0, 0]
 
 
-def test_a_long_video_pushes_the_text_behind_its_last_moment(tiny_vlm: Path) -> None:
-    """Where a video lasts longer than its sides are long, as in the papers and in vLLM: see models/positions.py."""
+def test_text_positions_continue_after_the_last_second_of_a_long_video(tiny_vlm: Path) -> None:
+    """A video lasts longer than its sides are long: as in vLLM, see models/positions.py."""
     processors = load_processors(str(tiny_vlm))
     builder = make_builder(processors, video_sampling=FrameSampling(fps=2.0, max_frames=768))
     prompt = builder.build(row("<video>", make_video(frames=40, fps=2, width=56, height=56)), "train:0")
@@ -119,27 +121,27 @@ def test_a_long_video_pushes_the_text_behind_its_last_moment(tiny_vlm: Path) -> 
     start = int(video.int().argmax())
     assert processors.hf_config.vision_config.tokens_per_second == 4
     assert positions[0, video].unique().tolist() == [start + 4 * second for second in range(20)]
-    behind = int(video.nonzero().max()) + 1
-    assert positions[:, behind].tolist() == [start + 4 * 19 + 1] * 3
+    after = int(video.nonzero().max()) + 1
+    assert positions[:, after].tolist() == [start + 4 * 19 + 1] * 3
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_prompts_that_travel_get_the_same_pixels(tiny_model: Callable[..., Path], model_type: str) -> None:
+def test_prompts_sent_to_a_worker_get_the_same_pixel_values(tiny_model: Callable[..., Path], model_type: str) -> None:
     processors = load_processors(str(tiny_model(model_type)))
-    here = make_builder(processors, video_sampling=SAMPLING)
-    away = make_builder(processors, video_sampling=SAMPLING, process_images=False)
+    with_pixels = make_builder(processors, video_sampling=SAMPLING)
+    with_files = make_builder(processors, video_sampling=SAMPLING, process_images=False)
     rows = [row("<video><video>?", make_video(), make_video(frames=5, first=2)), row("<video>?", make_video(fps=3))]
-    built = [here.build(each, f"train:{number}") for number, each in enumerate(rows)]
-    sent = [away.build(each, f"train:{number}") for number, each in enumerate(rows)]
-    assert away.video_processor is not None
-    assert away.video_processor.calls == 0
+    built = [with_pixels.build(each, f"train:{number}") for number, each in enumerate(rows)]
+    sent = [with_files.build(each, f"train:{number}") for number, each in enumerate(rows)]
+    assert with_files.video_processor is not None
+    assert with_files.video_processor.calls == 0
     assert [prompt.token_ids for prompt in sent] == [prompt.token_ids for prompt in built]
     assert [prompt.vision.kind for prompt in sent if isinstance(prompt.vision, EncodedMedia)] == ["video", "video"]
 
     images, videos = image_processor_of(processors), video_processor_of(processors)
     assert images is not None
     assert videos is not None
-    processed = ProcessedImages(
+    media = MediaProcessor(
         images,
         max_image_pixels=10**6,
         num_workers=2,
@@ -148,12 +150,12 @@ def test_prompts_that_travel_get_the_same_pixels(tiny_model: Callable[..., Path]
         video_sampling=SAMPLING,
     )
     try:
-        arrived = processed.of(decode_prompts(encode_prompts(sent)))
-        assert processed.of(decode_prompts(encode_prompts(sent)))[0].vision is arrived[0].vision
+        received = media.process(decode_prompts(encode_prompts(sent)))
+        assert media.process(decode_prompts(encode_prompts(sent)))[0].vision is received[0].vision
     finally:
-        processed.close()
+        media.close()
     assert videos.calls == 2
-    for one, other in zip(built, arrived, strict=True):
+    for one, other in zip(built, received, strict=True):
         assert_same_vision(one, other)
 
 
@@ -170,15 +172,15 @@ def assert_same_vision(one: Prompt, other: Prompt) -> None:
     )
 
 
-def test_the_same_pictures_at_another_pace_are_another_video(tiny_vlm: Path) -> None:
-    """Engines know a video again by its hash, and keys and values depend on its pace."""
+def test_the_same_frames_with_other_times_have_another_hash(tiny_vlm: Path) -> None:
+    """Engines cache a video by its hash, and its keys and values depend on its times."""
     processor = video_processor_of(load_processors(str(tiny_vlm)))
     assert processor is not None
 
-    def at_pace(seconds: float) -> Vision:
+    def process_with(seconds: float) -> Vision:
         layout, frames = open_video(make_video(), where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
         return processor.process([(replace(layout, temporal_patch_seconds=seconds), frames)])
 
-    slow, fast, again = at_pace(2.0), at_pace(1.0), at_pace(2.0)
+    slow, fast, again = process_with(2.0), process_with(1.0), process_with(2.0)
     assert torch.equal(slow.pixel_values, fast.pixel_values)
     assert slow.hashes == again.hashes != fast.hashes

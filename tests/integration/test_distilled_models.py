@@ -94,7 +94,7 @@ def test_a_tokenizer_that_loads_differently_from_its_file_raises(
 
     for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lowercase_only)
-    with pytest.raises(ModelError, match=r"does not spell as its tokenizer\.json says"):
+    with pytest.raises(ModelError, match=r"does not match its tokenizer\.json"):
         load_processors(str(distilled))
 
 

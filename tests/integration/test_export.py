@@ -1,4 +1,4 @@
-"""Exports of real, tiny models: loaded again by transformers and by vLLM, as a user would."""
+"""Exports of tiny models, loaded by transformers and by vLLM."""
 
 import json
 import os
@@ -39,7 +39,7 @@ FAMILIES = [
 
 
 def trained_policy(model_folder: Path) -> Policy:
-    """A policy whose weights are no longer those of its model folder."""
+    """Return a policy whose weights differ from those of its model folder."""
     model = load_model(str(model_folder), dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -93,26 +93,26 @@ def hugging_face_logits(folder: Path, *, has_vision: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
-def test_an_export_is_what_transformers_itself_would_have_saved(tmp_path, tiny_model, model_type, tied):
+def test_an_export_equals_what_transformers_saves(tmp_path, tiny_model, model_type, tied):
     model_folder = tiny_model(model_type, tie_word_embeddings=tied)
     policy = trained_policy(model_folder)
-    policy.model.save_pretrained(tmp_path / "theirs")  # the independent road: transformers' own names and files
-    copy_side_files(model_folder, tmp_path / "theirs")
+    policy.model.save_pretrained(tmp_path / "reference")  # with the names and files of transformers
+    copy_side_files(model_folder, tmp_path / "reference")
 
     checkpoint = save(tmp_path / "run", model_folder, policy)
-    ours = export_checkpoint(checkpoint.folder, None, dtype=None)
+    exported = export_checkpoint(checkpoint.folder, None, dtype=None)
 
-    assert ours == checkpoint.folder / "huggingface_model"
-    theirs_weights, our_weights = (load_file(f / "model.safetensors") for f in (tmp_path / "theirs", ours))
-    assert our_weights.keys() == theirs_weights.keys()
-    assert all(torch.equal(our_weights[name], theirs_weights[name]) for name in our_weights)
+    assert exported == checkpoint.folder / "huggingface_model"
+    expected, written = (load_file(f / "model.safetensors") for f in (tmp_path / "reference", exported))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in written)
     has_vision = policy.family.has_vision
-    changed = hugging_face_logits(ours, has_vision=has_vision)
-    assert torch.equal(changed, hugging_face_logits(tmp_path / "theirs", has_vision=has_vision))
-    assert not torch.allclose(changed, hugging_face_logits(model_folder, has_vision=has_vision), atol=0.1)
+    logits = hugging_face_logits(exported, has_vision=has_vision)
+    assert torch.equal(logits, hugging_face_logits(tmp_path / "reference", has_vision=has_vision))
+    assert not torch.allclose(logits, hugging_face_logits(model_folder, has_vision=has_vision), atol=0.1)
 
 
-def test_side_files_are_copied_unchanged_and_nothing_hidden_is_left(checkpoint, tiny_vlm):
+def test_side_files_are_copied_unchanged_and_no_temporary_file_is_left(checkpoint, tiny_vlm):
     folder = export_checkpoint(checkpoint.folder, None, dtype=None)
     for file in tiny_vlm.iterdir():
         if file.suffix != ".safetensors":
@@ -123,14 +123,14 @@ def test_side_files_are_copied_unchanged_and_nothing_hidden_is_left(checkpoint, 
     assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_the_receipt_says_where_it_came_from(tmp_path, tiny_vlm, trained):
+def test_the_export_record_names_the_checkpoint(tmp_path, tiny_vlm, trained):
     checkpoint = save(tmp_path, tiny_vlm, trained, step=7, score=0.5)
-    receipt = json.loads((export_checkpoint(checkpoint.folder, None, dtype=None) / "trigon_export.json").read_text())
-    assert receipt.pop("trigon_version")
-    assert receipt == {"checkpoint": "global_step_7", "step": 7, "val_reward_score": 0.5, "dtype": "float32"}
+    record = json.loads((export_checkpoint(checkpoint.folder, None, dtype=None) / "trigon_export.json").read_text())
+    assert record.pop("trigon_version")
+    assert record == {"checkpoint": "global_step_7", "step": 7, "val_reward_score": 0.5, "dtype": "float32"}
 
 
-def test_another_dtype_is_written_everywhere_and_still_proven(checkpoint):
+def test_another_dtype_is_written_to_weights_and_config(checkpoint):
     from transformers import AutoConfig
 
     folder = export_checkpoint(checkpoint.folder, None, dtype="bf16")
@@ -138,7 +138,7 @@ def test_another_dtype_is_written_everywhere_and_still_proven(checkpoint):
     assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     config = AutoConfig.from_pretrained(folder)
     assert config.dtype == config.text_config.dtype == config.vision_config.dtype == torch.bfloat16
-    # The checkpoint's own side files say float32 still.
+    # The checkpoint's own side files are unchanged.
     assert json.loads((checkpoint.actor / "huggingface" / "config.json").read_text())["dtype"] == "float32"
 
 
@@ -153,11 +153,11 @@ def test_a_large_model_is_written_in_several_files(checkpoint, monkeypatch):
     assert index["weight_map"].keys() == tensors_of(checkpoint).keys()
 
 
-def test_weights_that_lie_in_pieces_are_exported_whole(tmp_path, tiny_vlm, trained):
+def test_sharded_weights_are_exported_as_complete_tensors(tmp_path, tiny_vlm, trained):
     def write(actor: Path) -> None:
         (actor / "weights").mkdir()
         tensors = dict(trained.named_weights())
-        cuts = {name: (len(tensor) + 1) // 2 for name, tensor in tensors.items()}  # as two ranks cut them
+        cuts = {name: (len(tensor) + 1) // 2 for name, tensor in tensors.items()}  # as two ranks shard them
         for rank, pieces in enumerate(
             (
                 {name: tensor[: cuts[name]].contiguous() for name, tensor in tensors.items()},
@@ -173,13 +173,13 @@ def test_weights_that_lie_in_pieces_are_exported_whole(tmp_path, tiny_vlm, train
         copy_side_files(tiny_vlm, actor / "huggingface")
 
     CheckpointStore(tmp_path / "cut", keep=-1).save(5, write=write, progress={}, score=None)
-    ours = load_file(export_checkpoint(tmp_path / "cut", None, dtype=None) / "model.safetensors")
-    whole = tensors_of(save(tmp_path / "run", tiny_vlm, trained))
-    assert ours.keys() == whole.keys()
-    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+    exported = load_file(export_checkpoint(tmp_path / "cut", None, dtype=None) / "model.safetensors")
+    expected = tensors_of(save(tmp_path / "run", tiny_vlm, trained))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_without_weights_is_refused(tmp_path, tiny_vlm):
+def test_a_checkpoint_without_weights_is_an_error(tmp_path, tiny_vlm):
     def write(actor: Path) -> None:
         copy_side_files(tiny_vlm, actor / "huggingface")
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path, tiny_vlm):
         export_checkpoint(tmp_path, None, dtype=None)
 
 
-def test_merging_in_place_gives_a_model_and_leaves_the_checkpoint_sound(checkpoint, monkeypatch):
+def test_merging_in_place_gives_a_model_and_keeps_the_checkpoint_valid(checkpoint, monkeypatch):
     in_place = checkpoint.actor / "huggingface"
     monkeypatch.setattr(export, "SHARD_BYTES", 500_000)
     assert main(["--local_dir", str(checkpoint.actor), "--dtype", "bf16"]) == 0
@@ -197,30 +197,30 @@ def test_merging_in_place_gives_a_model_and_leaves_the_checkpoint_sound(checkpoi
     assert export_checkpoint(checkpoint.actor, None, dtype=None) == in_place
     assert [path.name for path in in_place.glob("model*")] == [
         "model.safetensors"
-    ]  # no shard of the first merge is left
+    ]  # no shard of the first merge remains
     assert json.loads((in_place / "config.json").read_text())["dtype"] == "float32"
     assert open_checkpoint(checkpoint.folder, resumable=True).step == 5
     assert hugging_face_logits(in_place, has_vision=True).isfinite().all()
 
 
-def test_of_a_run_folder_the_latest_or_the_best_is_taken(tmp_path, tiny_vlm, trained):
+def test_a_run_folder_exports_its_latest_or_its_best_checkpoint(tmp_path, tiny_vlm, trained):
     for step, score in ((1, 0.9), (2, 0.1)):
         save(tmp_path / "run", tiny_vlm, trained, step=step, score=score)
-    receipt = tmp_path / "run" / "huggingface_model" / "trigon_export.json"
-    assert export_checkpoint(tmp_path / "run", None, dtype=None) == receipt.parent
-    assert json.loads(receipt.read_text())["step"] == 2
+    record = tmp_path / "run" / "huggingface_model" / "trigon_export.json"
+    assert export_checkpoint(tmp_path / "run", None, dtype=None) == record.parent
+    assert json.loads(record.read_text())["step"] == 2
     assert main([str(tmp_path / "run"), "--best"]) == 0
-    assert json.loads(receipt.read_text())["step"] == 1
+    assert json.loads(record.read_text())["step"] == 1
 
 
-def test_a_damaged_latest_is_passed_over_loudly_but_not_when_named(tmp_path, tiny_vlm, trained):
+def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning_but_an_error_if_named(tmp_path, tiny_vlm, trained):
     save(tmp_path / "run", tiny_vlm, trained, step=1)
     folder = save(tmp_path / "run", tiny_vlm, trained, step=2).folder
     (folder / "actor" / "huggingface" / "tokenizer.json").write_text("{}")
-    heard = []
-    made = export_checkpoint(tmp_path / "run", tmp_path / "model", dtype=None, warn=heard.append)
+    warnings = []
+    made = export_checkpoint(tmp_path / "run", tmp_path / "model", dtype=None, warn=warnings.append)
     assert json.loads((made / "trigon_export.json").read_text())["step"] == 1
-    assert len(heard) == 1
+    assert len(warnings) == 1
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has"):
         export_checkpoint(folder, tmp_path / "other", dtype=None)
 
@@ -235,7 +235,7 @@ def test_weights_that_are_not_finite_are_never_exported(tmp_path, tiny_vlm):
     assert sorted(path.name for path in checkpoint.folder.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
-def test_weights_out_of_the_range_of_float16_are_refused(tmp_path, tiny_vlm):
+def test_weights_out_of_the_range_of_float16_are_an_error(tmp_path, tiny_vlm):
     policy = trained_policy(tiny_vlm)
     with torch.no_grad():
         policy.model.lm_head.weight[3, 4] = 1e6
@@ -245,14 +245,14 @@ def test_weights_out_of_the_range_of_float16_are_refused(tmp_path, tiny_vlm):
 
 
 @pytest.mark.parametrize(
-    ("break_it", "complaint"),
+    ("break_it", "message"),
     [
-        (lambda config: config["text_config"].update(num_hidden_layers=1), "does not know"),
+        (lambda config: config["text_config"].update(num_hidden_layers=1), "does not have"),
         (lambda config: config["text_config"].update(num_hidden_layers=3), "is missing from"),
         (lambda config: config["text_config"].update(intermediate_size=128), "belong to its own"),
     ],
 )
-def test_weights_that_do_not_fit_their_config_fail_the_proof(tmp_path, tiny_vlm, trained, break_it, complaint):
+def test_weights_that_do_not_fit_their_config_fail_verification(tmp_path, tiny_vlm, trained, break_it, message):
     broken = tmp_path / "broken"
     shutil.copytree(tiny_vlm, broken)
     config = json.loads((broken / "config.json").read_text())
@@ -260,18 +260,18 @@ def test_weights_that_do_not_fit_their_config_fail_the_proof(tmp_path, tiny_vlm,
     config["text_config"].pop("layer_types", None)
     (broken / "config.json").write_text(json.dumps(config))
     checkpoint = save(tmp_path / "run", broken, trained)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         export_checkpoint(checkpoint.folder, None, dtype=None)
     assert not (checkpoint.folder / "huggingface_model").exists()
 
 
-def test_a_folder_of_somebody_else_is_never_replaced_but_an_earlier_export_is(checkpoint, tmp_path):
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is no earlier export"):
-        export_checkpoint(checkpoint.folder, mine, dtype=None)
-    assert (mine / "thesis.txt").read_text() == "years of work"
+def test_only_an_earlier_export_is_replaced(checkpoint, tmp_path):
+    existing = tmp_path / "existing"
+    existing.mkdir()
+    (existing / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is not an earlier export"):
+        export_checkpoint(checkpoint.folder, existing, dtype=None)
+    assert (existing / "thesis.txt").read_text() == "years of work"
     for dtype in ("bf16", None):
         folder = export_checkpoint(checkpoint.folder, tmp_path / "model", dtype=dtype)
     assert load_file(folder / "model.safetensors")["lm_head.weight"].dtype == torch.float32
@@ -284,7 +284,7 @@ def test_an_unknown_dtype_and_a_missing_checkpoint_are_named(checkpoint, tmp_pat
         export_checkpoint(tmp_path / "nowhere", None, dtype=None)
 
 
-def test_exporting_draws_no_random_numbers_of_the_callers(checkpoint):
+def test_exporting_does_not_advance_the_random_number_generator(checkpoint):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -292,7 +292,7 @@ def test_exporting_draws_no_random_numbers_of_the_callers(checkpoint):
     assert torch.equal(torch.rand(1), expected)
 
 
-# In a process of its own, as a user would: vLLM changes the process that it runs in.
+# In a process of its own, since vLLM changes global state of its process.
 IN_VLLM = """
     import json, sys
     from trigon.torchvision_stub import declare_operators
@@ -300,15 +300,15 @@ IN_VLLM = """
     from PIL import Image
     from vllm import LLM, SamplingParams
 
-    folder, text, picture = sys.argv[1:]
+    folder, text, image = sys.argv[1:]
     llm = LLM(
         model=folder,
-        dtype="float32",  # else vLLM rounds the model to bfloat16
+        dtype="float32",  # vLLM would round the model to bfloat16
         max_model_len=256,
         enforce_eager=True,
         distributed_executor_backend="uni",
     )
-    prompt = {"prompt": text, "multi_modal_data": {"image": Image.open(picture)}}
+    prompt = {"prompt": text, "multi_modal_data": {"image": Image.open(image)}}
     greedy = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     (result,) = llm.generate(prompt, greedy, use_tqdm=False)
     ids = result.prompt_token_ids
@@ -318,16 +318,16 @@ IN_VLLM = """
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_an_export_runs_in_vllm_with_the_logprobs_that_it_has_in_transformers(tmp_path, checkpoint):
+def test_an_export_has_the_same_logprobs_in_vllm_and_transformers(tmp_path, checkpoint):
     folder = export_checkpoint(checkpoint.folder, None, dtype=None)
     declare_operators()
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     text = "<|vision_start|><|image_pad|><|vision_end|>how many circles are there?"
-    picture = Image.linear_gradient("L").convert("RGB").resize((84, 56))
-    picture.save(tmp_path / "picture.png")
-    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[picture], return_tensors="pt")
+    image = Image.linear_gradient("L").convert("RGB").resize((84, 56))
+    image.save(tmp_path / "image.png")
+    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
     with torch.no_grad():
         logits = AutoModelForImageTextToText.from_pretrained(folder).eval()(**inputs).logits[0]
     expected = logits.log_softmax(-1)
@@ -338,7 +338,7 @@ def test_an_export_runs_in_vllm_with_the_logprobs_that_it_has_in_transformers(tm
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(IN_VLLM), str(folder), text, str(tmp_path / "picture.png")],
+        [sys.executable, "-c", textwrap.dedent(IN_VLLM), str(folder), text, str(tmp_path / "image.png")],
         capture_output=True,
         text=True,
         env=environment,

@@ -1,4 +1,4 @@
-"""Exports of what LoRA learned: merged into the base model, or as an adapter that peft loads."""
+"""Exports of LoRA weights, merged into the base model or as an adapter that peft loads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 def adapted_policy(base: Path, *, exclude: str | None = None) -> Policy:
-    """A policy whose adapters change what it computes by far more than any tolerance."""
+    """Return a policy whose adapters change its logits by much more than any tolerance."""
     model = load_model(str(base), dtype=torch.float32, device="cpu")
     add_lora(model, LoraSettings(4, 8, "all-linear", exclude), seed=0)
     generator = torch.Generator().manual_seed(7)
@@ -51,7 +51,7 @@ def adapted_policy(base: Path, *, exclude: str | None = None) -> Policy:
 
 
 def save(root: Path, base: Path, policy: Policy, *, edit: Edit = lambda config: None) -> Path:
-    """Write a checkpoint as a run with LoRA does. edit: spoils the adapter's config before that."""
+    """Write a checkpoint as a run with LoRA does. edit: changes the adapter's config before."""
 
     def write(actor: Path) -> None:
         config = adapter_config(policy.model, base_model=str(base))
@@ -109,7 +109,7 @@ def checkpoint(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> Path:
 
 
 @pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
-def test_merged_weights_are_the_policys_own_and_compute_what_peft_computes_with_the_adapter(
+def test_merged_weights_equal_the_policys_and_have_the_logits_of_peft_with_the_adapter(
     tmp_path: Path, tiny_model: Callable[..., Path], model_type: str, tied: bool
 ) -> None:
     base = tiny_model(model_type, tie_word_embeddings=tied)
@@ -124,13 +124,13 @@ def test_merged_weights_are_the_policys_own_and_compute_what_peft_computes_with_
     assert all(torch.equal(written[name], expected[name]) for name in written)
 
     assert adapter == checkpoint / "lora_adapter"
-    here, there = logits(hugging_face(merged), base), logits(hugging_face(base), base)
-    assert (here - there).abs().max() > 0.1
-    by_peft = logits(with_peft(base, adapter), base)
-    torch.testing.assert_close(by_peft, here, atol=1e-4, rtol=0)
+    merged_logits, base_logits = logits(hugging_face(merged), base), logits(hugging_face(base), base)
+    assert (merged_logits - base_logits).abs().max() > 0.1
+    peft_logits = logits(with_peft(base, adapter), base)
+    torch.testing.assert_close(peft_logits, merged_logits, atol=1e-4, rtol=0)
 
 
-def test_an_adapter_folder_is_what_peft_itself_would_have_saved(
+def test_an_adapter_folder_equals_what_peft_saves(
     checkpoint: Path, adapted: Policy, tiny_vlm: Path, tmp_path: Path
 ) -> None:
     folder = export_checkpoint(checkpoint, None, dtype=None, adapter=True)
@@ -139,22 +139,22 @@ def test_an_adapter_folder_is_what_peft_itself_would_have_saved(
         "adapter_model.safetensors",
         "trigon_export.json",
     }
-    with_peft(tiny_vlm, folder).save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "theirs"))
-    assert ours.keys() == theirs.keys() == saved_tensors(adapted).keys()
+    with_peft(tiny_vlm, folder).save_pretrained(tmp_path / "reference")
+    exported, expected = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "reference"))
+    assert exported.keys() == expected.keys() == saved_tensors(adapted).keys()
     for name, tensor in saved_tensors(adapted).items():
-        assert torch.equal(ours[name], tensor)
-        assert torch.equal(theirs[name], tensor)
-    ours, theirs = (json.loads((place / "adapter_config.json").read_text()) for place in (folder, tmp_path / "theirs"))
+        assert torch.equal(exported[name], tensor)
+        assert torch.equal(expected[name], tensor)
+    exported, expected = (
+        json.loads((place / "adapter_config.json").read_text()) for place in (folder, tmp_path / "reference")
+    )
     for key in ("base_model_name_or_path", "r", "lora_alpha", "task_type", "peft_type", "bias"):
-        assert ours[key] == theirs[key], key
-    assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
-    assert ours["base_model_name_or_path"] == str(tiny_vlm)
+        assert exported[key] == expected[key], key
+    assert sorted(exported["target_modules"]) == sorted(expected["target_modules"])
+    assert exported["base_model_name_or_path"] == str(tiny_vlm)
 
 
-def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_one_that_is_asked_for(
-    tmp_path: Path, tiny_vlm: Path
-) -> None:
+def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_path: Path, tiny_vlm: Path) -> None:
     base = tmp_path / "base"
     hugging_face(tiny_vlm).bfloat16().save_pretrained(base)
     copy_side_files(tiny_vlm, tmp_path / "side")
@@ -193,7 +193,7 @@ def test_a_large_merged_model_is_written_in_several_files(
         assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / file).items())
 
 
-def test_a_base_model_may_spell_names_as_in_memory_and_hold_a_copy_of_its_tied_head(
+def test_a_base_model_may_use_module_names_and_hold_a_copy_of_its_tied_head(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     published = tiny_model("qwen2_5_vl", tie_word_embeddings=True)
@@ -213,23 +213,23 @@ def test_a_base_model_may_spell_names_as_in_memory_and_hold_a_copy_of_its_tied_h
     assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
-def test_a_base_model_that_has_moved_is_asked_for_and_then_named_in_the_adapter(
+def test_a_base_model_that_has_moved_is_an_error_unless_base_is_given(
     tmp_path: Path, tiny_vlm: Path, adapted: Policy
 ) -> None:
-    was, now = tmp_path / "was", tmp_path / "now"
-    shutil.copytree(tiny_vlm, was)
-    checkpoint = save(tmp_path / "run", was, adapted)
-    was.rename(now)
-    for wish in ({"adapter": True}, {}):
-        with pytest.raises(CheckpointError, match=r"(?s)base model .*/was' is neither a folder.* with --base"):
-            export_checkpoint(checkpoint, None, dtype=None, **wish)
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(tiny_vlm, old)
+    checkpoint = save(tmp_path / "run", old, adapted)
+    old.rename(new)
+    for options in ({"adapter": True}, {}):
+        with pytest.raises(CheckpointError, match=r"(?s)base model .*/old' is neither a folder.* with --base"):
+            export_checkpoint(checkpoint, None, dtype=None, **options)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
-    assert main([str(checkpoint), "--base", str(now)]) == 0
-    assert main([str(checkpoint), "--base", str(now), "--adapter", "--output", str(tmp_path / "mine")]) == 0
-    assert json.loads((tmp_path / "mine" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(now)
+    assert main([str(checkpoint), "--base", str(new)]) == 0
+    assert main([str(checkpoint), "--base", str(new), "--adapter", "--output", str(tmp_path / "adapter")]) == 0
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(new)
 
 
-def test_another_model_is_not_taken_for_the_base(
+def test_a_model_of_other_shapes_is_not_accepted_as_the_base(
     tmp_path: Path, checkpoint: Path, tiny_vlm: Path, tiny_model: Callable[..., Path]
 ) -> None:
     with pytest.raises(CheckpointError, match=r"is not the base model .*lm_head\.weight is missing there"):
@@ -244,38 +244,36 @@ def test_another_model_is_not_taken_for_the_base(
 
 
 @pytest.mark.parametrize(
-    ("edit", "complaint"),
+    ("edit", "message"),
     [
         (lambda config: config["target_modules"].pop(), "peft does not load"),
         (lambda config: config.update(use_rslora=True), "logits differ"),
         (lambda config: config.update(r=8), "fit no weight of this model at rank 8"),
     ],
 )
-def test_an_adapter_that_peft_would_read_in_another_way_fails_the_proof(
-    tmp_path: Path, tiny_vlm: Path, adapted: Policy, edit: Edit, complaint: str
+def test_an_adapter_that_peft_would_apply_differently_fails_verification(
+    tmp_path: Path, tiny_vlm: Path, adapted: Policy, edit: Edit, message: str
 ) -> None:
     checkpoint = save(tmp_path / "run", tiny_vlm, adapted, edit=edit)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         export_checkpoint(checkpoint, None, dtype=None, adapter=True)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
-@pytest.mark.parametrize(("adapter", "culprit"), [(True, "lora_B.weight"), (False, r"gate_proj\.weight")])
+@pytest.mark.parametrize(("adapter", "weight"), [(True, "lora_B.weight"), (False, r"gate_proj\.weight")])
 def test_adapters_that_are_not_finite_are_never_exported(
-    tmp_path: Path, tiny_vlm: Path, adapter: bool, culprit: str
+    tmp_path: Path, tiny_vlm: Path, adapter: bool, weight: str
 ) -> None:
     policy = adapted_policy(tiny_vlm)
     with torch.no_grad():
         adapters_of(policy.model)["model.language_model.layers.0.mlp.gate_proj"].lora_b[3, 1] = float("nan")
     checkpoint = save(tmp_path / "run", tiny_vlm, policy)
-    with pytest.raises(CheckpointError, match=f"{culprit} in the checkpoint holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match=f"{weight} in the checkpoint holds NaN or infinity"):
         export_checkpoint(checkpoint, None, dtype=None, adapter=adapter)
     assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "manifest.json", "progress.json"]
 
 
-def test_merging_as_easyr1_does_gives_a_model_in_place_and_leaves_the_checkpoint_sound(
-    checkpoint: Path, adapted: Policy
-) -> None:
+def test_merging_in_place_as_easyr1_does_keeps_the_checkpoint_valid(checkpoint: Path, adapted: Policy) -> None:
     actor = checkpoint / "actor"
     assert main(["--local_dir", str(actor)]) == 0
     weights, expected = load_file(actor / "huggingface" / "model.safetensors"), dict(adapted.named_weights())
@@ -288,10 +286,10 @@ def test_merging_as_easyr1_does_gives_a_model_in_place_and_leaves_the_checkpoint
     assert (actor / "huggingface" / "model.safetensors").is_file()
 
 
-def test_a_base_model_is_never_replaced_by_what_is_made_of_it(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> None:
+def test_an_export_never_replaces_its_base_model(tmp_path: Path, tiny_vlm: Path, adapted: Policy) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_vlm, base)
-    (base / "trigon_export.json").write_text("{}")  # an export itself, which another export may replace
+    (base / "trigon_export.json").write_text("{}")  # an earlier export, which an export may replace
     checkpoint = save(tmp_path / "run", base, adapted)
     for adapter in (True, False):
         with pytest.raises(CheckpointError, match="holds the base model"):
@@ -300,7 +298,7 @@ def test_a_base_model_is_never_replaced_by_what_is_made_of_it(tmp_path: Path, ti
 
 
 @pytest.mark.parametrize(("option", "value"), [("--adapter", []), ("--base", ["somewhere"])])
-def test_where_there_was_no_lora_its_options_are_refused(
+def test_lora_options_are_an_error_for_a_run_without_lora(
     tmp_path: Path, tiny_vlm: Path, option: str, value: list[str]
 ) -> None:
     policy = Policy(
@@ -315,12 +313,12 @@ def test_where_there_was_no_lora_its_options_are_refused(
         copy_side_files(tiny_vlm, actor / "huggingface")
 
     CheckpointStore(tmp_path, keep=-1).save(5, write=write, progress={}, score=None)
-    with pytest.raises(CheckpointError, match=f"no adapters of LoRA; leave {option} out"):
+    with pytest.raises(CheckpointError, match=f"no LoRA adapter; leave {option} out"):
         main([str(tmp_path), option, *value])
 
 
 @pytest.mark.parametrize("adapter", [True, False])
-def test_exporting_draws_no_random_numbers_of_the_callers(checkpoint: Path, adapter: bool) -> None:
+def test_exporting_does_not_advance_the_random_number_generator(checkpoint: Path, adapter: bool) -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)

@@ -197,7 +197,7 @@ def test_an_unsupported_language_model_raises(folder: Path, tmp_path: Path, insi
 def test_an_unsupported_vision_tower_raises(tiny_model: TinyModel, tmp_path: Path) -> None:
     siglip = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
     message = load_error(tiny_model("llava"), tmp_path, lambda config: config.update(vision_config=siglip))
-    assert "is a 'siglip_vision_model'; known is only 'clip_vision_model'" in message
+    assert "is a 'siglip_vision_model'; only 'clip_vision_model' is supported" in message
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,12 @@ KILL_AT_EVERY_OPERATION = """
         shutil.copytree(top / "before", root)
         child = os.fork()
         if child == 0:
-            left = k
+            remaining = k
             def count(event, args):
-                global left
+                global remaining
                 if event in EVENTS:
-                    left -= 1
-                    if left == 0:
+                    remaining -= 1
+                    if remaining == 0:
                         os.kill(os.getpid(), signal.SIGKILL)
             sys.addaudithook(count)
             save(root, 3)
@@ -79,7 +79,7 @@ KILL_AT_EVERY_OPERATION = """
 
 
 @pytest.mark.parametrize(("best", "place"), [("best", "foreground"), ("no_best", "foreground"), ("best", "background")])
-def test_a_complete_checkpoint_remains_when_a_save_is_killed_at_any_file_operation(tmp_path, best, place):
+def test_a_complete_checkpoint_remains_if_a_save_is_killed_at_any_file_operation(tmp_path, best, place):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILL_AT_EVERY_OPERATION), "1", best, place, str(tmp_path)],
         capture_output=True,

@@ -11,13 +11,9 @@ from typing import get_args
 
 import pytest
 
-from trigon.algorithms.advantages import AdvantageEstimator
-from trigon.algorithms.importance import CorrectionKind
-from trigon.algorithms.kl import SampledKl
-from trigon.algorithms.losses import PolicyLossType
-from trigon.algorithms.reduce import Averaging
 from trigon.cli.train import train
 from trigon.config.load import load_config
+from trigon.names import AdvantageEstimator, CorrectionKind, KlEstimator, LossAveraging, PolicyLossType
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -90,8 +86,8 @@ OTHER_STEPS = {
 CHOICES = {
     "algorithm.adv_estimator": get_args(AdvantageEstimator),
     "worker.actor.loss_type": get_args(PolicyLossType),
-    "worker.actor.loss_avg_mode": get_args(Averaging),
-    "algorithm.kl_penalty": (*get_args(SampledKl), "full"),
+    "worker.actor.loss_avg_mode": get_args(LossAveraging),
+    "algorithm.kl_penalty": get_args(KlEstimator),
     "algorithm.mismatch_correction": get_args(CorrectionKind),
 }
 

@@ -1,4 +1,4 @@
-"""The PromptBuilder that most tests want."""
+"""A PromptBuilder with default arguments for tests."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make_builder(processors: Processors, **changes: Any) -> PromptBuilder:
-    """Return a builder for rows of problem, answer, images and videos, with these arguments changed."""
+    """Return a builder for the columns problem, answer, images and videos."""
     return PromptBuilder(processors, **(DEFAULTS | changes))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from support.oracle import make_group, make_prompt
 from trigon.algorithms.losses import LossSettings
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
@@ -130,7 +130,7 @@ def make_engine(
         placement,
         positions=positions,
         reference=reference,
-        features=FeatureMemory(vision_cache_bytes) if policy.has_frozen_vision else None,
+        features=VisionFeatureCache(vision_cache_bytes) if policy.has_frozen_vision else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Little videos, made with PyAV: a moving gradient, so that no two frames and no two places in one are alike."""
+"""Short videos, encoded with PyAV: a gradient whose frames and pixels all differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def frame(number: int, width: int, height: int) -> np.ndarray:
-    """Return frame `number`, [height, width, 3] uint8: smooth, since codecs blur what is not."""
+    """Return frame `number`, [height, width, 3] uint8; smooth, since codecs blur edges."""
     row, column = np.mgrid[0:height, 0:width]
     red = 40 + 15 * (number % 12) + 0 * row
     return np.stack([red, 30 + 180 * row // height, 30 + 180 * column // width], axis=-1).astype(np.uint8)
@@ -28,7 +28,7 @@ def make_video(
     times: Sequence[int] | None = None,
     first: int = 0,
 ) -> bytes:
-    """Return an encoded video. times: when each frame is shown, in 1/fps seconds; evenly unless given."""
+    """Return an encoded video. times: of each frame, in 1/fps seconds; None: evenly spaced."""
     stream = io.BytesIO()
     with av.open(stream, "w", format=container) as output:
         video = output.add_stream(codec, rate=fps)
@@ -36,9 +36,9 @@ def make_video(
         video.codec_context.time_base = Fraction(1, fps)
         video.codec_context.thread_count = 1  # with several, equal frames are not always encoded to equal bytes
         for number in range(frames):
-            picture = av.VideoFrame.from_ndarray(frame(first + number, width, height), format="rgb24")
-            picture.pts = number if times is None else times[number]
-            picture.time_base = Fraction(1, fps)
-            output.mux(video.encode(picture))
+            encoded_frame = av.VideoFrame.from_ndarray(frame(first + number, width, height), format="rgb24")
+            encoded_frame.pts = number if times is None else times[number]
+            encoded_frame.time_base = Fraction(1, fps)
+            output.mux(video.encode(encoded_frame))
         output.mux(video.encode())
     return stream.getvalue()

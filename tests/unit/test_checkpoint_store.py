@@ -1,3 +1,5 @@
+"""Checkpoints are complete or absent; damaged ones are skipped; saves in the background."""
+
 import errno
 import json
 import subprocess
@@ -10,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trigon.checkpoint.store import CheckpointStore, open_checkpoint, unsealed
+from trigon.checkpoint.manifest import replacing_files
+from trigon.checkpoint.store import CheckpointStore, open_checkpoint
 from trigon.errors import CheckpointError
 
 
@@ -36,16 +39,16 @@ def steps(root):
 
 
 @pytest.fixture
-def heard():
+def messages():
     return []
 
 
 @pytest.fixture
-def store(tmp_path, heard):
-    return CheckpointStore(tmp_path / "run", keep=-1, warn=heard.append)
+def store(tmp_path, messages):
+    return CheckpointStore(tmp_path / "run", keep=-1, warn=messages.append)
 
 
-def test_what_was_saved_comes_back(store, tmp_path):
+def test_a_saved_checkpoint_is_read_back(store, tmp_path):
     saved = save(store, 5, score=0.75)
     assert saved == store.latest()
     assert saved.folder == tmp_path / "run" / "global_step_5"
@@ -70,12 +73,12 @@ def test_every_file_is_in_the_manifest_with_its_size_and_hash(store):
     assert files["actor/huggingface/config.json"] == {"bytes": 22, "sha256": digest}
 
 
-def test_no_checkpoint_at_all_is_none(store):
+def test_latest_and_best_of_an_empty_store_are_none(store):
     assert store.latest() is None
     assert store.best() is None
 
 
-def test_the_tracker_names_the_last_and_the_best_as_easyr1_does(store, tmp_path):
+def test_the_tracker_has_the_last_and_the_best_step_in_easyr1s_format(store, tmp_path):
     for step, score in ((1, 0.25), (2, 0.5), (3, 0.5), (4, None), (5, float("nan"))):
         save(store, step, score=score)
     assert json.loads((tmp_path / "run" / "checkpoint_tracker.json").read_text()) == {
@@ -95,7 +98,7 @@ def test_a_step_that_was_not_validated_is_never_the_best(store, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keep", "scores", "left"),
+    ("keep", "scores", "remaining"),
     [
         (1, [None, None, None], [3]),
         (1, [0.9, 0.1, 0.2], [1, 3]),  # the best and the newest
@@ -107,14 +110,14 @@ def test_a_step_that_was_not_validated_is_never_the_best(store, tmp_path):
         (-1, [None, None, None], [1, 2, 3]),
     ],
 )
-def test_old_ones_are_pruned_but_never_the_newest_or_the_best(tmp_path, keep, scores, left):
+def test_old_checkpoints_are_removed_but_never_the_newest_or_the_best(tmp_path, keep, scores, remaining):
     store = CheckpointStore(tmp_path, keep=keep)
     for step, score in enumerate(scores, start=1):
         save(store, step, score=score)
-    assert steps(tmp_path) == left
+    assert steps(tmp_path) == remaining
 
 
-def test_retention_is_enforced_after_a_resume_with_a_lower_limit(tmp_path):
+def test_a_lower_limit_applies_after_a_resume(tmp_path):
     for step in range(1, 6):
         save(CheckpointStore(tmp_path, keep=-1), step)
     save(CheckpointStore(tmp_path, keep=2), 6)
@@ -135,17 +138,17 @@ def truncate(path: Path):
 @pytest.mark.parametrize(
     "name", ["actor/weights/shard.safetensors", "actor/optimizer/shard.safetensors", "progress.json", "manifest.json"]
 )
-def test_a_damaged_newest_falls_back_to_the_previous_good_one_loudly(store, heard, damage, name):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_with_a_warning(store, messages, damage, name):
     save(store, 1)
     damage(save(store, 2).folder / name)
     assert store.latest().step == 1
-    assert len(heard) == 1
-    assert "DAMAGED CHECKPOINT" in heard[0]
-    assert "global_step_2" in heard[0]
-    assert "global_step_1, is used" in heard[0]
+    assert len(messages) == 1
+    assert "DAMAGED CHECKPOINT" in messages[0]
+    assert "global_step_2" in messages[0]
+    assert "global_step_1, is used" in messages[0]
 
 
-def test_a_damaged_one_named_by_the_user_is_an_error(store):
+def test_a_damaged_checkpoint_named_by_the_user_is_an_error(store):
     save(store, 1)
     folder = save(store, 2).folder
     flip_a_byte(folder / "actor" / "weights" / "shard.safetensors")
@@ -153,7 +156,7 @@ def test_a_damaged_one_named_by_the_user_is_an_error(store):
         open_checkpoint(folder, resumable=True)
 
 
-def test_when_all_are_damaged_a_run_does_not_silently_start_anew(store):
+def test_an_error_is_raised_if_all_checkpoints_are_damaged(store):
     for step in (1, 2):
         truncate(save(store, step).actor / "weights" / "shard.safetensors")
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
@@ -161,7 +164,7 @@ def test_when_all_are_damaged_a_run_does_not_silently_start_anew(store):
 
 
 @pytest.mark.parametrize("tracker", [None, '{"last_global_step": 1', '{"last_global_step": 99}'])
-def test_a_missing_torn_or_late_tracker_costs_nothing(store, tmp_path, tracker):
+def test_a_missing_truncated_or_outdated_tracker_has_no_effect(store, tmp_path, tracker):
     save(store, 1, score=0.5)
     save(store, 2, score=0.25)
     path = tmp_path / "run" / "checkpoint_tracker.json"
@@ -172,7 +175,7 @@ def test_a_missing_torn_or_late_tracker_costs_nothing(store, tmp_path, tracker):
     assert json.loads(path.read_text())["best_global_step"] == 1
 
 
-def test_a_disk_that_fills_while_writing_leaves_the_previous_one_and_no_trace(store, tmp_path):
+def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint_only(store, tmp_path):
     save(store, 1)
 
     def write(actor: Path):
@@ -185,7 +188,7 @@ def test_a_disk_that_fills_while_writing_leaves_the_previous_one_and_no_trace(st
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_1"]
 
 
-def test_any_other_failure_of_the_writer_is_passed_on_and_leaves_no_trace(store, tmp_path):
+def test_any_other_failure_of_the_writer_is_raised_and_leaves_no_files(store, tmp_path):
     def write(actor: Path):
         raise KeyboardInterrupt
 
@@ -194,12 +197,12 @@ def test_any_other_failure_of_the_writer_is_passed_on_and_leaves_no_trace(store,
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_disk_without_room_is_refused_before_writing_and_both_numbers_are_named(store):
+def test_check_space_names_the_needed_and_the_free_bytes(store):
     with pytest.raises(CheckpointError, match=r"needs about 9(,000){6} bytes, but the disk .* has [\d,]+ free"):
         store.check_space(9 * 10**18)
 
 
-def test_leftovers_of_dead_runs_are_removed_at_the_next_save(store, tmp_path):
+def test_leftovers_of_interrupted_runs_are_removed_at_the_next_save(store, tmp_path):
     for name in (".saving_global_step_9", ".removing_global_step_1"):
         (tmp_path / "run" / name / "actor").mkdir(parents=True)
         (tmp_path / "run" / name / "actor" / "state.json").write_bytes(b"old")
@@ -208,19 +211,19 @@ def test_leftovers_of_dead_runs_are_removed_at_the_next_save(store, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_2"]
 
 
-def test_saving_a_step_twice_is_refused_and_harms_nothing(store):
+def test_saving_a_step_twice_is_an_error_and_keeps_the_first(store):
     save(store, 1)
     with pytest.raises(CheckpointError, match="exists already"):
         save(store, 1)
     assert store.latest().step == 1
 
 
-def test_going_back_sets_later_checkpoints_aside(store, tmp_path, heard):
+def test_rewind_moves_later_checkpoints_away(store, tmp_path, messages):
     for step in (1, 2, 3):
         save(store, step, score=step / 10)
     store.rewind(1)
     assert store.latest().step == store.best().step == 1
-    assert len(heard) == 2
+    assert len(messages) == 2
     save(store, 2)
     store.rewind(1)
     assert steps(tmp_path / "run") == [1]
@@ -232,7 +235,7 @@ def test_going_back_sets_later_checkpoints_aside(store, tmp_path, heard):
     assert open_checkpoint(tmp_path / "run" / "set_aside" / "global_step_3", resumable=True).score == 0.3
 
 
-def test_a_model_only_checkpoint_says_that_it_cannot_be_resumed(store):
+def test_a_model_only_checkpoint_cannot_be_resumed(store):
     folder = save(store, 1, optimizer=False).folder
     with pytest.raises(CheckpointError, match="save_model_only"):
         store.latest()
@@ -241,13 +244,13 @@ def test_a_model_only_checkpoint_says_that_it_cannot_be_resumed(store):
     assert store.latest(resumable=False).step == 1
 
 
-def test_reading_weights_alone_does_not_mind_a_damaged_optimizer(store):
+def test_a_damaged_optimizer_does_not_prevent_reading_the_weights(store):
     folder = save(store, 1).folder
     flip_a_byte(folder / "actor" / "optimizer" / "shard.safetensors")
     assert open_checkpoint(folder, resumable=False).step == 1
 
 
-def test_a_path_that_is_no_checkpoint_is_named_with_what_it_holds(store, tmp_path):
+def test_an_error_for_a_run_folder_lists_its_checkpoints(store, tmp_path):
     save(store, 1)
     with pytest.raises(CheckpointError, match="it holds global_step_1: name one of them"):
         open_checkpoint(tmp_path / "run", resumable=True)
@@ -255,28 +258,28 @@ def test_a_path_that_is_no_checkpoint_is_named_with_what_it_holds(store, tmp_pat
         open_checkpoint(tmp_path / "nowhere", resumable=True)
 
 
-def test_a_copy_under_another_name_is_accepted_but_another_number_is_not(store, tmp_path):
+def test_a_renamed_checkpoint_is_accepted_unless_the_name_says_another_step(store, tmp_path):
     folder = save(store, 5).folder
     assert open_checkpoint(folder.rename(tmp_path / "the_good_one"), resumable=True).step == 5
     with pytest.raises(CheckpointError, match="holds step 5"):
         open_checkpoint((tmp_path / "the_good_one").rename(tmp_path / "global_step_6"), resumable=True)
 
 
-def test_a_folder_of_pickles_is_recognized(tmp_path):
+def test_pickled_checkpoints_of_easyr1_are_recognized(tmp_path):
     (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
     (tmp_path / "global_step_5" / "actor" / "model_world_size_1_rank_0.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pickled \.pt files"):
         open_checkpoint(tmp_path / "global_step_5", resumable=True)
 
 
-def test_an_unsealed_file_may_change_and_a_crash_meanwhile_leaves_the_checkpoint_sound(store):
+def test_files_may_be_replaced_and_a_crash_meanwhile_leaves_a_valid_checkpoint(store):
     folder = save(store, 5).folder
     config = folder / "actor" / "huggingface" / "config.json"
-    crashed = unsealed(folder, ("actor/huggingface/config.json",))
+    crashed = replacing_files(folder, ("actor/huggingface/config.json",))
     crashed.__enter__()
     config.write_text("{}")
     assert open_checkpoint(folder, resumable=True).step == 5
-    with unsealed(folder, ("actor/huggingface/config.json",)):
+    with replacing_files(folder, ("actor/huggingface/config.json",)):
         config.write_text('{"model_type": "other"}')
     assert open_checkpoint(folder, resumable=True).step == 5
     config.write_text('{"model_type": "their"}')
@@ -284,11 +287,11 @@ def test_an_unsealed_file_may_change_and_a_crash_meanwhile_leaves_the_checkpoint
         open_checkpoint(folder, resumable=True)
 
 
-# -- in the background --------------------------------------------------------------------------------------------
+# Saves in the background
 
 
-class HeldWriter:
-    """Takes its copies at once, and writes them when it is let; or fails then."""
+class BlockedWriter:
+    """Copies at once, but writes, or fails, only after `go` is set."""
 
     def __init__(self, value, *, failure=None):
         self.value = value
@@ -308,71 +311,71 @@ class HeldWriter:
 
 
 @pytest.fixture
-def behind(tmp_path, heard):
-    """A store that saves in the background, of which every save is let go at the end."""
-    return CheckpointStore(tmp_path / "run", keep=-1, background=True, warn=heard.append)
+def background_store(tmp_path, messages):
+    """A store that saves in the background."""
+    return CheckpointStore(tmp_path / "run", keep=-1, background=True, warn=messages.append)
 
 
-def hold(store, step, progress=None, **options):
-    held = HeldWriter(step, **options)
-    store.save(step, write=held, progress={} if progress is None else progress, score=step / 10)
-    return held
+def start_save(store, step, progress=None, **options):
+    blocked = BlockedWriter(step, **options)
+    store.save(step, write=blocked, progress={} if progress is None else progress, score=step / 10)
+    return blocked
 
 
-def test_a_save_in_the_background_is_not_there_until_it_is_whole(behind, tmp_path):
-    held = hold(behind, 1)
-    behind.check()
+def test_a_background_save_is_invisible_until_it_is_complete(background_store, tmp_path):
+    blocked = start_save(background_store, 1)
+    background_store.check()
     assert steps(tmp_path / "run") == []
-    held.go.set()
-    behind.wait()
+    blocked.go.set()
+    background_store.wait()
     assert steps(tmp_path / "run") == [1]
-    assert held.thread is not threading.main_thread()
+    assert blocked.thread is not threading.main_thread()
     assert json.loads((tmp_path / "run" / "checkpoint_tracker.json").read_text())["last_global_step"] == 1
 
 
-def test_a_save_in_the_foreground_is_done_when_it_returns(store, tmp_path):
-    held = HeldWriter(1)
-    held.go.set()
-    store.save(1, write=held, progress={}, score=None)
+def test_a_foreground_save_is_complete_when_it_returns(store, tmp_path):
+    blocked = BlockedWriter(1)
+    blocked.go.set()
+    store.save(1, write=blocked, progress={}, score=None)
     assert steps(tmp_path / "run") == [1]
-    assert held.thread is threading.main_thread()
+    assert blocked.thread is threading.main_thread()
 
 
-def test_what_a_writer_wrote_at_once_is_published_in_the_background(behind):
-    behind.save(1, write=writer(1), progress={}, score=None)
-    behind.wait()
-    assert open_checkpoint(behind.latest().folder, resumable=True).step == 1
+def test_files_written_at_once_are_published_in_the_background(background_store):
+    background_store.save(1, write=writer(1), progress={}, score=None)
+    background_store.wait()
+    assert open_checkpoint(background_store.latest().folder, resumable=True).step == 1
 
 
-def test_progress_is_taken_at_the_moment_of_the_save(behind):
+def test_progress_is_copied_when_save_is_called(background_store):
     progress = {"next_prompt": 8}
-    held = hold(behind, 1, progress)
+    blocked = start_save(background_store, 1, progress)
     progress["next_prompt"] = 16
-    held.go.set()
-    assert behind.latest().progress == {"next_prompt": 8}
+    blocked.go.set()
+    assert background_store.latest().progress == {"next_prompt": 8}
 
 
-def let_go_soon(held):
-    threading.Timer(0.2, held.go.set).start()
+def unblock_soon(blocked):
+    threading.Timer(0.2, blocked.go.set).start()
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda store: store.latest().step,
         lambda store: store.best().step,
         lambda store: store.rewind(2) or store.latest().step,
-        lambda store: hold(store, 3).go.set() or store.latest().step - 1,
+        lambda store: start_save(store, 3).go.set() or store.latest().step - 1,
     ],
 )
-def test_whoever_asks_for_checkpoints_waits_for_the_one_in_hand(behind, ask):
-    save(behind, 1)
-    held = hold(behind, 2)
-    let_go_soon(held)
-    assert ask(behind) == 2
+def test_reading_checkpoints_waits_for_the_save_in_the_background(background_store, call):
+    save(background_store, 1)
+    blocked = start_save(background_store, 2)
+    unblock_soon(blocked)
+    assert call(background_store) == 2
 
 
-@pytest.mark.parametrize("surface", ["wait", "latest", "next save"])
+@pytest.mark.parametrize("raised_by", ["wait", "latest", "next save"])
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
@@ -382,48 +385,54 @@ def test_whoever_asks_for_checkpoints_waits_for_the_one_in_hand(behind, ask):
         (ValueError("a bug"), r"the checkpoint of step 2 could not be saved: ValueError\('a bug'\)"),
     ],
 )
-def test_a_failure_in_the_background_surfaces_once_and_earlier_ones_stay(behind, tmp_path, surface, failure, message):
-    save(behind, 1)
-    hold(behind, 2, failure=failure).go.set()
+def test_a_failed_background_save_is_raised_once_and_earlier_checkpoints_stay(
+    background_store, tmp_path, raised_by, failure, message
+):
+    save(background_store, 1)
+    start_save(background_store, 2, failure=failure).go.set()
     with pytest.raises(CheckpointError, match=message):
-        {"wait": behind.wait, "latest": behind.latest, "next save": lambda: save(behind, 3)}[surface]()
-    behind.wait()
+        {
+            "wait": background_store.wait,
+            "latest": background_store.latest,
+            "next save": lambda: save(background_store, 3),
+        }[raised_by]()
+    background_store.wait()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_1"]
-    assert save(behind, 3).step == 3
+    assert save(background_store, 3).step == 3
 
 
-def test_a_failure_that_is_known_is_raised_without_waiting(behind):
-    held = hold(behind, 1, failure=CheckpointError("rank 1 is gone"))
-    behind.check()  # it has not failed yet
-    held.go.set()
+def test_check_raises_a_failure_without_waiting(background_store):
+    blocked = start_save(background_store, 1, failure=CheckpointError("rank 1 is gone"))
+    background_store.check()  # it has not failed yet
+    blocked.go.set()
     with pytest.raises(CheckpointError, match="rank 1 is gone"):  # noqa: PT012
         for _ in range(600):
-            behind.check()
+            background_store.check()
             threading.Event().wait(0.1)
-    behind.check()
+    background_store.check()
 
 
-def test_the_end_of_a_run_waits_for_the_save_in_hand_whatever_ends_it(behind, tmp_path, heard):
-    with behind.settled():
-        let_go_soon(hold(behind, 1))
+def test_wait_on_exit_waits_for_the_save_also_after_an_error(background_store, tmp_path, messages):
+    with background_store.wait_on_exit():
+        unblock_soon(start_save(background_store, 1))
     assert steps(tmp_path / "run") == [1]
-    let_go_soon(hold(behind, 2))
-    with pytest.raises(KeyboardInterrupt), behind.settled():
+    unblock_soon(start_save(background_store, 2))
+    with pytest.raises(KeyboardInterrupt), background_store.wait_on_exit():
         raise KeyboardInterrupt
     assert steps(tmp_path / "run") == [1, 2]
-    assert heard == []
+    assert messages == []
 
 
-def test_a_run_ends_by_its_own_error_and_that_of_the_save_is_told(behind, heard):
-    hold(behind, 1, failure=CheckpointError("rank 1 is gone")).go.set()
-    with pytest.raises(ZeroDivisionError), behind.settled():
+def test_an_error_of_the_run_is_raised_in_preference_to_that_of_the_save(background_store, messages):
+    start_save(background_store, 1, failure=CheckpointError("rank 1 is gone")).go.set()
+    with pytest.raises(ZeroDivisionError), background_store.wait_on_exit():
         raise ZeroDivisionError
-    assert heard == ["rank 1 is gone"]
-    with pytest.raises(CheckpointError, match="rank 2 is gone"), behind.settled():
-        hold(behind, 1, failure=CheckpointError("rank 2 is gone")).go.set()
+    assert messages == ["rank 1 is gone"]
+    with pytest.raises(CheckpointError, match="rank 2 is gone"), background_store.wait_on_exit():
+        start_save(background_store, 1, failure=CheckpointError("rank 2 is gone")).go.set()
 
 
-FORGETFUL = """
+SAVE_WITHOUT_WAITING = """
     import sys, time
     from pathlib import Path
     from trigon.checkpoint.store import CheckpointStore
@@ -443,7 +452,7 @@ FORGETFUL = """
 
 @pytest.mark.parametrize(("ending", "code"), [("normal", 0), ("error", 1)])
 def test_a_process_does_not_end_before_its_save_is_published(store, tmp_path, ending, code):
-    command = [sys.executable, "-c", textwrap.dedent(FORGETFUL), str(tmp_path / "run"), ending]
+    command = [sys.executable, "-c", textwrap.dedent(SAVE_WITHOUT_WAITING), str(tmp_path / "run"), ending]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.strip()) == (code, "the end" if code else "")
     assert store.latest(resumable=False).step == 1

@@ -1,4 +1,4 @@
-"""Every row is looked at before anything begins: the good ones are numbered, the bad ones named and counted."""
+"""Opening a dataset scans every row: usable rows are numbered, bad ones named and counted."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def good(number):
     return [png(56 + number, 56, seed=number)], f"<image>What is {number}?", str(number)
 
 
-def look(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction=0.0, on_progress=None, **changes):
+def scan(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction=0.0, on_progress=None, **changes):
     return open_prompts(
         str(spec),
         make_builder(processors, **changes),
@@ -68,33 +68,33 @@ def look(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction
     )
 
 
-def test_a_dataset_becomes_prompts(processors, tmp_path):
+def test_rows_become_prompts(processors, tmp_path):
     path = write_parquet(tmp_path / "geometry.parquet", [good(i) for i in range(5)])
-    prompts = look(path, processors)
+    prompts = scan(path, processors)
     assert len(prompts) == prompts.num_rows == 5
     assert [prompt.prompt_id for prompt in prompts] == [f"geometry:{i}" for i in range(5)]
     assert [prompt.ground_truth for prompt in prompts] == ["0", "1", "2", "3", "4"]
     assert tuple(len(prompt.token_ids) for prompt in prompts) == prompts.prompt_lengths
     assert prompts[3].image_refs == ("geometry:3/images/0",)
-    assert prompts.report == {}
+    assert prompts.num_skipped == {}
 
 
-def test_looking_decodes_but_does_not_process(processors, tmp_path):
-    prompts = look(write_parquet(tmp_path / "x.parquet", [good(0), good(1)]), processors)
+def test_scanning_decodes_but_does_not_process(processors, tmp_path):
+    prompts = scan(write_parquet(tmp_path / "x.parquet", [good(0), good(1)]), processors)
     assert prompts.builder.image_processor.calls == 0
     prompts[0]
     assert prompts.builder.image_processor.calls == 1
 
 
-def test_progress_is_heard_to_the_end(processors, tmp_path):
-    heard = []
+def test_progress_is_reported_to_the_end(processors, tmp_path):
+    reported = []
     path = write_parquet(tmp_path / "x.parquet", [([], f"{i}?", "1") for i in range(100)])
-    look(path, processors, on_progress=lambda done, total: heard.append((done, total)))
-    assert heard[-1] == (100, 100)
-    assert heard == sorted(heard)
+    scan(path, processors, on_progress=lambda done, total: reported.append((done, total)))
+    assert reported[-1] == (100, 100)
+    assert reported == sorted(reported)
 
 
-def test_bad_rows_are_set_aside_counted_and_named(processors, tmp_path):
+def test_bad_rows_are_skipped_counted_and_named(processors, tmp_path):
     rows = [
         good(0),
         ([png()[:-2000]], "<image>?", "1"),
@@ -108,9 +108,9 @@ def test_bad_rows_are_set_aside_counted_and_named(processors, tmp_path):
         ([], "x" * 2000, "1"),
         good(10),
     ]
-    prompts = look(write_parquet(tmp_path / "x.parquet", rows), processors, max_bad_row_fraction=0.7)
+    prompts = scan(write_parquet(tmp_path / "x.parquet", rows), processors, max_bad_row_fraction=0.7)
     assert prompts.row_indices == (0, 2, 10)
-    assert prompts.report == {
+    assert prompts.num_skipped == {
         "image_unreadable": 2,
         "markers": 1,
         "image_pixels": 1,
@@ -125,32 +125,32 @@ def test_bad_rows_are_set_aside_counted_and_named(processors, tmp_path):
     assert [prompt.prompt_id for prompt in prompts] == ["x:0", "x:2", "x:10"]
 
 
-def test_too_many_bad_rows_are_refused(processors, tmp_path):
+def test_too_many_bad_rows_are_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [good(0), ([png()], "no marker", "1"), good(2), good(3)])
-    assert len(look(path, processors, max_bad_row_fraction=0.25)) == 3
+    assert len(scan(path, processors, max_bad_row_fraction=0.25)) == 3
     with pytest.raises(DataError) as caught:
-        look(path, processors, max_bad_row_fraction=0.24)
+        scan(path, processors, max_bad_row_fraction=0.24)
     assert "1 of 4 rows cannot be used, more than data.max_bad_row_fraction=0.24 allows" in str(caught.value)
     assert "1 x markers: x:1: <image> markers in the text: 0, images: 1" in str(caught.value)
 
 
-def test_overlong_rows_are_filtered_or_refused(processors, tmp_path):
+def test_overlong_rows_are_skipped_or_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [good(0), ([], "x" * 2000, "1")])
-    prompts = look(path, processors)
-    assert prompts.report == {"overlong": 1}
+    prompts = scan(path, processors)
+    assert prompts.num_skipped == {"overlong": 1}
     with pytest.raises(
         DataError, match=r"1 of 2 prompts are too long \(x:1: .* more than max_prompt_length=512\); raise"
     ):
-        look(path, processors, filter_overlong_prompts=False)
+        scan(path, processors, filter_overlong_prompts=False)
 
 
-def test_a_dataset_of_which_nothing_is_left_is_refused(processors, tmp_path):
+def test_a_dataset_without_usable_rows_is_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([], "x" * 2000, "1")])
     with pytest.raises(DataError, match="none of its 1 rows can be used"):
-        look(path, processors)
+        scan(path, processors)
 
 
-def test_mixed_rows_and_further_columns(processors, tmp_path):
+def test_rows_with_and_without_images_and_additional_columns(processors, tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "a.png").write_bytes(png())
     rows = [
@@ -158,44 +158,44 @@ def test_mixed_rows_and_further_columns(processors, tmp_path):
         {"images": [], "problem": "1 + 1?", "answer": 2, "level": {"hard": False}},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = look(tmp_path / "rows.jsonl", processors)
+    prompts = scan(tmp_path / "rows.jsonl", processors)
     assert prompts[0].vision is not None
     assert prompts[0].image_refs == ("rows:0/images/0 (a.png)",)
     assert prompts[1].vision is None
     assert prompts[1].row == {"problem": "1 + 1?", "answer": 2, "level": {"hard": False}}
 
 
-def test_chat_messages_survive_the_table(processors, tmp_path):
+def test_chat_messages_are_read_from_parquet(processors, tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>?"}]
     datasets.Dataset.from_list([{"images": [{"bytes": png()}], "problem": messages, "answer": "1"}]).to_parquet(
         tmp_path / "x.parquet"
     )
-    assert look(tmp_path / "x.parquet", processors)[0].text == "system: Be brief.\n\nuser: <image>?"
+    assert scan(tmp_path / "x.parquet", processors)[0].text == "system: Be brief.\n\nuser: <image>?"
 
 
-def test_a_missing_column_is_refused_at_once(processors, tmp_path):
+def test_a_missing_column_is_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [good(0)])
     with pytest.raises(DataError, match=r"no column 'prompt', only answer, images, problem; did you mean"):
-        look(path, processors, prompt_key="prompt")
+        scan(path, processors, prompt_key="prompt")
 
 
-def test_overlooked_images_are_refused(processors, tmp_path):
+def test_images_in_another_column_are_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1")])
     with pytest.raises(DataError, match=r"no column 'image', but images in 'images'; set data\.image_key=images"):
-        look(path, processors, image_key="image")
+        scan(path, processors, image_key="image")
 
 
-def test_images_for_a_text_model_are_refused(tiny_model, tmp_path):
+def test_images_for_a_text_model_are_an_error(tiny_model, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([], "1 + 1?", "2"), good(1)])
-    with pytest.raises(DataError, match="x:1 has images in column 'images', but a llama model sees none"):
-        look(path, load_processors(str(tiny_model("llama"))), max_bad_row_fraction=1.0)
+    with pytest.raises(DataError, match="x:1 has images in column 'images', but a llama model takes none"):
+        scan(path, load_processors(str(tiny_model("llama"))), max_bad_row_fraction=1.0)
 
 
-def test_the_fingerprint_names_the_content_and_not_the_place(processors, tmp_path):
+def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(processors, tmp_path):
     rows = [good(0), good(1)]
     (tmp_path / "moved").mkdir()
-    fingerprint = look(write_parquet(tmp_path / "x.parquet", rows), processors).fingerprint
-    assert look(write_parquet(tmp_path / "moved" / "y.parquet", rows), processors).fingerprint == fingerprint
+    fingerprint = scan(write_parquet(tmp_path / "x.parquet", rows), processors).fingerprint
+    assert scan(write_parquet(tmp_path / "moved" / "y.parquet", rows), processors).fingerprint == fingerprint
     others = [
         [good(1), good(0)],
         [good(0), good(2)],
@@ -204,14 +204,14 @@ def test_the_fingerprint_names_the_content_and_not_the_place(processors, tmp_pat
     ]
     for number, other in enumerate(others):
         path = write_parquet(tmp_path / f"other{number}.parquet", other)
-        assert look(path, processors).fingerprint != fingerprint
+        assert scan(path, processors).fingerprint != fingerprint
 
 
-def test_a_row_that_breaks_later_is_named(processors, tmp_path):
+def test_a_row_that_becomes_unusable_later_is_named(processors, tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     row = {"images": ["a.png"], "problem": "<image>?", "answer": "1"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    prompts = look(tmp_path / "rows.jsonl", processors)
+    prompts = scan(tmp_path / "rows.jsonl", processors)
     (tmp_path / "a.png").unlink()
     with pytest.raises(UnusableRow) as caught:
         prompts[0]
@@ -219,7 +219,7 @@ def test_a_row_that_breaks_later_is_named(processors, tmp_path):
     assert str(caught.value).startswith("rows:0/images/0 (a.png): no such file")
 
 
-def test_videos_in_another_column_are_not_overlooked(processors, tmp_path):
+def test_videos_in_another_column_are_an_error(processors, tmp_path):
     features = datasets.Features(
         {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "clips": [datasets.Video()]}
     )
@@ -227,13 +227,13 @@ def test_videos_in_another_column_are_not_overlooked(processors, tmp_path):
     path = tmp_path / "train.parquet"
     datasets.Dataset.from_list(rows, features=features).to_parquet(path)
     with pytest.raises(DataError, match=r"no column 'videos', but videos in 'clips'; set data\.video_key=clips"):
-        look(path, processors)
-    prompts = look(path, processors, video_key="clips")
+        scan(path, processors)
+    prompts = scan(path, processors, video_key="clips")
     assert prompts[0].vision.kind == "video"
     assert prompts[0].image_refs == ("train:0/clips/0",)
 
 
-def test_bad_videos_are_set_aside_with_a_count(processors, tmp_path):
+def test_bad_videos_are_skipped_and_counted(processors, tmp_path):
     (tmp_path / "good.mp4").write_bytes(make_video())
     (tmp_path / "bad.mp4").write_bytes(make_video()[:700])
     rows = [
@@ -242,7 +242,7 @@ def test_bad_videos_are_set_aside_with_a_count(processors, tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = look(path, processors, max_bad_row_fraction=0.6)
+    prompts = scan(path, processors, max_bad_row_fraction=0.6)
     assert prompts.row_indices == (0, 4)
-    assert prompts.report == {"video_unreadable": 1, "video_missing": 1, "video_outside": 1}
+    assert prompts.num_skipped == {"video_unreadable": 1, "video_missing": 1, "video_outside": 1}
     assert prompts.builder.video_processor.calls == 0

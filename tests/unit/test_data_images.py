@@ -1,4 +1,4 @@
-"""Images of every careless and hostile kind: each is measured and decoded alike, or refused with its reason."""
+"""Images of all formats, damaged ones too: size and decoded image agree, or both fail."""
 
 import io
 import os
@@ -25,8 +25,8 @@ def encoded(image, format, **options):
     return stream.getvalue()
 
 
-def picture(width=6, height=4):
-    """Red, with one blue pixel at the top left."""
+def sample_image(width=6, height=4):
+    """Return a red image with one blue pixel at the top left."""
     image = Image.new("RGB", (width, height), (255, 0, 0))
     image.putpixel((0, 0), (0, 0, 255))
     return image
@@ -44,13 +44,13 @@ def file_of(source, image_dir=None):
     return encoded_image(source, where="train:0/images/0", image_dir=image_dir, max_pixels=MAX_PIXELS)
 
 
-def refusal(source, image_dir=None):
-    """Return (reason, message), having checked that decoding is refused too."""
-    with pytest.raises(UnusableRow) as by_opening:
+def rejection(source, image_dir=None):
+    """Return (reason, message) of the error that decoding raises."""
+    with pytest.raises(UnusableRow) as caught:
         opened(source, image_dir)
-    assert isinstance(by_opening.value, BadRow)
-    assert str(by_opening.value).startswith("train:0/images/0")
-    return by_opening.value.reason, str(by_opening.value)
+    assert isinstance(caught.value, BadRow)
+    assert str(caught.value).startswith("train:0/images/0")
+    return caught.value.reason, str(caught.value)
 
 
 def pixels(image):
@@ -60,8 +60,8 @@ def pixels(image):
 # Sources
 
 
-def test_every_kind_of_source_gives_the_same_image(tmp_path):
-    image = picture()
+def test_every_type_of_source_gives_the_same_image(tmp_path):
+    image = sample_image()
     data = encoded(image, "PNG")
     (tmp_path / "figure.png").write_bytes(data)
     sources = [
@@ -86,19 +86,19 @@ def test_opening_does_not_change_a_pil_image():
     assert pixels(image) == [[[0, 0, 0, 0]] * 2] * 2
 
 
-def test_an_image_is_called_by_its_file_name():
+def test_the_file_name_of_an_image():
     assert file_name("figures/a.png") == "a.png"
     assert file_name({"bytes": b"...", "path": "b.png"}) == "b.png"
     assert file_name({"bytes": b"...", "path": None}) == ""
     assert file_name(b"...") == ""
-    assert file_name(picture()) == ""
+    assert file_name(sample_image()) == ""
 
 
 # Files
 
 
-def test_the_file_behind_an_image_comes_byte_for_byte(tmp_path):
-    data = encoded(picture(), "JPEG", exif=b"Exif\x00\x00nonsense")
+def test_the_encoded_file_is_returned_byte_for_byte(tmp_path):
+    data = encoded(sample_image(), "JPEG", exif=b"Exif\x00\x00nonsense")
     (tmp_path / "figure.jpg").write_bytes(data)
     for source in (data, bytearray(data), {"bytes": data, "path": "elsewhere"}, {"path": "figure.jpg"}, "figure.jpg"):
         found = file_of(source, tmp_path)
@@ -106,31 +106,31 @@ def test_the_file_behind_an_image_comes_byte_for_byte(tmp_path):
         assert found == data
 
 
-def picture_from(data):
+def image_from(data):
     return Image.open(io.BytesIO(data))
 
 
 def pil_images():
     random = np.random.RandomState(0)
     noise = Image.fromarray(random.randint(0, 255, (12, 16, 3), dtype=np.uint8))
-    turned = Image.Exif()
-    turned[0x0112] = 6
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 40, 50, 60])
     return {
         "plain": noise,
-        "turned": picture_from(encoded(noise, "JPEG", exif=turned)),
-        "with a colour profile": picture_from(encoded(noise, "PNG", icc_profile=b"profile" * 100)),
-        "one colour transparent": picture_from(encoded(noise, "PNG", transparency=noise.getpixel((0, 0)))),
+        "rotated": image_from(encoded(noise, "JPEG", exif=rotated)),
+        "with a colour profile": image_from(encoded(noise, "PNG", icc_profile=b"profile" * 100)),
+        "one colour transparent": image_from(encoded(noise, "PNG", transparency=noise.getpixel((0, 0)))),
         "transparent": Image.fromarray(random.randint(0, 255, (12, 16, 4), dtype=np.uint8)),
-        "palette, transparent": picture_from(encoded(palette, "PNG", transparency=0)),
+        "palette, transparent": image_from(encoded(palette, "PNG", transparency=0)),
         "16 bits": Image.fromarray(random.randint(0, 65535, (4, 4), dtype=np.uint16)),
-        "two frames": picture_from(encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(180)])),
+        "two frames": image_from(encoded(noise, "GIF", save_all=True, append_images=[noise.rotate(180)])),
     }
 
 
 @pytest.mark.parametrize("kind", list(pil_images()))
-def test_an_image_without_a_file_gets_one_that_opens_as_the_same_image(kind):
+def test_a_pil_image_is_encoded_to_a_file_that_decodes_to_the_same_image(kind):
     image = pil_images()[kind]
     expected = opened(image)
     found = file_of(image)
@@ -140,7 +140,7 @@ def test_an_image_without_a_file_gets_one_that_opens_as_the_same_image(kind):
     assert b"profile" not in found
 
 
-def test_a_file_is_refused_by_its_header(tmp_path):
+def test_a_file_is_rejected_by_its_header(tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "large.png").write_bytes(png_header(1001, 1001))
     expected = {
@@ -158,19 +158,19 @@ def test_a_file_is_refused_by_its_header(tmp_path):
         assert str(caught.value).startswith("train:0/images/0")
 
 
-def test_a_file_is_not_decoded():
+def test_encoding_a_file_does_not_decode_it():
     data = encoded(Image.fromarray(np.random.RandomState(0).randint(0, 255, (64, 64, 3), dtype=np.uint8)), "PNG")
     cut = data[: len(data) // 2]
-    assert refusal(cut)[0] == "image_unreadable"
+    assert rejection(cut)[0] == "image_unreadable"
     assert file_of(cut) == cut
 
 
 @pytest.mark.parametrize("source", [None, {"bytes": None, "path": None}, {}, "", 17, ["a.png"]])
-def test_something_else_is_a_missing_image(tmp_path, source):
-    assert refusal(source, tmp_path)[0] == "image_missing"
+def test_an_invalid_source_is_a_missing_image(tmp_path, source):
+    assert rejection(source, tmp_path)[0] == "image_missing"
 
 
-# Turning
+# Orientation
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -188,9 +188,9 @@ def test_something_else_is_a_missing_image(tmp_path, source):
         (99, (6, 4), (0, 0)),
     ],
 )
-def test_exif_orientation_turns_image_and_size_alike(format, orientation, expected_size, blue_at):
-    # Scaled up, so that JPEG's 8 x 8 blocks of colour keep the corner apart.
-    image = picture().resize((96, 64), Image.Resampling.NEAREST)
+def test_exif_orientation_applies_to_image_and_size(format, orientation, expected_size, blue_at):
+    # Scaled up, so that the corner has JPEG blocks of 8 x 8 pixels of its own.
+    image = sample_image().resize((96, 64), Image.Resampling.NEAREST)
     exif = Image.Exif()
     exif[0x0112] = orientation
     source = encoded(image, format, exif=exif)
@@ -203,8 +203,8 @@ def test_exif_orientation_turns_image_and_size_alike(format, orientation, expect
     assert red < 50
 
 
-def test_damaged_exif_does_not_cost_the_image():
-    source = encoded(picture(), "JPEG", exif=b"Exif\x00\x00nonsense")
+def test_an_image_with_damaged_exif_data_is_usable():
+    source = encoded(sample_image(), "JPEG", exif=b"Exif\x00\x00nonsense")
     assert size(source) == (6, 4)
     assert opened(source).size == (6, 4)
 
@@ -212,13 +212,13 @@ def test_damaged_exif_does_not_cost_the_image():
 # Colours
 
 
-def test_transparency_is_laid_on_white():
+def test_transparency_becomes_white():
     image = Image.new("RGBA", (3, 1))
     image.putdata([(255, 0, 0, 0), (255, 0, 0, 255), (0, 0, 0, 51)])
     assert pixels(opened(encoded(image, "PNG"))) == [[[255, 255, 255], [255, 0, 0], [204, 204, 204]]]
 
 
-def test_transparent_palette_is_laid_on_white():
+def test_a_transparent_palette_becomes_white():
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putdata([0, 1])
@@ -243,14 +243,14 @@ def test_every_mode_becomes_rgb(mode, format):
     assert image.getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_pixels_without_a_defined_white_are_refused():
+def test_pixels_without_a_defined_white_value_are_rejected():
     for image in (Image.new("F", (2, 2)), Image.new("I", (2, 2), 70_000)):
-        reason, message = refusal(encoded(image, "TIFF"))
+        reason, message = rejection(encoded(image, "TIFF"))
         assert reason == "image_unreadable"
-        assert "white is not defined" in message
+        assert "white value is not defined" in message
 
 
-def test_the_first_frame_of_an_animation_is_taken():
+def test_the_first_frame_of_an_animation_is_used():
     frames = [Image.new("RGB", (3, 3), colour) for colour in ("red", "blue")]
     source = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert size(source) == (3, 3)
@@ -260,29 +260,29 @@ def test_the_first_frame_of_an_animation_is_taken():
 # Damage
 
 
-def test_unreadable_images_are_refused(tmp_path):
+def test_unreadable_images_are_rejected(tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
-    for source in (b"", b"not an image at all", encoded(picture(), "PNG")[:20], "empty.png"):
-        assert refusal(source, tmp_path)[0] == "image_unreadable"
+    for source in (b"", b"not an image at all", encoded(sample_image(), "PNG")[:20], "empty.png"):
+        assert rejection(source, tmp_path)[0] == "image_unreadable"
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
-def test_a_truncated_image_is_refused_when_decoded(format):
+def test_a_truncated_image_is_rejected_when_decoded(format):
     noise = Image.fromarray(np.random.RandomState(0).randint(0, 255, (64, 64, 3), dtype=np.uint8))
     source = encoded(noise, format)
     assert opened(source).size == (64, 64)
-    assert refusal(source[: len(source) // 2])[0] == "image_unreadable"
+    assert rejection(source[: len(source) // 2])[0] == "image_unreadable"
 
 
-def test_damaged_bytes_are_either_refused_or_measured_as_they_decode():
-    """A thousand images with a few bytes changed: nothing but UnusableRow comes out, and both ways in agree."""
+def test_damaged_bytes_are_rejected_or_have_the_same_size_when_decoded():
+    """A thousand images with a few changed bytes raise no other error than UnusableRow."""
     random = np.random.RandomState(0)
     noise = Image.fromarray(random.randint(0, 255, (12, 16, 3), dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6
     originals = [encoded(noise, format, exif=exif) for format in ("JPEG", "PNG", "WEBP")]
     originals += [encoded(noise, format) for format in ("GIF", "BMP", "PPM", "JPEG2000")]
-    decoded = refused = 0
+    decoded = rejected = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF blocks
         for trial in range(1000):
@@ -292,18 +292,18 @@ def test_damaged_bytes_are_either_refused_or_measured_as_they_decode():
             try:
                 image = opened(bytes(damaged))
             except UnusableRow:
-                refused += 1
+                rejected += 1
             else:
                 decoded += 1
                 assert image.mode == "RGB"
                 assert image.size == size(bytes(damaged))
     assert decoded > 50
-    assert refused > 50
+    assert rejected > 50
 
 
 def test_other_formats_are_never_tried():
-    assert refusal(encoded(picture(), "EPS"))[0] == "image_unreadable"
-    assert refusal(encoded(picture(), "PDF"))[0] == "image_unreadable"
+    assert rejection(encoded(sample_image(), "EPS"))[0] == "image_unreadable"
+    assert rejection(encoded(sample_image(), "PDF"))[0] == "image_unreadable"
 
 
 # Size
@@ -319,60 +319,60 @@ def png_header(width, height):
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [1001, 10_000, 13_000, 60_000])
-def test_huge_images_are_refused_from_their_header(side):
-    """Above our limit, and above the two at which Pillow itself warns and raises."""
+def test_huge_images_are_rejected_from_their_header(side):
+    """Above max_image_pixels, and above the two limits at which Pillow warns and raises."""
     with pytest.raises(UnusableRow) as caught:
         size(png_header(side, side))
     assert caught.value.reason == "image_pixels"
-    assert refusal(png_header(side, side))[0] == "image_pixels"
+    assert rejection(png_header(side, side))[0] == "image_pixels"
 
 
 def test_the_pixel_limit_itself_is_allowed():
     assert size(png_header(1000, 1000)) == (1000, 1000)
-    reason, message = refusal(png_header(1000, 1001))
+    reason, message = rejection(png_header(1000, 1001))
     assert reason == "image_pixels"
     assert "1000 x 1001 = 1,001,000 pixels, more than max_image_pixels=1,000,000" in message
 
 
-def test_one_pixel_is_an_image():
+def test_an_image_of_one_pixel_is_accepted():
     assert size(encoded(Image.new("RGB", (1, 1)), "PNG")) == (1, 1)
 
 
-def test_long_and_thin_images_are_refused():
+def test_images_of_a_large_aspect_ratio_are_rejected():
     assert size(encoded(Image.new("RGB", (199, 1)), "PNG")) == (199, 1)
-    assert refusal(encoded(Image.new("RGB", (200, 1)), "PNG"))[0] == "image_shape"
-    assert refusal(Image.new("RGB", (1, 10_000)))[0] == "image_shape"
+    assert rejection(encoded(Image.new("RGB", (200, 1)), "PNG"))[0] == "image_shape"
+    assert rejection(Image.new("RGB", (1, 10_000)))[0] == "image_shape"
 
 
 # Paths
 
 
 def test_a_missing_file_is_named(tmp_path):
-    reason, message = refusal("nowhere.png", tmp_path)
+    reason, message = rejection("nowhere.png", tmp_path)
     assert reason == "image_missing"
     assert str(tmp_path / "nowhere.png") in message
-    assert refusal("", tmp_path)[0] == "image_missing"
-    assert refusal(".", tmp_path)[0] == "image_missing"
-    assert refusal("a\0b.png", tmp_path)[0] == "image_missing"
-    assert refusal("x" * 5000, tmp_path)[0] == "image_missing"
+    assert rejection("", tmp_path)[0] == "image_missing"
+    assert rejection(".", tmp_path)[0] == "image_missing"
+    assert rejection("a\0b.png", tmp_path)[0] == "image_missing"
+    assert rejection("x" * 5000, tmp_path)[0] == "image_missing"
 
 
-def test_no_path_leaves_the_image_folder(tmp_path):
+def test_paths_outside_the_image_folder_are_rejected(tmp_path):
     folder = tmp_path / "images"
     (folder / "inner").mkdir(parents=True)
     outside = tmp_path / "secret.png"
-    outside.write_bytes(encoded(picture(), "PNG"))
+    outside.write_bytes(encoded(sample_image(), "PNG"))
     (folder / "link.png").symlink_to(outside)
-    (folder / "inner" / "own.png").write_bytes(encoded(picture(), "PNG"))
+    (folder / "inner" / "own.png").write_bytes(encoded(sample_image(), "PNG"))
     for reference in (str(outside), "../secret.png", "inner/../../secret.png", "link.png", "/etc/passwd"):
-        assert refusal(reference, folder)[0] == "image_outside"
-        assert refusal({"bytes": None, "path": reference}, folder)[0] == "image_outside"
+        assert rejection(reference, folder)[0] == "image_outside"
+        assert rejection({"bytes": None, "path": reference}, folder)[0] == "image_outside"
     assert size("inner/../inner/own.png", folder) == (6, 4)
 
 
 def test_a_linked_image_folder_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "figure.png").write_bytes(encoded(picture(), "PNG"))
+    (tmp_path / "real" / "figure.png").write_bytes(encoded(sample_image(), "PNG"))
     (tmp_path / "linked").symlink_to(tmp_path / "real")
     assert size("figure.png", tmp_path / "linked") == (6, 4)
 
@@ -380,17 +380,17 @@ def test_a_linked_image_folder_is_followed(tmp_path):
 @pytest.mark.parametrize(
     "url", ["https://example.org/a.png", "file:///etc/passwd", "s3://bucket/a.png", "data:image/png;base64,"]
 )
-def test_urls_are_refused(tmp_path, url):
-    reason, message = refusal(url, tmp_path)
+def test_urls_are_rejected(tmp_path, url):
+    reason, message = rejection(url, tmp_path)
     assert reason == "image_outside"
     assert "is a URL" in message
 
 
 def test_without_an_image_folder_no_path_is_read(tmp_path):
-    (tmp_path / "figure.png").write_bytes(encoded(picture(), "PNG"))
-    assert refusal(str(tmp_path / "figure.png"))[0] == "image_outside"
+    (tmp_path / "figure.png").write_bytes(encoded(sample_image(), "PNG"))
+    assert rejection(str(tmp_path / "figure.png"))[0] == "image_outside"
 
 
-def test_what_is_not_a_file_is_not_opened(tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")  # opening it would wait for ever
-    assert refusal("pipe.png", tmp_path)[0] == "image_missing"
+def test_a_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")  # opening it would block
+    assert rejection("pipe.png", tmp_path)[0] == "image_missing"

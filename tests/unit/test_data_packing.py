@@ -1,4 +1,4 @@
-"""Groups into rows."""
+"""Groups are packed into rows: which completions share a row, and the content of a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trigon.types import (
 
 
 def make_prompt(name: int, length: int, images: int = 0) -> Prompt:
-    """Token ids tell where they come from: 1000 * group + place."""
+    """Return a prompt with token ids 1000 * name + position."""
     vision = Vision(
         pixel_values=torch.full((4 * images, 2), float(name)),
         grid_thw=torch.tensor([[1, 2, 2]] * images),
@@ -32,7 +32,7 @@ def make_prompt(name: int, length: int, images: int = 0) -> Prompt:
     )
     return Prompt(
         prompt_id=str(name),
-        token_ids=tuple(1000 * name + place for place in range(length)),
+        token_ids=tuple(1000 * name + position for position in range(length)),
         vision=vision if images else None,
         text="",
         ground_truth=None,
@@ -42,7 +42,7 @@ def make_prompt(name: int, length: int, images: int = 0) -> Prompt:
 
 
 def completion_ids(group: int, index: int, length: int) -> tuple[int, ...]:
-    return tuple(1000 * group + 100 * (index + 1) + place for place in range(length))
+    return tuple(1000 * group + 100 * (index + 1) + position for position in range(length))
 
 
 def rollout_group(name: int, prompt_length: int, lengths: Sequence[int], images: int = 0) -> RolloutGroup:
@@ -66,7 +66,7 @@ def owners(groups: Sequence[RolloutGroup], max_tokens: int) -> list[list[tuple[i
     return [list(row.owners) for row in pack_rollouts(groups, max_tokens=max_tokens, positions=positions)]
 
 
-def test_a_group_is_laid_out_prompt_first_and_its_positions_go_on() -> None:
+def test_a_row_has_the_prompt_then_the_completions_with_continued_positions() -> None:
     (row,) = pack_rollouts([rollout_group(1, 3, [2, 1])], max_tokens=6, positions=positions)
     assert row.packed.token_ids.tolist() == [1000, 1001, 1002, 1100, 1101, 1200]
     assert row.packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
@@ -76,7 +76,7 @@ def test_a_group_is_laid_out_prompt_first_and_its_positions_go_on() -> None:
     assert row.packed.grid_thw is None
 
 
-def test_groups_share_a_row_as_they_came() -> None:
+def test_groups_share_a_row_in_their_order() -> None:
     (row,) = pack_rollouts(
         [rollout_group(1, 1, [1], images=1), rollout_group(2, 1, [5]), rollout_group(3, 1, [2], images=2)],
         max_tokens=11,
@@ -104,8 +104,9 @@ def test_each_group_goes_into_the_emptiest_row() -> None:
     assert owners(groups_that_cost(2, 4, 5, 6), 10) == [[(0, 0), (3, 0)], [(1, 0), (2, 0)]]
 
 
-def test_where_that_does_not_fit_each_goes_into_the_fullest_row_with_room() -> None:
-    # evenly 6+3 | 5+4, and the last 2 fits nowhere; by best fit 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
+def test_otherwise_each_group_goes_into_the_fullest_row_with_room() -> None:
+    # evenly 6+3 | 5+4, and the last 2 fits nowhere;
+    # by best fit 6 | 6 5 | 6+4 5 | 6+4 5+3 | 6+4 5+3+2
     assert owners(groups_that_cost(2, 3, 4, 5, 6), 10) == [[(0, 0), (1, 0), (3, 0)], [(2, 0), (4, 0)]]
 
 
@@ -114,22 +115,24 @@ def test_no_row_is_nearly_empty() -> None:
     assert sorted(costs_of(groups_that_cost(13, 11, 8, 5, 5), 20)) == [13, 13, 16]
 
 
-def test_nor_is_any_where_the_emptiest_row_has_no_room_for_the_last() -> None:
-    # best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5; in rows of 18, which suffice, four that are full
+def test_no_row_is_nearly_empty_if_the_emptiest_has_no_room_for_the_last_group() -> None:
+    # best fit in rows of 20: 11+9 | 10+8 | 8+7+5 | 6+5;
+    # in rows of 18, which suffice, four full rows
     assert sorted(costs_of(groups_that_cost(11, 10, 9, 8, 8, 7, 6, 5, 5), 20)) == [16, 17, 18, 18]
 
 
 def test_parts_of_a_split_group_are_about_equally_large() -> None:
-    # five answers of 3 behind a prompt of 4, in rows of 16: not 16 and 7, but 13 and 10
+    # five completions of 3 after a prompt of 4, in rows of 16: not 16 and 7, but 13 and 10
     assert costs_of([rollout_group(1, 4, [3] * 5)], 16) == [13, 10]
 
 
-def test_unless_unequal_parts_take_fewer_rows() -> None:
-    # halves of 13 and 10 for two groups take four rows, since no two of them fit; 16 and 7, 16 and 7 take three
+def test_parts_are_unequal_if_that_takes_fewer_rows() -> None:
+    # halves of 13 and 10 for two groups take four rows, since no two of them fit; 16 and 7, 16 and
+    # 7 take three
     assert costs_of([rollout_group(1, 4, [3] * 5), rollout_group(2, 4, [3] * 5)], 16) == [16, 14, 16]
 
 
-def test_a_group_that_is_too_large_is_split_and_repeats_only_its_prompt() -> None:
+def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
     group = rollout_group(7, 4, [3, 2, 3, 2], images=1)
     rows = pack_rollouts([group], max_tokens=9, positions=positions)
     assert [row.owners for row in rows] == [((0, 0), (0, 1)), ((0, 2), (0, 3))]
@@ -139,30 +142,30 @@ def test_a_group_that_is_too_large_is_split_and_repeats_only_its_prompt() -> Non
         assert len(row.packed.pixel_values) == 4
 
 
-def test_a_completion_longer_than_the_budget_has_a_row_of_its_own_uncut() -> None:
+def test_a_completion_longer_than_the_budget_has_a_row_of_its_own() -> None:
     rows = pack_rollouts([rollout_group(1, 3, [2, 50, 2])], max_tokens=10, positions=positions)
     assert [row.owners for row in rows] == [((0, 0), (0, 2)), ((0, 1),)]
     assert len(rows[1].packed.token_ids) == 53
 
 
-def test_a_prompt_longer_than_the_budget_is_not_cut_either() -> None:
+def test_a_prompt_longer_than_the_budget_is_not_truncated() -> None:
     rows = pack_rollouts([rollout_group(1, 30, [2, 3])], max_tokens=10, positions=positions)
     assert [len(row.packed.token_ids) for row in rows] == [32, 33]
 
 
-def test_positions_are_asked_for_once_for_each_prompt() -> None:
-    asked: list[str] = []
+def test_positions_are_computed_once_per_prompt() -> None:
+    prompt_ids: list[str] = []
 
     def counted(prompt: Prompt) -> Tensor:
-        asked.append(prompt.prompt_id)
+        prompt_ids.append(prompt.prompt_id)
         return positions(prompt)
 
     pack_rollouts([rollout_group(1, 4, [3] * 6), rollout_group(2, 4, [3])], max_tokens=8, positions=counted)
-    assert asked == ["1", "2"]
+    assert prompt_ids == ["1", "2"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_doubled_or_over_budget(seed: int) -> None:
+def test_every_completion_is_packed_once_within_the_budget(seed: int) -> None:
     draw = random.Random(seed)
     groups = [
         rollout_group(name, draw.randint(1, 12), [draw.randint(1, 12) for _ in range(draw.randint(1, 6))])
@@ -178,7 +181,7 @@ def test_nothing_is_lost_doubled_or_over_budget(seed: int) -> None:
 
 
 def best_fit(costs: Sequence[int], capacity: int) -> list[int]:
-    """The sums of the rows that best fit finds: the least number of them that packing may take."""
+    """Return the tokens of each row that best fit finds; packing must not take more rows."""
     sums: list[int] = []
     for cost in sorted(costs, reverse=True):
         fitting = [number for number, total in enumerate(sums) if total + cost <= capacity]
@@ -210,32 +213,32 @@ def test_rows_are_as_few_as_by_best_fit_and_about_equally_full(seed: int) -> Non
 def test_splitting_evenly_takes_no_more_rows_than_best_fit(seed: int) -> None:
     draw = random.Random(seed)
     shapes = [(draw.randint(1, 12), [draw.randint(1, 12) for _ in range(draw.randint(1, 9))]) for _ in range(9)]
-    parts = [prompt + cost for prompt, answers in shapes for cost in (best_fit(answers, 24 - prompt))]
+    parts = [prompt + cost for prompt, completions in shapes for cost in (best_fit(completions, 24 - prompt))]
     groups = [rollout_group(name, *shape) for name, shape in enumerate(shapes)]
     assert len(costs_of(groups, 24)) <= len(best_fit(parts, 24))
 
 
-def test_results_find_their_way_back() -> None:
+def test_results_are_returned_by_group() -> None:
     groups = [rollout_group(0, 2, [3, 1, 4]), rollout_group(1, 3, [2, 2])]
     rows = pack_rollouts(groups, max_tokens=7, positions=positions)
     assert len(rows) > 2
     targets = []
-    for row in rows:  # stands in for a per-token result: the completion's own tokens
-        places = [torch.arange(*part) for span in row.packed.spans for part in span.completions]
-        targets.append(row.packed.token_ids[torch.cat(places)])
+    for row in rows:  # the completion tokens serve as the per-token result
+        indices = [torch.arange(*part) for span in row.packed.spans for part in span.completions]
+        targets.append(row.packed.token_ids[torch.cat(indices)])
     returned = by_group(rows, targets)
     for group, values in zip(groups, returned, strict=True):
         assert [tuple(value.tolist()) for value in values] == [r.completion.token_ids for r in group.rollouts]
 
 
 def train_sequence(group: int, index: int, length: int, *, old: bool) -> TrainSequence:
-    mark = torch.full((length,), 10.0 * group + index)
+    value = torch.full((length,), 10.0 * group + index)
     return TrainSequence(
         token_ids=completion_ids(group, index, length),
         loss_mask=torch.ones(length),
-        advantages=mark,
-        sampling_logprobs=-mark,
-        old_logprobs=mark + 0.5 if old else None,
+        advantages=value,
+        sampling_logprobs=-value,
+        old_logprobs=value + 0.5 if old else None,
         ref_logprobs=None,
     )
 

@@ -1,4 +1,4 @@
-"""Rows become prompts: what is counted is what is built, markers stand where they stood, and nothing is cut."""
+"""Rows become prompts: counts equal built lengths, and images replace their markers."""
 
 import hashlib
 import io
@@ -45,25 +45,25 @@ def decoded(processors, prompt):
     return processors.tokenizer.decode(prompt.token_ids)
 
 
-def refusal(maker, bad_row):
-    """Return (reason, message), having checked that counting, checking and building agree on it."""
-    seen = []
-    for look in (lambda: maker.build(bad_row, "train:7"), lambda: maker.check(bad_row, "train:7")):
+def rejection(builder, bad_row):
+    """Return (reason, message), after checking that count, check and build raise the same error."""
+    errors = []
+    for method in (builder.build, builder.check):
         with pytest.raises(UnusableRow) as caught:
-            look()
-        seen.append((caught.value.reason, str(caught.value)))
+            method(bad_row, "train:7")
+        errors.append((caught.value.reason, str(caught.value)))
     with pytest.raises(UnusableRow) as caught:
-        maker.count(bad_row)
-    assert caught.value.reason == seen[0][0]
-    assert seen[0] == seen[1]
-    assert "train:7" in seen[0][1]
-    return seen[0]
+        builder.count(bad_row)
+    assert caught.value.reason == errors[0][0]
+    assert errors[0] == errors[1]
+    assert "train:7" in errors[0][1]
+    return errors[0]
 
 
-# What a prompt is
+# Fields of a prompt
 
 
-def test_a_prompt_holds_all_there_is_to_know(processors):
+def test_the_fields_of_a_prompt(processors):
     images = [{"bytes": png(56, 56), "path": "figure.png"}, png(84, 56)]
     prompt = make_builder(processors).build(row("<image>and<image>?", images, level=3, source="book"), "train:17")
     assert prompt.prompt_id == "train:17"
@@ -88,24 +88,24 @@ def test_a_prompt_holds_all_there_is_to_know(processors):
         ("<image><image> Which?\n<image>", [(1, 1), (640, 480), (70, 71)]),
     ],
 )
-def test_counted_is_built(processors, problem, sizes):
-    maker = make_builder(processors)
+def test_the_counted_length_equals_the_built_length(processors, problem, sizes):
+    builder = make_builder(processors)
     one = row(problem, [png(*size) for size in sizes])
-    prompt = maker.build(one, "train:0")
-    assert maker.count(one) == maker.check(one, "train:0") == len(prompt.token_ids)
+    prompt = builder.build(one, "train:0")
+    assert builder.count(one) == builder.check(one, "train:0") == len(prompt.token_ids)
     assert prompt.token_ids.count(processors.hf_config.image_token_id) == (
         0 if prompt.vision is None else prompt.vision.grid_thw.prod(dim=1).sum() // 4
     )
 
 
 def test_an_image_is_processed_once_and_only_by_build(processors):
-    maker = make_builder(processors)
+    builder = make_builder(processors)
     one = row("<image><image>?", [png(), png(seed=1)])
-    maker.count(one)
-    maker.check(one, "train:0")
-    assert maker.image_processor.calls == 0
-    maker.build(one, "train:0")
-    assert maker.image_processor.calls == 1
+    builder.count(one)
+    builder.check(one, "train:0")
+    assert builder.image_processor.calls == 0
+    builder.build(one, "train:0")
+    assert builder.image_processor.calls == 1
 
 
 def test_the_same_row_gives_the_same_prompt(processors):
@@ -127,29 +127,33 @@ def test_a_row_needs_no_image_column(processors):
 
 
 def test_one_image_needs_no_list(processors):
-    maker = make_builder(processors, image_key="image")
+    builder = make_builder(processors, image_key="image")
     for source in (png(), {"bytes": png(), "path": None}, Image.open(io.BytesIO(png()))):
-        prompt = maker.build({"problem": "<image>?", "answer": "1", "image": source}, "train:0")
+        prompt = builder.build({"problem": "<image>?", "answer": "1", "image": source}, "train:0")
         assert prompt.image_refs == ("train:0/image/0",)
         assert len(prompt.vision.hashes) == 1
 
 
-def test_relative_images_lie_where_the_builder_is_rooted(processors, tmp_path):
+def test_relative_paths_start_from_image_dir_or_the_default(processors, tmp_path):
     for name, seed in (("here", 1), ("there", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "figure.png").write_bytes(png(seed=seed))
     one = row(images=["figure.png"])
-    here = make_builder(processors).rooted(tmp_path / "here").build(one, "train:0")
-    there = make_builder(processors, image_dir=tmp_path / "there").rooted(tmp_path / "here").build(one, "train:0")
+    here = make_builder(processors).with_default_image_dir(tmp_path / "here").build(one, "train:0")
+    there = (
+        make_builder(processors, image_dir=tmp_path / "there")
+        .with_default_image_dir(tmp_path / "here")
+        .build(one, "train:0")
+    )
     assert here.image_refs == ("train:0/images/0 (figure.png)",)
     assert here.vision.hashes == make_builder(processors).build(row(images=[png(seed=1)]), "train:0").vision.hashes
     assert there.vision.hashes == make_builder(processors).build(row(images=[png(seed=2)]), "train:0").vision.hashes
 
 
-def test_a_rooted_builder_counts_calls_with_the_one_it_came_from(processors, tmp_path):
-    maker = make_builder(processors)
-    maker.rooted(tmp_path).build(row(), "train:0")
-    assert maker.image_processor.calls == 1
+def test_builders_with_other_image_dirs_share_the_processors(processors, tmp_path):
+    builder = make_builder(processors)
+    builder.with_default_image_dir(tmp_path).build(row(), "train:0")
+    assert builder.image_processor.calls == 1
 
 
 # Images as files
@@ -161,7 +165,7 @@ def encoded(image, format, **options):
     return stream.getvalue()
 
 
-def turned():
+def rotated():
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(Image.open(io.BytesIO(png(200, 60))), "JPEG", exif=exif)
@@ -172,39 +176,39 @@ def turned():
     [
         ("What is 1 + 1?", []),
         ("<image>?", [png()]),
-        ("<image>?", [turned()]),
+        ("<image>?", [rotated()]),
         ("<image>?", [encoded(Image.new("RGBA", (70, 71), (0, 0, 0, 9)), "PNG")]),
-        ("<image>?", [Image.open(io.BytesIO(turned()))]),
-        ("<image><image> Which?\n<image>", [png(1, 1), {"bytes": turned(), "path": "a.jpg"}, png(640, 480)]),
+        ("<image>?", [Image.open(io.BytesIO(rotated()))]),
+        ("<image><image> Which?\n<image>", [png(1, 1), {"bytes": rotated(), "path": "a.jpg"}, png(640, 480)]),
     ],
 )
 def test_token_ids_are_the_same_whether_images_are_processed_or_not(processors, problem, images):
-    whole = make_builder(processors).build(row(problem, images), "train:0")
-    without = make_builder(processors, process_images=False)
-    prompt = without.build(row(problem, images), "train:0")
-    assert without.image_processor.calls == 0
+    with_pixels = make_builder(processors).build(row(problem, images), "train:0")
+    builder = make_builder(processors, process_images=False)
+    prompt = builder.build(row(problem, images), "train:0")
+    assert builder.image_processor.calls == 0
     for field in ("prompt_id", "token_ids", "text", "ground_truth", "row", "image_refs"):
-        assert getattr(prompt, field) == getattr(whole, field)
-    assert (prompt.vision is None) == (whole.vision is None)
-    assert without.check(row(problem, images), "train:0") == len(prompt.token_ids)
+        assert getattr(prompt, field) == getattr(with_pixels, field)
+    assert (prompt.vision is None) == (with_pixels.vision is None)
+    assert builder.check(row(problem, images), "train:0") == len(prompt.token_ids)
 
 
-def test_unprocessed_images_are_their_files_and_their_hashes(processors):
-    images = [turned(), {"bytes": png(), "path": "figure.png"}]
+def test_unprocessed_images_are_encoded_files_with_hashes(processors):
+    images = [rotated(), {"bytes": png(), "path": "figure.png"}]
     prompt = make_builder(processors, process_images=False).build(row("<image><image>?", images), "train:0")
     assert isinstance(prompt.vision, EncodedMedia)
-    assert prompt.vision.encoded == (turned(), png())
-    assert prompt.vision.hashes == tuple(hashlib.sha256(file).hexdigest() for file in (turned(), png()))
+    assert prompt.vision.encoded == (rotated(), png())
+    assert prompt.vision.hashes == tuple(hashlib.sha256(file).hexdigest() for file in (rotated(), png()))
     assert prompt.image_refs == ("train:0/images/0", "train:0/images/1 (figure.png)")
 
 
 def test_unprocessed_images_are_not_decoded_but_their_headers_are_read(processors):
-    maker = make_builder(processors, process_images=False)
-    cut = png()[:-2000]
-    assert maker.build(row(images=[cut]), "train:7").vision.encoded == (cut,)
+    builder = make_builder(processors, process_images=False)
+    truncated = png()[:-2000]
+    assert builder.build(row(images=[truncated]), "train:7").vision.encoded == (truncated,)
     for source, reason in ((b"", "image_unreadable"), (png(1200, 900), "image_pixels"), ("a.png", "image_outside")):
         with pytest.raises(UnusableRow, match=r"^train:7/images/0") as caught:
-            maker.build(row(images=[source]), "train:7")
+            builder.build(row(images=[source]), "train:7")
         assert caught.value.reason == reason
 
 
@@ -217,15 +221,15 @@ def test_the_system_prompt_comes_first(processors):
     assert prompt.text == "system: Be brief.\n\nuser: 1 + 1?"
 
 
-def test_chat_messages_are_taken_as_they_are(processors):
+def test_chat_messages_keep_their_roles_and_contents(processors):
     messages = [
         {"role": "system", "content": "Be exact."},
         {"role": "user", "content": "<image>What is it?"},
         {"role": "assistant", "content": "A circle."},
         {"role": "user", "content": "How large?"},
     ]
-    maker = make_builder(processors, system_prompt="Be brief.", format_prompt="{{ content }} Think.")
-    prompt = maker.build(row(messages), "train:0")
+    builder = make_builder(processors, system_prompt="Be brief.", format_prompt="{{ content }} Think.")
+    prompt = builder.build(row(messages), "train:0")
     assert decoded(processors, prompt) == (
         "<|im_start|>system\nBe exact.<|im_end|>\n"
         f"<|im_start|>user\n<|vision_start|>{4 * IMAGE_PAD}<|vision_end|>What is it?<|im_end|>\n"
@@ -234,12 +238,12 @@ def test_chat_messages_are_taken_as_they_are(processors):
     )
 
 
-def test_content_parts_are_the_same_as_markers(processors):
-    # As Arrow gives them back: every part with every key.
+def test_content_parts_are_equivalent_to_markers(processors):
+    # As Arrow returns them: every part has every key.
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
-    maker = make_builder(processors)
-    by_parts = maker.build(row([{"role": "user", "content": parts}]), "train:0")
-    assert by_parts.token_ids == maker.build(row("<image>What is it?"), "train:0").token_ids
+    builder = make_builder(processors)
+    by_parts = builder.build(row([{"role": "user", "content": parts}]), "train:0")
+    assert by_parts.token_ids == builder.build(row("<image>What is it?"), "train:0").token_ids
 
 
 @pytest.mark.parametrize(
@@ -258,19 +262,19 @@ def test_content_parts_are_the_same_as_markers(processors):
         [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}],
     ],
 )
-def test_an_empty_or_odd_prompt_is_refused(processors, problem):
-    reason, message = refusal(make_builder(processors), row(problem, []))
+def test_an_empty_or_malformed_prompt_is_rejected(processors, problem):
+    reason, message = rejection(make_builder(processors), row(problem, []))
     assert reason == "prompt"
     assert "'problem'" in message
 
 
-def test_a_row_without_an_answer_is_refused(processors):
-    assert refusal(make_builder(processors), row() | {"answer": None})[0] == "answer"
+def test_a_row_without_a_ground_truth_is_rejected(processors):
+    assert rejection(make_builder(processors), row() | {"answer": None})[0] == "answer"
 
 
-def test_what_the_chat_template_refuses_is_refused(processors, tiny_vlm):
+def test_an_error_of_the_chat_template_rejects_the_row(processors, tiny_vlm):
     strict = load_processors(str(tiny_vlm), chat_template="{{ raise_exception('no such chat') }}")
-    reason, message = refusal(make_builder(strict), row("Hello", []))
+    reason, message = rejection(make_builder(strict), row("Hello", []))
     assert reason == "prompt"
     assert "no such chat" in message
 
@@ -281,8 +285,8 @@ def test_a_given_chat_template_is_used(tiny_vlm):
 
 
 def test_a_chat_template_that_drops_images_is_named(tiny_vlm):
-    blind = load_processors(str(tiny_vlm), chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
-    reason, message = refusal(make_builder(blind), row())
+    own = load_processors(str(tiny_vlm), chat_template="{% for m in messages %}{{ m.role }}{% endfor %}")
+    reason, message = rejection(make_builder(own), row())
     assert reason == "markers"
     assert "placeholders that the chat template writes: 0, images: 1" in message
 
@@ -300,25 +304,25 @@ def test_a_chat_template_that_drops_images_is_named(tiny_vlm):
     ],
 )
 def test_markers_must_match_images(processors, problem, num_images, expected):
-    reason, message = refusal(make_builder(processors), row(problem, [png()] * num_images))
+    reason, message = rejection(make_builder(processors), row(problem, [png()] * num_images))
     assert reason == "markers"
     assert expected in message
 
 
-def test_a_video_that_is_not_there_is_not_overlooked(processors):
-    reason, message = refusal(make_builder(processors), row("<video>What?", []))
+def test_a_video_marker_without_a_video_is_rejected(processors):
+    reason, message = rejection(make_builder(processors), row("<video>What?", []))
     assert reason == "markers"
     assert "<video> markers in the text: 1, videos: 0; there is no column 'videos'" in message
 
 
 def test_a_mistyped_image_column_is_named(processors):
-    _, message = refusal(make_builder(processors, image_key="imgs"), row())
+    _, message = rejection(make_builder(processors, image_key="imgs"), row())
     assert "there is no column 'imgs', only answer, images, problem: set data.image_key" in message
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-def test_text_cannot_pretend_to_be_an_image(processors, token):
-    reason, message = refusal(make_builder(processors), row(f"<image>{token}What?"))
+def test_special_tokens_in_the_text_are_rejected(processors, token):
+    reason, message = rejection(make_builder(processors), row(f"<image>{token}What?"))
     assert reason == "media_tokens"
     assert token in message
 
@@ -326,41 +330,41 @@ def test_text_cannot_pretend_to_be_an_image(processors, token):
 # Limits
 
 
-def test_a_prompt_is_never_cut(processors):
+def test_a_prompt_is_never_truncated(processors):
     length = make_builder(processors).count(row())
     assert len(make_builder(processors, max_prompt_length=length).build(row(), "train:0").token_ids) == length
-    reason, message = refusal(make_builder(processors, max_prompt_length=length - 1), row())
+    reason, message = rejection(make_builder(processors, max_prompt_length=length - 1), row())
     assert reason == "overlong"
     assert f"{length} tokens (4 of them for images), more than max_prompt_length={length - 1}" in message
 
 
-def test_too_many_images_are_refused(processors):
+def test_too_many_images_are_rejected(processors):
     two = row("<image><image>?", [png(), png()])
     assert make_builder(processors, limit_images=2).count(two) == make_builder(processors, limit_images=0).count(two)
-    reason, message = refusal(make_builder(processors, limit_images=1), two)
+    reason, message = rejection(make_builder(processors, limit_images=1), two)
     assert reason == "image_count"
     assert "2 images, more than limit_images=1" in message
 
 
 def test_a_bad_image_is_named(processors):
-    reason, message = refusal(
+    reason, message = rejection(
         make_builder(processors), row("<image><image>?", [png(), {"bytes": b"", "path": "b.png"}])
     )
     assert reason == "image_unreadable"
     assert message.startswith("train:7/images/1 (b.png): ")
 
 
-def test_only_decoding_shows_a_truncated_image(processors):
-    maker = make_builder(processors)
-    cut = row(images=[png()[:-2000]])
-    assert maker.count(cut) == maker.count(row())
-    for look in (maker.check, maker.build):
+def test_a_truncated_image_is_detected_by_decoding_only(processors):
+    builder = make_builder(processors)
+    truncated = row(images=[png()[:-2000]])
+    assert builder.count(truncated) == builder.count(row())
+    for method in (builder.check, builder.build):
         with pytest.raises(UnusableRow) as caught:
-            look(cut, "train:7")
+            method(truncated, "train:7")
         assert caught.value.reason == "image_unreadable"
 
 
-# What no row can mend
+# Errors of the dataset
 
 
 def test_a_missing_column_is_named_with_its_nearest(processors):
@@ -372,16 +376,16 @@ def test_a_missing_column_is_named_with_its_nearest(processors):
         make_builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"])
 
 
-def test_images_for_a_text_model_are_refused_as_a_whole(text_processors):
-    for look in (lambda m: m.build(row(), "train:0"), lambda m: m.check(row(), "train:0"), lambda m: m.count(row())):
-        with pytest.raises(DataError, match="a llama model sees none") as caught:
-            look(make_builder(text_processors))
+def test_images_for_a_text_model_are_an_error_of_the_dataset(text_processors):
+    for call in (lambda b: b.build(row(), "train:0"), lambda b: b.check(row(), "train:0"), lambda b: b.count(row())):
+        with pytest.raises(DataError, match="a llama model takes none") as caught:
+            call(make_builder(text_processors))
         assert not isinstance(caught.value, UnusableRow)
 
 
 def test_a_text_model_takes_text(text_processors):
-    maker = make_builder(text_processors, system_prompt="Be brief.")
-    prompt = maker.build(row("1 + 1?", []), "train:0")
+    builder = make_builder(text_processors, system_prompt="Be brief.")
+    prompt = builder.build(row("1 + 1?", []), "train:0")
     assert prompt.vision is None
     assert "user\n1 + 1?" in decoded(text_processors, prompt)
 
@@ -425,74 +429,80 @@ def test_a_missing_template_file_is_named_with_its_nearest(processors, tmp_path)
 # Videos
 
 
-def film(problem="<video>What is it?", videos=None, **others):
+def video_row(problem="<video>What is it?", videos=None, **others):
     return {"problem": problem, "answer": "48", "videos": [make_video()] if videos is None else videos, **others}
 
 
-def test_a_video_stands_where_its_marker_stood(processors):
-    maker = make_builder(processors)
-    prompt = maker.build(film("Look: <video> Well?", {"bytes": make_video(), "path": "clips/film.mp4"}), "train:3")
-    tokens = maker.video_processor.tokens_of(prompt.vision)
+def test_a_video_replaces_its_marker(processors):
+    builder = make_builder(processors)
+    prompt = builder.build(
+        video_row("Look: <video> Well?", {"bytes": make_video(), "path": "clips/film.mp4"}), "train:3"
+    )
+    tokens = builder.video_processor.tokens_of(prompt.vision)
     assert f"Look: <|vision_start|>{'<|video_pad|>' * tokens[0]}<|vision_end|> Well?" in decoded(processors, prompt)
     assert prompt.text == "Look: <video> Well?"
     assert prompt.image_refs == ("train:3/videos/0 (film.mp4)",)
     assert "videos" not in prompt.row
-    assert maker.video_processor.calls == 1
-    assert maker.image_processor.calls == 0
+    assert builder.video_processor.calls == 1
+    assert builder.image_processor.calls == 0
 
 
-def test_times_are_told_where_the_family_tells_them(tiny_model):
+def test_timestamps_are_written_for_families_with_timestamps(tiny_model):
     own = load_processors(str(tiny_model("qwen3_vl")))
-    maker = make_builder(own, video_sampling=FrameSampling(fps=5.0, max_frames=6))
-    prompt = maker.build(film("<video>?"), "train:0")  # frames 0, 2, 4, 7, 9 and 11 of 10 a second
+    builder = make_builder(own, video_sampling=FrameSampling(fps=5.0, max_frames=6))
+    prompt = builder.build(video_row("<video>?"), "train:0")  # frames 0, 2, 4, 7, 9 and 11 of 10 a second
     patch = "<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>"
-    told = f"<0.1 seconds>{patch}<0.6 seconds>{patch}<1.0 seconds>{patch}"
-    assert f"<|vision_start|>{told}<|vision_end|>?" in decoded(own, prompt)
+    expected = f"<0.1 seconds>{patch}<0.6 seconds>{patch}<1.0 seconds>{patch}"
+    assert f"<|vision_start|>{expected}<|vision_end|>?" in decoded(own, prompt)
 
 
 def test_a_video_is_counted_without_its_processor(processors):
-    maker = make_builder(processors)
-    assert maker.count(film()) == maker.check(film(), "train:0") == len(maker.build(film(), "train:1").token_ids)
-    assert maker.video_processor.calls == 1
+    builder = make_builder(processors)
+    assert (
+        builder.count(video_row())
+        == builder.check(video_row(), "train:0")
+        == len(builder.build(video_row(), "train:1").token_ids)
+    )
+    assert builder.video_processor.calls == 1
 
 
-def test_a_row_shows_images_or_videos(processors):
-    reason, message = refusal(make_builder(processors), film("<image><video>?", images=[png()]))
+def test_a_row_with_images_and_videos_is_rejected(processors):
+    reason, message = rejection(make_builder(processors), video_row("<image><video>?", images=[png()]))
     assert reason == "mixed_media"
     assert "1 images in 'images' and 1 videos in 'videos'; a row may have either" in message
 
 
 @pytest.mark.parametrize(("problem", "count"), [("What?", 1), ("<video>?", 2), ("<video><video>?", 1)])
-def test_as_many_video_markers_as_videos(processors, problem, count):
-    reason, message = refusal(make_builder(processors), film(problem, [make_video(frames=2)] * count))
+def test_video_markers_must_match_videos(processors, problem, count):
+    reason, message = rejection(make_builder(processors), video_row(problem, [make_video(frames=2)] * count))
     assert reason == "markers"
     assert f"videos: {count}" in message
 
 
 def test_a_bad_video_is_named(processors):
-    reason, message = refusal(make_builder(processors), film(videos=[{"bytes": b"nothing", "path": "a/b.mp4"}]))
+    reason, message = rejection(make_builder(processors), video_row(videos=[{"bytes": b"nothing", "path": "a/b.mp4"}]))
     assert reason == "video_unreadable"
     assert message.startswith("train:7/videos/0 (b.mp4): ")
 
 
-def test_an_overlong_video_is_told_before_it_is_decoded(processors):
-    maker = make_builder(processors, max_prompt_length=40)
-    reason, message = refusal(maker, film(videos=[make_video(frames=60)]))
+def test_an_overlong_video_is_rejected_before_it_is_decoded(processors):
+    builder = make_builder(processors, max_prompt_length=40)
+    reason, message = rejection(builder, video_row(videos=[make_video(frames=60)]))
     assert reason == "overlong"
     assert "of them for videos" in message
-    assert maker.video_processor.calls == 0
+    assert builder.video_processor.calls == 0
 
 
-def test_videos_for_a_text_model_are_refused_as_a_whole(text_processors):
+def test_videos_for_a_text_model_are_an_error_of_the_dataset(text_processors):
     with pytest.raises(DataError, match="a llama model takes none") as caught:
-        make_builder(text_processors).check(film(), "train:0")
+        make_builder(text_processors).check(video_row(), "train:0")
     assert not isinstance(caught.value, UnusableRow)
 
 
-def test_videos_for_a_family_without_them_are_refused_as_a_whole(processors):
+def test_videos_for_a_family_without_them_are_an_error_of_the_dataset(processors):
     without = replace(processors, video_processor=None)
     with pytest.raises(DataError, match="a qwen2_5_vl model takes none"):
-        make_builder(without).check(film(), "train:0")
+        make_builder(without).check(video_row(), "train:0")
     assert make_builder(without).build(row(), "train:0").vision is not None
 
 

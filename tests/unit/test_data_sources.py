@@ -1,4 +1,4 @@
-"""Datasets are found, or refused with what there is instead."""
+"""Datasets are opened, or an error lists what exists instead."""
 
 import csv
 import io
@@ -47,7 +47,7 @@ def problems(source):
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", ".csv"])
-def test_every_kind_of_file_is_read(tmp_path, suffix):
+def test_every_format_is_read(tmp_path, suffix):
     path = write(tmp_path / f"geometry{suffix}", ["first", "second"], level="hard")
     source = open_source(str(path))
     assert source.name == "geometry"
@@ -56,17 +56,17 @@ def test_every_kind_of_file_is_read(tmp_path, suffix):
     assert source.rows[1] == {"problem": "second", "answer": "one", "level": "hard"}
 
 
-def test_names_that_look_like_patterns_are_names(tmp_path):
-    write(tmp_path / "a[b]" / "c*" / "x[1].jsonl", ["mine"])
+def test_names_with_glob_characters_are_taken_literally(tmp_path):
+    write(tmp_path / "a[b]" / "c*" / "x[1].jsonl", ["expected"])
     write(tmp_path / "ab" / "cc" / "x1.jsonl", ["other"])
-    assert problems(open_source(str(tmp_path / "a[b]" / "c*" / "x[1].jsonl"))) == ["mine"]
-    assert problems(open_source(str(tmp_path / "a[b]"))) == ["mine"]
+    assert problems(open_source(str(tmp_path / "a[b]" / "c*" / "x[1].jsonl"))) == ["expected"]
+    assert problems(open_source(str(tmp_path / "a[b]"))) == ["expected"]
 
 
-def test_a_path_may_hold_an_at_sign(tmp_path):
-    path = write(tmp_path / "me@home" / "x.jsonl", ["mine"])
-    assert problems(open_source(str(path))) == ["mine"]
-    assert problems(open_source(f"{path}@train")) == ["mine"]
+def test_a_path_may_contain_an_at_sign(tmp_path):
+    path = write(tmp_path / "me@home" / "x.jsonl", ["expected"])
+    assert problems(open_source(str(path))) == ["expected"]
+    assert problems(open_source(f"{path}@train")) == ["expected"]
 
 
 def test_a_split_may_be_sliced(tmp_path):
@@ -74,7 +74,7 @@ def test_a_split_may_be_sliced(tmp_path):
     assert problems(open_source(f"{path}@train[:2]")) == ["a", "b"]
 
 
-def test_a_file_is_one_split(tmp_path):
+def test_a_file_has_one_split(tmp_path):
     path = write(tmp_path / "test.jsonl", ["a"])
     for spec in (f"{path}", f"{path}@train", f"{path}@test"):
         assert problems(open_source(spec)) == ["a"]
@@ -86,20 +86,20 @@ def test_a_folder_is_searched_and_sorted(tmp_path):
     write(tmp_path / "b.jsonl", ["3"])
     write(tmp_path / "a" / "2.jsonl", ["2"])
     write(tmp_path / "a" / "1.json", ["1"])
-    for junk in ("README.md", ".git/config.json", ".cache/x.jsonl", "_old.jsonl", "figure.png"):
-        (tmp_path / junk).parent.mkdir(exist_ok=True)
-        (tmp_path / junk).write_text("not a table")
+    for other in ("README.md", ".git/config.json", ".cache/x.jsonl", "_old.jsonl", "figure.png"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text("not a table")
     source = open_source(str(tmp_path))
     assert problems(source) == ["1", "2", "3"]
     assert source.name == "train"
     assert source.folder == tmp_path
 
 
-def test_splits_of_a_folder_are_kept_apart(tmp_path):
+def test_splits_of_a_folder_are_separate(tmp_path):
     write(tmp_path / "data" / "train-00000-of-00002.parquet", ["train 0"])
     write(tmp_path / "data" / "train-00001-of-00002.parquet", ["train 1"])
     write(tmp_path / "data" / "test-00000-of-00001.parquet", ["test"])
-    (tmp_path / "dataset_infos.json").write_text("{}")  # as the hub's folders have it
+    (tmp_path / "dataset_infos.json").write_text("{}")  # a metadata file of hub datasets
     assert problems(open_source(str(tmp_path))) == ["train 0", "train 1"]
     assert problems(open_source(f"{tmp_path}@test")) == ["test"]
     assert open_source(f"{tmp_path}@test").name == "test"
@@ -121,7 +121,7 @@ def test_a_folder_without_splits_is_train(tmp_path):
         open_source(f"{tmp_path}@test")
 
 
-def test_mixed_kinds_are_named(tmp_path):
+def test_mixed_formats_are_an_error(tmp_path):
     write(tmp_path / "x.jsonl", ["a"])
     write(tmp_path / "y.csv", ["a"])
     with pytest.raises(DataError, match=r"mixes \.csv, \.jsonl"):
@@ -145,7 +145,7 @@ def test_images_stay_encoded(tmp_path):
     assert source.rows[1] == {"images": [], "cover": None, "problem": "b"}
 
 
-def test_nothing_there_is_refused_with_the_nearest_name(tmp_path):
+def test_a_missing_dataset_is_an_error_with_the_nearest_name(tmp_path):
     write(tmp_path / "geometry.parquet", ["a"])
     with pytest.raises(DataError, match=r"no file or folder .*geometri\.parquet'; did you mean .*geometry\.parquet\?"):
         open_source(str(tmp_path / "geometri.parquet"))
@@ -155,7 +155,7 @@ def test_nothing_there_is_refused_with_the_nearest_name(tmp_path):
         open_source("")
 
 
-def test_files_of_another_kind_are_refused(tmp_path):
+def test_files_of_another_format_are_an_error(tmp_path):
     (tmp_path / "x.txt").write_text("a")
     with pytest.raises(DataError, match=r"suffix '\.txt'; readable are \.parquet, \.json, \.jsonl, \.csv"):
         open_source(str(tmp_path / "x.txt"))
@@ -164,7 +164,7 @@ def test_files_of_another_kind_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", ".csv"])
-def test_damaged_and_empty_files_are_refused(tmp_path, suffix):
+def test_damaged_and_empty_files_are_an_error(tmp_path, suffix):
     for name, content in (("empty", b""), ("damaged", b"\x00\xff{{{ not,a\ntable")):
         path = tmp_path / f"{name}{suffix}"
         path.write_bytes(content)
@@ -172,7 +172,7 @@ def test_damaged_and_empty_files_are_refused(tmp_path, suffix):
             open_source(str(path))
 
 
-def test_a_table_without_rows_is_refused(tmp_path):
+def test_a_table_without_rows_is_an_error(tmp_path):
     datasets.Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(DataError, match="has no rows"):
         open_source(str(tmp_path / "x.parquet"))

@@ -1,4 +1,4 @@
-"""Prompts come in a seeded order that survives interruption, damage and threads."""
+"""Prompts come in a seeded order that does not depend on interruptions, damaged rows or threads."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def write(folder, num_rows, *, images=False):
     return folder / "rows.jsonl"
 
 
-def look(path, processors, *, max_bad_row_fraction=0.0):
+def scan(path, processors, *, max_bad_row_fraction=0.0):
     builder = make_builder(processors)
     return open_prompts(
         str(path),
@@ -60,7 +60,7 @@ def look(path, processors, *, max_bad_row_fraction=0.0):
 
 @pytest.fixture(scope="module")
 def ten(processors, tmp_path_factory):
-    return look(write(tmp_path_factory.mktemp("ten"), 10), processors)
+    return scan(write(tmp_path_factory.mktemp("ten"), 10), processors)
 
 
 @pytest.fixture
@@ -79,46 +79,46 @@ def open_stream():
         stream.close()
 
 
-def answers(prompts):
+def ground_truths(prompts):
     return [int(prompt.ground_truth) for prompt in prompts]
 
 
 # Order
 
 
-def test_the_order_is_this_one_on_every_machine(ten, open_stream):
+def test_the_order_is_the_same_on_every_machine(ten, open_stream):
     stream = open_stream(ten)
-    assert [answers(stream.take(4)) for _ in range(4)] == [[4, 6, 3, 0], [2, 9, 1, 7], [1, 8, 2, 3], [0, 7, 9, 5]]
+    assert [ground_truths(stream.take(4)) for _ in range(4)] == [[4, 6, 3, 0], [2, 9, 1, 7], [1, 8, 2, 3], [0, 7, 9, 5]]
 
 
-def test_an_epoch_is_whole_batches_without_repetition(ten, open_stream):
+def test_an_epoch_has_complete_batches_without_repetition(ten, open_stream):
     stream = open_stream(ten)
     assert stream.prompts_per_epoch == 8
-    epochs = [answers(stream.take(4)) + answers(stream.take(4)) for _ in range(20)]
+    epochs = [ground_truths(stream.take(4)) + ground_truths(stream.take(4)) for _ in range(20)]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 20
-    assert set().union(*epochs) == set(range(10))  # what one epoch leaves over, others take
+    assert set().union(*epochs) == set(range(10))  # prompts left over by one epoch are in others
 
 
-def test_the_seed_decides(ten, open_stream):
-    assert answers(open_stream(ten, seed=1).take(8)) == answers(open_stream(ten, seed=1).take(8))
-    assert answers(open_stream(ten, seed=1).take(8)) != answers(open_stream(ten, seed=2).take(8))
+def test_the_order_depends_on_the_seed(ten, open_stream):
+    assert ground_truths(open_stream(ten, seed=1).take(8)) == ground_truths(open_stream(ten, seed=1).take(8))
+    assert ground_truths(open_stream(ten, seed=1).take(8)) != ground_truths(open_stream(ten, seed=2).take(8))
 
 
-def test_without_shuffling_the_dataset_decides(ten, open_stream):
+def test_without_shuffling_the_order_is_the_datasets(ten, open_stream):
     stream = open_stream(ten, shuffle=False)
-    assert answers(stream.take(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert answers(stream.take(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert ground_truths(stream.take(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert ground_truths(stream.take(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_portions_and_prefetching_do_not_change_the_order(ten, open_stream):
-    whole = answers(open_stream(ten).take(24))
+def test_take_sizes_and_prefetching_do_not_change_the_order(ten, open_stream):
+    expected = ground_truths(open_stream(ten).take(24))
     for prefetch in (True, False):
         stream = open_stream(ten, prefetch=prefetch)
-        assert [answer for portion in (1, 7, 3, 5, 8) for answer in answers(stream.take(portion))] == whole
+        assert [truth for size in (1, 7, 3, 5, 8) for truth in ground_truths(stream.take(size))] == expected
 
 
-def test_metrics_tell_the_epoch(ten, open_stream):
+def test_metrics_have_the_position_in_epochs(ten, open_stream):
     stream = open_stream(ten)
     assert values(stream.metrics()) == {"data/epoch": 0.0, "data/num_set_aside": 0.0}
     stream.take(4)
@@ -128,7 +128,7 @@ def test_metrics_tell_the_epoch(ten, open_stream):
     assert stream.epoch == 1
 
 
-def test_fewer_prompts_than_a_batch_are_refused(ten):
+def test_fewer_prompts_than_a_batch_are_an_error(ten):
     with pytest.raises(DataError, match="10 usable prompts, fewer than the 11 of one batch"):
         PromptStream(ten, batch_size=11, seed=1, shuffle=True, prefetch=True, num_workers=1)
 
@@ -137,13 +137,13 @@ def test_fewer_prompts_than_a_batch_are_refused(ten):
 
 
 @pytest.mark.parametrize("taken", [0, 4, 6, 8, 12])
-def test_a_resumed_stream_goes_on_with_the_identical_prompts(ten, open_stream, taken):
+def test_a_resumed_stream_continues_with_identical_prompts(ten, open_stream, taken):
     stream = open_stream(ten)
     stream.take(taken)
     state = json.loads(json.dumps(stream.state()))
     uninterrupted = stream.take(16)
     resumed = open_stream(ten)
-    resumed.take(3)  # wherever it stood before
+    resumed.take(3)  # an arbitrary position before
     resumed.load_state(state)
     assert resumed.state() == state
     again = resumed.take(16)
@@ -152,9 +152,9 @@ def test_a_resumed_stream_goes_on_with_the_identical_prompts(ten, open_stream, t
     assert resumed.state() == stream.state()
 
 
-def test_a_position_in_other_data_is_refused(ten, processors, tmp_path, open_stream):
+def test_a_position_in_other_data_is_an_error(ten, processors, tmp_path, open_stream):
     state = open_stream(ten).state()
-    nine = look(write(tmp_path, 9), processors)
+    nine = scan(write(tmp_path, 9), processors)
     with pytest.raises(CheckpointError, match="its num_prompts is 10, here it is 9"):
         open_stream(nine).load_state(state)
     with pytest.raises(CheckpointError, match="its seed is 1, here it is 2"):
@@ -165,36 +165,41 @@ def test_a_position_in_other_data_is_refused(ten, processors, tmp_path, open_str
         open_stream(ten).load_state(state | {"fingerprint": "another"})
 
 
-# Damage after the start
+# Rows that become unusable
 
 
-def test_a_vanished_image_is_replaced_by_the_next_prompt(processors, tmp_path, open_stream):
-    prompts = look(write(tmp_path, 10, images=True), processors, max_bad_row_fraction=0.2)
+def test_a_prompt_whose_image_was_deleted_is_replaced_by_the_next_one(processors, tmp_path, open_stream):
+    prompts = scan(write(tmp_path, 10, images=True), processors, max_bad_row_fraction=0.2)
     stream = open_stream(prompts, shuffle=False)
     (tmp_path / "1.png").unlink()
-    assert answers(stream.take(4)) == [0, 2, 3, 4]
-    assert stream.set_aside == {"image_missing": 1}
+    assert ground_truths(stream.take(4)) == [0, 2, 3, 4]
+    assert stream.num_skipped == {"image_missing": 1}
     assert values(stream.metrics())["data/num_set_aside"] == 1
-    assert answers(stream.take(4)) == [5, 6, 7, 8]
+    assert ground_truths(stream.take(4)) == [5, 6, 7, 8]
     (tmp_path / "1.png").write_bytes(png(1))
-    assert answers(stream.take(4)) == [0, 2, 3, 4]  # what is set aside stays aside, so that resuming repeats it
+    assert ground_truths(stream.take(4)) == [
+        0,
+        2,
+        3,
+        4,
+    ]  # skipped prompts stay skipped, so that a resume gives the same order
     state = stream.state()
     resumed = open_stream(prompts, shuffle=False)
     resumed.load_state(json.loads(json.dumps(state)))
-    assert answers(resumed.take(4)) == answers(stream.take(4)) == [5, 6, 7, 8]
-    assert resumed.set_aside == {"image_missing": 1}
+    assert ground_truths(resumed.take(4)) == ground_truths(stream.take(4)) == [5, 6, 7, 8]
+    assert resumed.num_skipped == {"image_missing": 1}
 
 
 def test_an_epoch_without_spare_prompts_ends_early(processors, tmp_path, open_stream):
-    prompts = look(write(tmp_path, 4, images=True), processors, max_bad_row_fraction=0.5)
+    prompts = scan(write(tmp_path, 4, images=True), processors, max_bad_row_fraction=0.5)
     stream = open_stream(prompts, shuffle=False)
     (tmp_path / "3.png").unlink()
-    assert answers(stream.take(4)) == [0, 1, 2, 0]
-    assert answers(stream.take(4)) == [1, 2, 0, 1]
+    assert ground_truths(stream.take(4)) == [0, 1, 2, 0]
+    assert ground_truths(stream.take(4)) == [1, 2, 0, 1]
 
 
-def test_too_many_vanished_images_stop_the_run(processors, tmp_path, open_stream):
-    prompts = look(write(tmp_path, 10, images=True), processors, max_bad_row_fraction=0.1)
+def test_too_many_deleted_images_are_an_error(processors, tmp_path, open_stream):
+    prompts = scan(write(tmp_path, 10, images=True), processors, max_bad_row_fraction=0.1)
     stream = open_stream(prompts, shuffle=False)
     before = stream.state()
     for i in (1, 2):
@@ -204,11 +209,11 @@ def test_too_many_vanished_images_stop_the_run(processors, tmp_path, open_stream
     assert stream.state() == before
     for i in (1, 2):
         (tmp_path / f"{i}.png").write_bytes(png(i))
-    assert answers(stream.take(4)) == [0, 1, 2, 3]
+    assert ground_truths(stream.take(4)) == [0, 1, 2, 3]
 
 
-def test_when_nothing_is_left_the_stream_ends(processors, tmp_path, open_stream):
-    prompts = look(write(tmp_path, 4, images=True), processors, max_bad_row_fraction=1.0)
+def test_a_stream_without_usable_prompts_is_an_error(processors, tmp_path, open_stream):
+    prompts = scan(write(tmp_path, 4, images=True), processors, max_bad_row_fraction=1.0)
     for i in range(4):
         (tmp_path / f"{i}.png").unlink()
     with pytest.raises(DataError, match="no row of the dataset can be used any more"):
@@ -219,20 +224,20 @@ def test_when_nothing_is_left_the_stream_ends(processors, tmp_path, open_stream)
 
 
 def test_each_prompt_is_processed_once(processors, tmp_path, open_stream):
-    prompts = look(write(tmp_path, 12, images=True), processors)
+    prompts = scan(write(tmp_path, 12, images=True), processors)
     stream = open_stream(prompts, prefetch=False)
     for step in (1, 2, 3):
         stream.take(4)
         assert prompts.builder.image_processor.calls == 4 * step
 
 
-def test_the_next_batch_is_built_while_the_last_is_used(processors, tmp_path, open_stream):
-    prompts = look(write(tmp_path, 12, images=True), processors)
+def test_the_next_batch_is_built_in_advance(processors, tmp_path, open_stream):
+    prompts = scan(write(tmp_path, 12, images=True), processors)
     stream = open_stream(prompts)
     stream.take(4)
-    stream.close()  # waits for what has been begun
-    begun = prompts.builder.image_processor.calls - 4
-    assert 0 <= begun <= 4
+    stream.close()  # waits for prompts being built
+    started = prompts.builder.image_processor.calls - 4
+    assert 0 <= started <= 4
     again = open_stream(prompts)
     first = again.take(4)
     second = again.take(4)
@@ -241,7 +246,7 @@ def test_the_next_batch_is_built_while_the_last_is_used(processors, tmp_path, op
     ]
 
 
-def test_closing_ends_the_threads(ten, open_stream):
+def test_close_ends_the_threads(ten, open_stream):
     stream = open_stream(ten)
     stream.take(4)
     stream.close()

@@ -1,4 +1,4 @@
-"""Videos as files: which frames are taken and when they are shown, and how careless and hostile files are refused."""
+"""Videos: which frames are sampled, their times, and which files are rejected."""
 
 import io
 import struct
@@ -12,45 +12,45 @@ from trigon.data.bad_rows import UnusableRow
 from trigon.data.videos import FrameSampling, encoded_video, open_video, video_layout
 
 SAMPLING = FrameSampling(fps=5.0, max_frames=768)
-WISHES = {"where": "train:7/videos/0", "image_dir": None, "max_pixels": 100_000}
+ARGUMENTS = {"where": "train:7/videos/0", "image_dir": None, "max_pixels": 100_000}
 
 
-def seen(source, sampling=SAMPLING, **changes):
-    """Return the layout and the frames of a video, having checked that they fit each other."""
-    layout, frames = open_video(source, sampling=sampling, **(WISHES | changes))
+def read(source, sampling=SAMPLING, **changes):
+    """Return the layout and the frames of a video, after checking that they agree."""
+    layout, frames = open_video(source, sampling=sampling, **(ARGUMENTS | changes))
     frames = list(frames)
     assert len(frames) == len(layout.seconds) == 2 * layout.num_patches
     assert {(each.shape, each.dtype.name) for each in frames} == {((layout.height, layout.width, 3), "uint8")}
-    assert layout == video_layout(source, sampling=sampling, **(WISHES | changes))
+    assert layout == video_layout(source, sampling=sampling, **(ARGUMENTS | changes))
     return layout, frames
 
 
-def refusal(source, sampling=SAMPLING, **changes):
-    """Return (reason, message)."""
+def rejection(source, sampling=SAMPLING, **changes):
+    """Return (reason, message) of the error that is raised."""
     with pytest.raises(UnusableRow) as caught:
-        seen(source, sampling, **changes)
+        read(source, sampling, **changes)
     assert str(caught.value).startswith("train:7/videos/0: ")
     return caught.value.reason, str(caught.value)
 
 
-def shown(frames):
-    """Return which frame of `videos.frame` each is, told by its red."""
+def frame_numbers(frames):
+    """Return the number of each frame, which the red of `videos.frame` encodes."""
     return [round((float(each[..., 0].mean()) - 40) / 15) for each in frames]
 
 
 # Which frames
 
 
-def test_frames_lie_evenly_from_the_first_to_the_last():
-    layout, frames = seen(make_video(frames=12, fps=10))
-    assert shown(frames) == [0, 2, 4, 7, 9, 11]
+def test_frames_are_evenly_spaced_from_the_first_to_the_last():
+    layout, frames = read(make_video(frames=12, fps=10))
+    assert frame_numbers(frames) == [0, 2, 4, 7, 9, 11]
     assert layout.seconds == (0.0, 0.2, 0.4, 0.7, 0.9, 1.1)
     assert (layout.width, layout.height) == (96, 64)
     assert layout.temporal_patch_seconds == pytest.approx(0.4)  # 1.2 seconds, three pairs
 
 
-def test_a_frame_is_the_picture_that_was_encoded():
-    _, frames = seen(make_video(frames=4, fps=4))
+def test_decoded_frames_equal_the_encoded_ones():
+    _, frames = read(make_video(frames=4, fps=4))
     for number, each in enumerate(frames):
         assert np.abs(each.astype(int) - frame(number, 96, 64)).mean() < 6
 
@@ -59,27 +59,27 @@ def test_a_frame_is_the_picture_that_was_encoded():
     ("frames", "sampling", "expected"),
     [
         (12, FrameSampling(10.0, 768), [*range(12)]),
-        (12, FrameSampling(100.0, 768), [*range(12)]),  # no frame is taken twice
+        (12, FrameSampling(100.0, 768), [*range(12)]),  # no frame is repeated
         (12, FrameSampling(10.0, 2), [0, 11]),
         (12, FrameSampling(10.0, 7), [0, 2, 4, 7, 9, 11]),  # an even number
         (12, FrameSampling(0.1, 768), [0, 4, 7, 11]),  # at least four
-        (12, FrameSampling(0.1, 2), [0, 11]),  # but no more than are allowed
+        (12, FrameSampling(0.1, 2), [0, 11]),  # but at most max_frames
         (3, FrameSampling(10.0, 768), [0, 2]),
         (2, FrameSampling(10.0, 768), [0, 1]),
-        (1, FrameSampling(10.0, 768), [0, 0]),  # one picture, shown twice
+        (1, FrameSampling(10.0, 768), [0, 0]),  # a single frame is repeated
     ],
 )
-def test_how_many_frames_are_taken(frames, sampling, expected):
-    layout, pictures = seen(make_video(frames=frames, fps=10), sampling)
-    assert shown(pictures) == expected
+def test_which_frames_are_sampled(frames, sampling, expected):
+    layout, sampled = read(make_video(frames=frames, fps=10), sampling)
+    assert frame_numbers(sampled) == expected
     assert list(layout.seconds) == [number / 10 for number in expected]
 
 
-def test_frames_are_chosen_by_the_clock_where_their_intervals_vary():
+def test_frames_are_sampled_by_time_if_their_intervals_vary():
     times = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 21]  # the last two are shown longer
     video = make_video(frames=12, fps=10, times=times, codec="libvpx-vp9", container="webm")
-    layout, frames = seen(video, FrameSampling(5.0, 6))
-    assert shown(frames) == [0, 4, 8, 10, 10, 11]  # nearest to 0, 0.42, 0.84, 1.26, 1.68 and 2.1 seconds
+    layout, frames = read(video, FrameSampling(5.0, 6))
+    assert frame_numbers(frames) == [0, 4, 8, 10, 10, 11]  # nearest to 0, 0.42, 0.84, 1.26, 1.68 and 2.1 seconds
     assert layout.seconds == pytest.approx((0.0, 0.4, 0.8, 1.5, 1.5, 2.1))
 
 
@@ -88,9 +88,9 @@ def test_frames_are_chosen_by_the_clock_where_their_intervals_vary():
     [("libx264", "mp4"), ("libx264", "matroska"), ("libx264", "avi"), ("libx264", "mpegts"), ("libx265", "mp4"),
      ("libvpx", "webm"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"), ("mpeg4", "mp4")],
 )  # fmt: skip
-def test_common_formats_show_the_same(codec, container):
-    layout, frames = seen(make_video(codec=codec, container=container))
-    assert shown(frames) == [0, 2, 4, 7, 9, 11]
+def test_common_formats_give_the_same_frames(codec, container):
+    layout, frames = read(make_video(codec=codec, container=container))
+    assert frame_numbers(frames) == [0, 2, 4, 7, 9, 11]
     assert layout.seconds == pytest.approx((0.0, 0.2, 0.4, 0.7, 0.9, 1.1))
     assert layout.temporal_patch_seconds == pytest.approx(0.4)
 
@@ -98,15 +98,15 @@ def test_common_formats_show_the_same(codec, container):
 @pytest.mark.parametrize("quarters", [1, 2, 3])
 def test_frames_are_upright(quarters):
     plain = make_video(frames=4, fps=4)
-    layout, frames = seen(turned(plain, quarters))
-    _, upright = seen(plain)
+    layout, frames = read(rotated(plain, quarters))
+    _, upright = read(plain)
     assert (layout.width, layout.height) == ((96, 64) if quarters == 2 else (64, 96))
     for each, expected in zip(frames, upright, strict=True):
         assert np.array_equal(each, np.rot90(expected, -quarters))
 
 
-def turned(video, quarters):
-    """Return an MP4 whose header asks players to turn it clockwise, as telephones write it."""
+def rotated(video, quarters):
+    """Return an MP4 whose header asks players to rotate it clockwise, as phones write it."""
     at = video.index(b"tkhd") + 4 + 4 + 20 + 16  # version and flags; times, track and duration; layer and volume
     one = 1 << 16
     matrix = {
@@ -117,28 +117,28 @@ def turned(video, quarters):
     return video[:at] + struct.pack(">6i", *matrix) + video[at + 24 :]
 
 
-def test_the_same_file_in_memory_and_on_disk(tmp_path):
+def test_a_file_in_memory_and_on_disk_give_the_same_frames(tmp_path):
     video = make_video()
     (tmp_path / "clip.mp4").write_bytes(video)
-    layout, frames = seen(video)
+    layout, frames = read(video)
     for source in ("clip.mp4", {"bytes": None, "path": "clip.mp4"}, {"bytes": video, "path": "elsewhere.mp4"}):
-        again, same = seen(source, image_dir=tmp_path)
-        assert again == layout
-        assert all(np.array_equal(one, other) for one, other in zip(frames, same, strict=True))
-        assert encoded_video(source, sampling=SAMPLING, **(WISHES | {"image_dir": tmp_path})) == video
+        other_layout, other_frames = read(source, image_dir=tmp_path)
+        assert other_layout == layout
+        assert all(np.array_equal(one, other) for one, other in zip(frames, other_frames, strict=True))
+        assert encoded_video(source, sampling=SAMPLING, **(ARGUMENTS | {"image_dir": tmp_path})) == video
 
 
-# What is refused
+# Rejected files
 
 
-def test_what_is_no_video_is_refused():
-    assert refusal(b"not a video at all" * 20)[0] == "video_unreadable"
-    assert refusal(b"") == ("video_unreadable", "train:7/videos/0: it has zero bytes")
-    assert refusal(None)[0] == "video_missing"
-    assert refusal(17)[0] == "video_missing"
+def test_data_that_is_not_a_video_is_rejected():
+    assert rejection(b"not a video at all" * 20)[0] == "video_unreadable"
+    assert rejection(b"") == ("video_unreadable", "train:7/videos/0: it has zero bytes; replace or drop it")
+    assert rejection(None)[0] == "video_missing"
+    assert rejection(17)[0] == "video_missing"
 
 
-def test_sound_alone_is_no_video():
+def test_an_audio_file_is_rejected():
     stream = io.BytesIO()
     with av.open(stream, "w", format="mp4") as output:
         sound = output.add_stream("aac", rate=8000)
@@ -146,21 +146,21 @@ def test_sound_alone_is_no_video():
         silence.sample_rate = 8000
         output.mux(sound.encode(silence))
         output.mux(sound.encode())
-    reason, message = refusal(stream.getvalue())
+    reason, message = rejection(stream.getvalue())
     assert reason == "video_unreadable"
-    assert "it has no video in it" in message
+    assert "it has no video stream" in message
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_file_that_was_cut_off_is_refused(share):
+def test_a_truncated_file_is_rejected(share):
     video = make_video(frames=30, width=128, height=96)
-    assert refusal(video[: int(len(video) * share)])[0] == "video_unreadable"
+    assert rejection(video[: int(len(video) * share)])[0] == "video_unreadable"
 
 
-def test_a_file_whose_frames_were_cut_off_is_refused(tmp_path):
-    """Its index, which comes first here, still tells of all of them."""
+def test_a_file_with_a_complete_index_and_truncated_frames_is_rejected(tmp_path):
+    """The index, which comes first in this file, has all frames."""
     video = faststart(make_video(frames=30, width=128, height=96), tmp_path / "fast.mp4")
-    reason, message = refusal(video[: len(video) - 400])
+    reason, message = rejection(video[: len(video) - 400])
     assert reason == "video_unreadable"
     assert "cut off" in message
 
@@ -176,48 +176,48 @@ def faststart(video, path):
     return path.read_bytes()
 
 
-def test_damaged_frames_are_refused():
+def test_damaged_frames_are_rejected():
     video = bytearray(make_video(frames=30, width=128, height=96, codec="mpeg4"))
     start = video.index(b"mdat") + 4
     noise = np.random.RandomState(0).bytes(3000)
     video[start + 600 : start + 3600] = noise
-    assert refusal(bytes(video), FrameSampling(30.0, 768))[0] == "video_unreadable"
+    assert rejection(bytes(video), FrameSampling(30.0, 768))[0] == "video_unreadable"
 
 
-def test_large_frames_are_refused_before_they_are_decoded():
-    reason, message = refusal(make_video(frames=2, width=640, height=480))
+def test_large_frames_are_rejected_before_they_are_decoded():
+    reason, message = rejection(make_video(frames=2, width=640, height=480))
     assert reason == "video_pixels"
     assert "frames of 640 x 480 = 307,200 pixels, more than max_image_pixels=100,000" in message
 
 
-def test_long_and_thin_frames_are_refused():
-    assert refusal(make_video(frames=2, width=3210, height=16))[0] == "video_shape"
+def test_frames_of_a_large_aspect_ratio_are_rejected():
+    assert rejection(make_video(frames=2, width=3210, height=16))[0] == "video_shape"
 
 
 @pytest.mark.parametrize("path", ["../secret.mp4", "/etc/passwd", "https://example.org/a.mp4", "file:///etc/passwd"])
-def test_no_path_leaves_the_folder(path, tmp_path):
+def test_paths_outside_the_folder_are_rejected(path, tmp_path):
     (tmp_path / "videos").mkdir()
     (tmp_path / "secret.mp4").write_bytes(make_video(frames=2))
-    assert refusal(path, image_dir=tmp_path / "videos")[0] == "video_outside"
+    assert rejection(path, image_dir=tmp_path / "videos")[0] == "video_outside"
 
 
 def test_a_missing_file_is_named(tmp_path):
-    reason, message = refusal("clip.mp4", image_dir=tmp_path)
+    reason, message = rejection("clip.mp4", image_dir=tmp_path)
     assert reason == "video_missing"
     assert f"no such file: {tmp_path / 'clip.mp4'}" in message
 
 
-def test_a_list_of_files_opens_nothing(tmp_path):
-    """FFmpeg would read whatever it names, past the rules for paths, and does so where it is let."""
+def test_a_list_of_files_is_not_opened(tmp_path):
+    """FFmpeg would read the listed files, which may be outside the folder."""
     (tmp_path / "secret.mp4").write_bytes(make_video(frames=2))
     (tmp_path / "list.ffconcat").write_text("ffconcat version 1.0\nfile 'secret.mp4'\n")
     with av.open(str(tmp_path / "list.ffconcat")) as opened:
         assert opened.streams.video
-    assert refusal("list.ffconcat", image_dir=tmp_path)[0] == "video_unreadable"
+    assert rejection("list.ffconcat", image_dir=tmp_path)[0] == "video_unreadable"
 
 
-def test_a_playlist_opens_nothing(tmp_path):
+def test_a_playlist_is_not_opened(tmp_path):
     (tmp_path / "secret.mp4").write_bytes(make_video(frames=2))
     lines = ["#EXTM3U", "#EXT-X-TARGETDURATION:1", "#EXTINF:1,", str(tmp_path / "secret.mp4"), "#EXT-X-ENDLIST", ""]
     (tmp_path / "list.m3u8").write_text("\n".join(lines))
-    assert refusal("list.m3u8", image_dir=tmp_path)[0] == "video_unreadable"
+    assert rejection("list.m3u8", image_dir=tmp_path)[0] == "video_unreadable"

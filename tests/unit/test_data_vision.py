@@ -1,4 +1,4 @@
-"""The one pass through the image processor: counted, predicted from sizes, hashed by content."""
+"""The image processor: counted calls, token counts from sizes, hashes of the content."""
 
 import numpy as np
 import pytest
@@ -34,17 +34,17 @@ SIZES = [(1, 1), (3, 3), (1, 3), (3, 100), (13, 14), (28, 28), (42, 42), (70, 71
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_a_size_alone_tells_the_number_of_tokens(processor, width, height):
+def test_the_number_of_tokens_follows_from_the_size(processor, width, height):
     vision = processor.process([noise(width, height)])
     assert processor.tokens_of(vision) == (processor.image_tokens(width, height),)
 
 
-def test_measuring_is_no_call(processor):
+def test_counting_tokens_is_not_a_call(processor):
     processor.image_tokens(100, 100)
     assert processor.calls == 0
 
 
-def test_hashes_name_the_content(processor):
+def test_hashes_depend_on_the_content(processor):
     first, second, again = processor.process([noise(60, 60), noise(60, 60, seed=1), noise(60, 60)]).hashes
     assert first == again
     assert first != second
@@ -58,14 +58,14 @@ def test_equal_pixels_in_another_shape_have_another_hash(processor):
     assert wide != tall
 
 
-def test_neighbours_do_not_change_an_image(processor):
+def test_other_images_of_a_call_do_not_change_an_image(processor):
     alone = processor.process([noise(90, 60)])
     together = processor.process([noise(56, 56), noise(90, 60), noise(90, 60, seed=2)])
-    _, mine, _ = together.pixel_values.split(together.grid_thw.prod(dim=1).tolist())
-    assert torch.equal(mine, alone.pixel_values)
+    _, second, _ = together.pixel_values.split(together.grid_thw.prod(dim=1).tolist())
+    assert torch.equal(second, alone.pixel_values)
     assert together.hashes[1] == alone.hashes[0]
 
 
-def test_a_processor_of_another_model_is_refused(tiny_vlm):
+def test_a_processor_of_another_model_is_an_error(tiny_vlm):
     with pytest.raises(ModelError, match="merges 2 x 2 patches, the model 3 x 3"):
         ImageProcessor(load_processors(str(tiny_vlm)).image_processor, spatial_merge=3)

@@ -201,7 +201,7 @@ def test_too_many_reward_failures_stop_the_sampling(tokenizer, tmp_path):
     with (
         recording_rewards(tmp_path, "sequential", failing=("0",)) as rewards,
         engine.awake(NO_WEIGHTS, version=0),
-        pytest.raises(RewardError, match="could not score 1 of 2400 answers"),
+        pytest.raises(RewardError, match="could not score 1 of 2400 completions"),
     ):
         collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
     assert len(sampled) < 2400

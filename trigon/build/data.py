@@ -12,12 +12,12 @@ from trigon.build.options import (
     model_path,
 )
 from trigon.config.defaults import PIXEL_CACHE_BYTES
-from trigon.config.options import read_text_option
+from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet, open_prompts
-from trigon.data.mixture import mixed
-from trigon.data.processed import ProcessedImages
+from trigon.data.media_processing import MediaProcessor
+from trigon.data.mixture import mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
@@ -33,7 +33,7 @@ def open_processors(config: Config) -> Processors:
         model_path(config),
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
-        chat_template=read_text_option(data.override_chat_template),
+        chat_template=read_template(data.override_chat_template),
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
     )
@@ -70,7 +70,7 @@ def scan_datasets(
 
     weights: how often an epoch goes through each dataset; empty: once.
     """
-    return mixed([scan_dataset(config, spec, builder, report) for spec in specs], weights)
+    return mix([scan_dataset(config, spec, builder, report) for spec in specs], weights)
 
 
 def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
@@ -92,7 +92,7 @@ def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Repo
             num_workers=count_data_threads(config),
             on_progress=on_progress,
         )
-    for reason, count in prompts.report.items():
+    for reason, count in prompts.num_skipped.items():
         report.warn(f"{spec}: {count} of {prompts.num_rows} rows skipped ({reason}): {prompts.examples[reason][0]}")
     return prompts
 
@@ -124,12 +124,12 @@ def open_evaluator(config: Config, prompts: Prompts | None, report: Reporter) ->
     )
 
 
-def open_images(config: Config, processors: Processors) -> ProcessedImages | None:
+def open_images(config: Config, processors: Processors) -> MediaProcessor | None:
     """Return the processor and cache of a worker's images, or None for a model without vision."""
     image_processor = image_processor_of(processors)
     if image_processor is None:
         return None
-    return ProcessedImages(
+    return MediaProcessor(
         image_processor,
         max_image_pixels=config.data.max_image_pixels,
         num_workers=max(1, count_data_threads(config) // config.trainer.n_gpus_per_node),

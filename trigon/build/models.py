@@ -20,7 +20,7 @@ from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.load import Processors, load_model
@@ -254,10 +254,10 @@ def place_policy(
     return open_sharded(make_policy, place.process_group, sharding, place.device)
 
 
-def feature_memory(config: Config, *, shared: bool) -> FeatureMemory:
+def feature_memory(config: Config, *, shared: bool) -> VisionFeatureCache:
     """Return the cache of a frozen vision tower's features.
 
     shared: policy and reference have a cache each, of half the size.
     """
     max_bytes = int(config.worker.actor.model.vision_cache_gb * 2**30)
-    return FeatureMemory(max_bytes // 2 if shared else max_bytes)
+    return VisionFeatureCache(max_bytes // 2 if shared else max_bytes)

@@ -17,7 +17,7 @@ from trigon.build.models import DevicePlacement, open_models, set_determinism
 from trigon.build.options import kl_is_full, make_loss_terms, model_path, needs_reference
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.defaults import resolve_run_folder
-from trigon.config.options import read_text_option
+from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
 from trigon.models.hub import uses_modelscope
@@ -43,21 +43,21 @@ def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
 
     Raises: ConfigError if the cluster is too small, or a node lacks a file or package.
     """
-    from trigon.distributed.cluster import Layout, cluster, has_gpus, workers
+    from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
     from trigon.distributed.preflight import check_node_reports
-    from trigon.distributed.worker import Worker, actor_of
+    from trigon.distributed.worker import Worker, ray_actor_class
     from trigon.distributed.worker_group import WorkerGroup
 
     trainer = config.trainer
-    with cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
+    with open_cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
         device: Literal["cpu", "cuda"] = (
             ("cuda" if has_gpus() else "cpu") if trainer.device == "auto" else trainer.device
         )
         layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
-        with workers(layout, actor_of(Worker)) as placed:
-            worker_group = WorkerGroup(placed, device, deadline_seconds=trainer.worker_timeout_seconds)
+        with start_workers(layout, ray_actor_class(Worker)) as workers:
+            worker_group = WorkerGroup(workers, device, deadline_seconds=trainer.worker_timeout_seconds)
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
-            check_node_reports(worker_group.call_all(lambda actor, _: actor.join.remote(join), phase="preflight"))
+            check_node_reports(worker_group.call_all(Worker.join, join, phase="preflight"))
             yield worker_group
 
 
@@ -72,11 +72,12 @@ def config_for_workers(config: Config) -> Config:
     def absolute(path: str | None) -> str | None:
         if path and uses_modelscope():  # a setting of this process alone
             return str(model_folder(path).absolute())
-        return str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().is_dir() else path
+        local = local_path(path) if path else None
+        return path if local is None else str(local.absolute())
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
-    chat_template = {"override_chat_template": read_text_option(data.override_chat_template)}
+    chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
             "worker": config.worker.model_copy(update={"actor": actor}),
@@ -96,21 +97,17 @@ def open_workers(
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
     from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTracer, WorkersTrainEngine
+    from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
     with report.phase("load model and start rollout engine"):
         build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos)
-        sizes = worker_group.call_all(
-            lambda actor, _: actor.open.remote(build), phase="load", at_least_seconds=DISK_SECONDS
-        )
+        sizes = worker_group.call_all(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
     check_space(config, store, sizes)
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
-        shared_by = config.trainer.n_gpus_per_node
-        found: list[Budgets] = worker_group.call_all(
-            lambda actor, _: actor.tune_micro_batch.remote(lengths, known, shared_by), phase="fit"
-        )
-        return found[0]
+        num_sharing = config.trainer.n_gpus_per_node
+        return worker_group.call_all(Worker.tune_micro_batch, lengths, known, num_sharing, phase="fit")[0]
 
     return Engines(
         device=describe_workers(config, worker_group),

@@ -1,1 +1,1 @@
-"""Where a run rests: checkpoints that are whole or absent, and their way into a Hugging Face folder."""
+"""Checkpoints that are complete or absent, and their export to Hugging Face folders."""

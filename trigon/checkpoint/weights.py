@@ -1,8 +1,7 @@
-"""What a checkpoint's policy consists of: weights of its own, or a base model's and what LoRA learned beside them.
+"""Reads the weights of a checkpoint's policy: its own, or those of a base model and a LoRA adapter.
 
-Knows the layout of an actor folder, where a base model lies and what merging needs of both. Refuses to know what the
-tensors are for. Only headers are read before a tensor is asked for, and no two are held together, but for the experts
-of one layer.
+Only file headers are read until a tensor is requested. One tensor is in memory at a time, except
+for MoE models, where the experts of one layer are.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trigon.errors import CheckpointError, ModelError
-from trigon.models.families import Family, family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, family_of_folder, model_folder
 from trigon.models.lora import merge_names, merged_weight
 from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
@@ -27,24 +26,25 @@ _STACKS_PER_LAYER = 2  # of experts: gate_up_proj and down_proj
 
 
 class Weights(Protocol):
-    """Where a model's tensors come from, by name."""
+    """The tensors of a model, read by name."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What there is, in the order in which it is to be written."""
+        """Shape and dtype of each tensor, in the order in which they are written."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, on the CPU."""
+        """Return a complete tensor, on the CPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What a run with LoRA learned, and where that belongs.
+    """The LoRA weights of a run, and the model they adapt.
 
-    adapter: A and B, under peft's names. config: what peft wants in adapter_config.json. base_folder: the model whose
-    weights they change. model_config: the folder with that model's config, as the run had it.
+    adapter: the A and B matrices, under peft's names. config: the content of peft's
+    adapter_config.json. base_folder: the base model. model_config: the folder with the base model's
+    config as the run loaded it.
     """
 
     adapter: Weights
@@ -53,13 +53,13 @@ class Lora:
     model_config: Path
 
 
-def is_adapted(actor: Path) -> bool:
-    """Tell whether a checkpoint is of a run with LoRA: whether it holds adapters, and no weights."""
+def has_adapter(actor: Path) -> bool:
+    """Return whether a checkpoint holds a LoRA adapter, and so no other weights."""
     return (actor / ADAPTER_FOLDER).is_dir()
 
 
 def open_weights(actor: Path) -> Weights:
-    """Return the weights of a checkpoint without adapters, by their Hugging Face names."""
+    """Return the weights of a checkpoint without an adapter, by their Hugging Face names."""
     folder = actor / WEIGHTS_FOLDER
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{actor} holds no {WEIGHTS_FOLDER}/*.safetensors")
@@ -67,10 +67,10 @@ def open_weights(actor: Path) -> Weights:
 
 
 def open_lora(actor: Path, *, base: str | None) -> Lora:
-    """Return the adapters of a checkpoint that has some.
+    """Return the LoRA weights of a checkpoint that has an adapter.
 
-    base: their base model, a folder or a hub id; None: where the run found it. Raises: CheckpointError if it is not
-    there.
+    base: the base model, a folder or a hub id; None: the one the run used. Raises: CheckpointError
+    if it does not exist.
     """
     config: dict[str, Any] = json.loads((actor / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if base is not None:
@@ -79,28 +79,27 @@ def open_lora(actor: Path, *, base: str | None) -> Lora:
         base_folder = model_folder(config["base_model_name_or_path"])
     except ModelError as error:
         raise CheckpointError(
-            f"the base model of the adapters in {actor} is not there: {error} If it has moved, name its folder with "
-            "--base"
+            f"the base model of the adapter in {actor} is missing: {error} If it has moved, name its folder with --base"
         ) from error
     return Lora(ShardedFiles(actor / ADAPTER_FOLDER), config, base_folder, actor / "huggingface")
 
 
 class PublishedWeights:
-    """A checkpoint's weights as a published model holds them, experts no longer stacked. Satisfies Weights."""
+    """A checkpoint's weights under published names, one tensor per expert. Satisfies Weights."""
 
-    def __init__(self, stored: Weights, family: Family) -> None:
-        """stored: what a policy's saved_tensors gave."""
+    def __init__(self, stored: Weights, family: ModelFamily) -> None:
+        """Convert names and shapes. stored: the tensors of a policy's saved_tensors."""
         self._stored = stored
         self._family = family
-        self._sources: dict[str, str] = {}  # of each tensor, that of which it is a part
+        self._sources: dict[str, str] = {}  # of each tensor, the stored tensor that contains it
         tensors: dict[str, StoredTensor] = {}
-        for source, whole in stored.tensors.items():
-            shape_alone = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-            for name, part in family.checkpoint_tensors(source, shape_alone):
+        for source, tensor in stored.tensors.items():
+            meta_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, part in family.checkpoint_tensors(source, meta_tensor):
                 self._sources[name] = source
-                tensors[name] = StoredTensor(tuple(part.shape), whole.dtype)
+                tensors[name] = StoredTensor(tuple(part.shape), tensor.dtype)
         self._tensors = dict(sorted(tensors.items()))
-        self._read: dict[str, dict[str, Tensor]] = {}
+        self._cache: dict[str, dict[str, Tensor]] = {}
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -108,26 +107,31 @@ class PublishedWeights:
         return self._tensors
 
     def read(self, name: str) -> Tensor:
-        """See Weights. The two stacks read last stay in memory: in the order of names their experts alternate."""
+        """See Weights.
+
+        The two stacks of experts read last are cached, since their experts alternate in the order
+        of names.
+        """
         source = self._sources[name]
-        if source not in self._read:
-            while len(self._read) >= _STACKS_PER_LAYER:
-                del self._read[next(iter(self._read))]
-            self._read[source] = dict(self._family.checkpoint_tensors(source, self._stored.read(source)))
-        return self._read[source][name].clone(memory_format=torch.contiguous_format)
+        if source not in self._cache:
+            while len(self._cache) >= _STACKS_PER_LAYER:
+                del self._cache[next(iter(self._cache))]
+            self._cache[source] = dict(self._family.checkpoint_tensors(source, self._stored.read(source)))
+        return self._cache[source][name].clone(memory_format=torch.contiguous_format)
 
 
 class MergedWeights:
-    """The weights of a base model with adapters merged into them, by their Hugging Face names. Satisfies Weights.
+    """The weights of a base model with a LoRA adapter merged into them. Satisfies Weights.
 
-    They are those of the model that the config describes: what else a hub checkpoint may hold, such as a copy of a tied
-    head, is left out.
+    They are the weights of the model that the config describes, by their Hugging Face names.
+    Additional tensors of a hub checkpoint, such as a copy of a tied head, are left out.
     """
 
     def __init__(self, lora: Lora, *, dtype: torch.dtype | None) -> None:
-        """dtype: of the weights, which are rounded once; None: each as in the base model.
+        """Compare the shapes of base model, adapter and config; no tensor is read.
 
-        Raises: CheckpointError unless base model, adapters and config belong together.
+        dtype: of the merged weights, which are rounded once; None: each as in the base model.
+        Raises: CheckpointError if the shapes do not fit together.
         """
         from transformers import AutoConfig
 
@@ -137,23 +141,24 @@ class MergedWeights:
             model = auto_class(family).from_config(config)
         shapes = {
             name: tuple(part.shape)
-            for here, weight in model.named_parameters()
-            for name, part in family.checkpoint_tensors(here, weight)
+            for parameter_name, weight in model.named_parameters()
+            for name, part in family.checkpoint_tensors(parameter_name, weight)
         }
         self._base = ShardedFiles(lora.base_folder)
         self._adapter = lora.adapter
         self._pairs = merge_names(lora.adapter.tensors, family)
         self._scaling = lora.config["lora_alpha"] / lora.config["r"]
-        # Some models were saved under the names that they have in memory, which a run reads as well.
+        # Some base models were saved under the names of their modules, which a run can load too.
         self._base_names = {family.checkpoint_name(name): name for name in self._base.tensors}
 
-        unfit = [name for name in shapes if self._base_shape(name) != shapes[name]]
-        if unfit:
-            found = self._base_shape(unfit[0])
+        mismatched = [name for name in shapes if self._base_shape(name) != shapes[name]]
+        if mismatched:
+            found = self._base_shape(mismatched[0])
             raise CheckpointError(
-                f"{lora.base_folder} is not the base model of these adapters: {unfit[0]} is "
-                f"{'missing' if found is None else list(found)} there instead of {list(shapes[unfit[0]])} "
-                f"({len(unfit)} of {len(shapes)} weights do not fit). Name the folder of the right one with --base"
+                f"{lora.base_folder} is not the base model of this adapter: {mismatched[0]} is "
+                f"{'missing' if found is None else list(found)} there instead of {list(shapes[mismatched[0]])} "
+                f"({len(mismatched)} of {len(shapes)} weights do not fit). Name the folder of the right one with "
+                "--base"
             )
         for name, (lora_a, lora_b) in self._pairs.items():
             (rank, width), (height, inner) = (lora.adapter.tensors[half].shape for half in (lora_a, lora_b))

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         base=options.base,
         best=options.best,
         warn=console.warn,
-        say=console.print,
+        on_progress=console.print,
     )
     console.print(f"exported and verified: {folder}")
     return 0

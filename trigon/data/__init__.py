@@ -1,0 +1,1 @@
+"""Dataset rows become prompts, and groups of completions become packed rows."""

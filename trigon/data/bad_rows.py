@@ -1,4 +1,4 @@
-"""Why a row of a dataset cannot be used: one exception that carries its reason. Knows no rows, no images."""
+"""The exception for a dataset row that cannot be used, with the reason why."""
 
 from __future__ import annotations
 
@@ -25,17 +25,27 @@ Reason = Literal[
     "mixed_media",
     "overlong",
 ]
-"""Under which heading a row is set aside.
+"""Why a row is skipped.
 
-prompt: the text is missing, empty or not understood. answer: it has none. markers: as many as images, or as videos,
-they are not. media_tokens: the text itself spells a token that stands for an image. image_missing: no such file.
-image_outside: a path out of the image folder, or a URL. image_unreadable: no image, cut off, or its colours undefined.
-image_pixels: above max_image_pixels. image_shape: too long and thin. image_count: above limit_images. video_*: the same
-of a video and its frames. mixed_media: images and videos in one row. overlong: above max_prompt_length."""
+prompt: the text is missing, empty, or neither a text nor chat messages.
+answer: the ground truth is missing.
+markers: the numbers of markers and of images (or videos) differ.
+media_tokens: the text contains a special token that stands for an image or a video.
+image_missing: no such file. image_outside: a URL, or a path outside the image folder.
+image_unreadable: not an image, truncated, or with an undefined colour range.
+image_pixels: above max_image_pixels. image_shape: the aspect ratio is too large.
+image_count: above limit_images.
+video_*: the same for a video and its frames.
+mixed_media: images and videos in one row.
+overlong: above max_prompt_length.
+"""
 
 
 class UnusableRow(BadRow):
-    """One row cannot be used, for the given reason; the message begins with the row or the image it is about."""
+    """One row cannot be used, for the given reason.
+
+    The message begins with the row or image it is about.
+    """
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""Images as they come: the only file that opens, turns or converts one.
+"""Opens, rotates and converts images with Pillow; no other module does.
 
-Knows Pillow and what hostile or careless data looks like. An image is measured from its header, so that it can
-be refused before a pixel is decoded, and the three ways in, `image_size`, `open_image` and `encoded_image`, agree by
-construction: all go through `_opened`. Refuses to know rows, prompts, tensors and the size a model wants.
+The size of an image is read from its header, so that a too large or malformed one is rejected
+before a pixel is decoded. `image_size`, `open_image` and `encoded_image` all use `_opened`, so they
+accept the same images. Resizing for a model is in vision.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from trigon.data.bad_rows import UnusableRow
 from trigon.data.media_files import in_one_line, open_bytes, read_bytes
 
 MAX_ASPECT_RATIO = 200
-"""Sides of this ratio or above: image processors of the Qwen families refuse them."""
+"""Image processors of the Qwen families raise an error for this aspect ratio or above."""
 
-# Named, so that no other of Pillow's plugins is ever tried: one of them hands its input to Ghostscript.
+# Listed, so that no other plugin of Pillow is tried: one of them runs Ghostscript on its input.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 
-# What Pillow's decoders raise on broken bytes. The two bombs: its own limits, above ours or far above.
+# The errors of Pillow's decoders for damaged bytes. The decompression bombs are its own size
+# limits.
 _DECODING_ERRORS = (
     OSError,
     SyntaxError,
@@ -45,7 +46,8 @@ _DECODING_ERRORS = (
     Image.DecompressionBombWarning,
 )
 
-# EXIF orientation -> how to turn the stored pixels upright; 1 is upright, and 5 to 8 exchange width and height.
+# EXIF orientation -> how to rotate the stored pixels upright; 1 is upright, and 5 to 8 exchange
+# width and height.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -58,13 +60,14 @@ _UPRIGHT = {
 
 
 def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> tuple[int, int]:
-    """Return (width, height) of an image as it will be seen, upright, from its header alone.
+    """Return (width, height) of an image when upright, from its header alone.
 
     Args:
         source: a PIL image, encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
-        where: what to call the image in an error: "train:17/images/0".
-        image_dir: the folder to which relative paths belong and which no path may leave; None: no path is allowed.
-        max_pixels: refused above it.
+        where: the name of the image in errors: "train:17/images/0".
+        image_dir: the folder that relative paths start from and that contains all paths; None: no
+            path is allowed.
+        max_pixels: the largest allowed width * height.
     Raises: UnusableRow.
     """
     with _opened(source, where, image_dir, max_pixels) as (image, orientation):
@@ -73,7 +76,9 @@ def image_size(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
 
 
 def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> Image.Image:
-    """Return an image decoded, upright, 8-bit RGB, transparency laid on white, the first frame of several.
+    """Return an image decoded and upright, as 8-bit RGB with transparency on white.
+
+    Only the first frame of several is decoded.
 
     Args and Raises: as image_size, and UnusableRow where decoding fails.
     """
@@ -88,27 +93,27 @@ def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
 
 
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
-    """Return the file behind an image, byte for byte; its header has been accepted, its pixels not looked at.
+    """Return the encoded file of an image, byte for byte, after checking its header.
 
-    A PIL image becomes a PNG of what open_image makes of it. Either way the bytes open as the very image that the
-    source opens as.
+    A PIL image becomes a PNG of the image that open_image returns; of a file, no pixel is decoded.
+    In both cases the bytes decode to the same image as the source.
 
     Args and Raises: as image_size; for a PIL image, as open_image.
     """
     if isinstance(source, Image.Image):
         image = open_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels)
-        image.info = {}  # else a colour profile would be written along
+        image.info = {}  # otherwise the PNG would contain its colour profile
         png = io.BytesIO()
         image.save(png, "PNG", compress_level=1)
         return png.getvalue()
     encoded = read_bytes(source, "image", where=where, image_dir=image_dir)
-    with _opened(encoded, where, image_dir, max_pixels):  # the bytes read, not the file, which may have changed
+    with _opened(encoded, where, image_dir, max_pixels):  # not the file, which may have changed since
         return encoded
 
 
 @contextmanager
 def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[tuple[Image.Image, int]]:
-    """Yield an image whose header has been read and found acceptable, and its EXIF orientation (1 to 8)."""
+    """Yield an image with a checked header, not decoded, and its EXIF orientation (1 to 8)."""
     if isinstance(source, Image.Image):
         _check_header(source, where, max_pixels)
         yield source, _orientation(source)
@@ -118,7 +123,7 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
             image = Image.open(stream, formats=_FORMATS)
             orientation = _orientation(image)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise UnusableRow("image_pixels", f"{where}: beyond what Pillow decodes: {in_one_line(error)}") from error
+            raise UnusableRow("image_pixels", f"{where}: above the limit of Pillow: {in_one_line(error)}") from error
         except _DECODING_ERRORS as error:
             raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
         with image:
@@ -129,7 +134,7 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
 def _check_header(image: Image.Image, where: str, max_pixels: int) -> None:
     width, height = image.size
     if width < 1 or height < 1:
-        raise UnusableRow("image_unreadable", f"{where}: it is {width} x {height}")
+        raise UnusableRow("image_unreadable", f"{where}: its size is {width} x {height}; replace or drop it")
     if width * height > max_pixels:
         pixels = f"{width} x {height} = {width * height:,} pixels"
         raise UnusableRow("image_pixels", f"{where}: {pixels}, more than max_image_pixels={max_pixels:,}")
@@ -139,31 +144,31 @@ def _check_header(image: Image.Image, where: str, max_pixels: int) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image that is still to be turned, from its header.
+    """Return the EXIF orientation of an image that is not upright yet, from its header.
 
-    TIFF: Pillow turns it while loading and already reports the upright size. PNG: asking for EXIF that does not stand
-    before the pixels would decode them, so only what does is honoured.
+    TIFF: Pillow rotates it while loading and reports the upright size. PNG: reading EXIF data that
+    comes after the pixels would decode them, so only EXIF data before the pixels counts.
     """
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     try:
         orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except _DECODING_ERRORS:  # a damaged EXIF block says nothing about the pixels
+    except _DECODING_ERRORS:  # damaged EXIF data; the pixels may be intact
         return 1
     return orientation if orientation in _UPRIGHT else 1
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Return a decoded image as 8-bit RGB; a new image, also when it was RGB before.
+    """Return a decoded image as a new 8-bit RGB image.
 
     Raises: ValueError for pixels without a defined range: floats, and integers beyond 16 bits.
     """
     if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, whose white is not defined")
-    if image.mode.startswith("I"):  # 16-bit grey, in one of several layouts; Pillow would cut it at 255
+        raise ValueError("its pixels are floating-point numbers, whose white value is not defined")
+    if image.mode.startswith("I"):  # 16-bit grey, in one of several layouts; Pillow would clip it at 255
         grey = np.asarray(image).astype(np.int64)
         if grey.min() < 0 or grey.max() > 0xFFFF:
-            raise ValueError("its pixels are integers beyond 16 bits, whose white is not defined")
+            raise ValueError("its pixels are integers beyond 16 bits, whose white value is not defined")
         return Image.fromarray((grey >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         coloured = image.convert("RGBA")

@@ -1,6 +1,7 @@
-"""Where the bytes of an image or a video come from: memory, or a file in the one folder that a dataset may read.
+"""Reads the encoded bytes of an image or a video, from memory or from a file.
 
-Knows paths and what careless or hostile ones look like. Refuses to know what is in a file.
+A dataset may only read files inside one folder; URLs and paths that lead outside it are rejected.
+Decoding is in images.py and videos.py.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _REASONS: dict[MediaKind, _Reasons] = {
 
 
 def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> io.BytesIO | io.BufferedReader:
-    """Return the encoded bytes of a source, at least one, as a stream that the caller closes.
+    """Return the encoded bytes of a source, at least one, as a stream that the caller must close.
 
     Args:
         source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
-        where: what to call it in an error: "train:17/images/0".
-        image_dir: the folder to which relative paths belong and which no path may leave; None: no path is allowed.
+        where: the name of the source in errors: "train:17/images/0".
+        image_dir: the folder that relative paths start from and that contains all paths; None: no
+            path is allowed.
     Raises: UnusableRow.
     """
     reasons = _REASONS[kind]
@@ -41,13 +43,13 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, bytes | bytearray):
         if not source:
-            raise UnusableRow(reasons.unreadable, f"{where}: it has zero bytes")
+            raise UnusableRow(reasons.unreadable, f"{where}: it has zero bytes; replace or drop it")
         return io.BytesIO(source)
     if not isinstance(source, str | Path) or not str(source):
         found = "nothing" if source is None or source == "" else type(source).__name__
         expected = "an image, bytes" if kind == "image" else "bytes"
         raise UnusableRow(reasons.missing, f"{where}: expected {expected}, a path or {{bytes, path}}, got {found}")
-    path = _inside(str(source), kind, where, image_dir)
+    path = _resolve(str(source), kind, where, image_dir)
     try:
         if not path.is_file():
             raise UnusableRow(reasons.missing, f"{where}: no such file: {path}")
@@ -56,12 +58,15 @@ def open_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         raise UnusableRow(reasons.missing, f"{where}: {path} cannot be opened: {in_one_line(error)}") from error
     if not stream.peek(1):
         stream.close()
-        raise UnusableRow(reasons.unreadable, f"{where}: {path} has zero bytes")
+        raise UnusableRow(reasons.unreadable, f"{where}: {path} has zero bytes; replace or drop it")
     return stream
 
 
 def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | None) -> bytes:
-    """Return the encoded bytes of a source. Args and Raises: as open_bytes, and UnusableRow where reading fails."""
+    """Return the encoded bytes of a source.
+
+    Args and Raises: as open_bytes, and UnusableRow if reading fails.
+    """
     with open_bytes(source, kind, where=where, image_dir=image_dir) as stream:
         try:
             return stream.read()
@@ -71,19 +76,22 @@ def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
 
 
 def file_name(source: Any) -> str:
-    """Return the file name under which people know an image or a video, or "" when it has none."""
+    """Return the file name of an image or a video, or "" if it has none."""
     path = source.get("path") if isinstance(source, Mapping) else source
     return Path(path).name if isinstance(path, str | Path) else ""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error in one line, without the address of the stream that libraries put into it."""
+    """Return the first line of an error, without the repr of a stream that libraries include."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r" ?<_io\.\w+ .*>", " its bytes", text)
 
 
-def _inside(reference: str, kind: MediaKind, where: str, image_dir: Path | None) -> Path:
-    """Return the real path of a reference, which must lie in image_dir: a dataset may not read whatever it names."""
+def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None) -> Path:
+    """Return the real path of a reference.
+
+    Raises: UnusableRow if it is a URL, or outside image_dir.
+    """
     reasons = _REASONS[kind]
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", reference):
         raise UnusableRow(

@@ -1,18 +1,19 @@
-"""Lays groups out in rows of at most max_tokens: what one forward of the policy takes.
+"""Packs groups into rows of at most max_tokens, the input of one forward pass of the policy.
 
-A group costs its prompt once and each completion, P + R1 + ... + Rn tokens. One that is too large for a row is split
-into parts, each with the prompt (and its images) again. A completion that does not fit behind its prompt gets a row
-of its own, however long: nothing is dropped or cut.
+A group takes its prompt once and each completion, P + R1 + ... + Rn tokens. A group that is too
+large for a row is split into parts, each of which repeats the prompt (and its images). A completion
+that does not fit after its prompt gets a row of its own, of any length: nothing is dropped or
+truncated.
 
-There are as few rows as best fit finds, and then all are about equally full, since the fullest row decides the memory
-of a step, and one that is nearly empty costs the time of a pass for little. The parts of one group are evened out in
-the same way, unless that would take more rows.
+The number of rows is that of best-fit packing, and all rows are about equally full, since the
+fullest row determines the memory of a step, and a nearly empty row costs a pass for little work.
+The parts of one group are evened out in the same way, unless that takes more rows.
 
-The order is settled by lengths alone, so the same groups always give the same rows: parts are placed from the most
-costly to the least (equal ones as they came). Rows are then ordered by the first group that they hold, groups within a
-row as they came, completions within a part as they came.
+The layout depends on lengths alone, so equal lengths always give equal rows: parts are placed from
+the most tokens to the least (equal ones in their order). Rows are then ordered by their first
+group; groups within a row and completions within a part keep their order.
 
-Knows lengths and the passports. Refuses to know models: positions are handed in as a function.
+Depends on no model: positions are computed by a function argument.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from trigon.models.positions import completion_positions
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, Prompt, RolloutGroup, TrainGroup, TrainSequence
 
 Positions = Callable[[Prompt], Tensor]
-"""Gives the positions of a prompt's tokens, [1 or 3, P] int64 on the CPU."""
+"""Returns the positions of a prompt's tokens, [1 or 3, P] int64 on the CPU."""
 
 _Fit = Callable[[Sequence[int], int], list[list[int]]]
-"""Given costs and a capacity, returns bins of indices."""
+"""Takes costs and a capacity, and returns bins of indices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRow:
-    """A packed row, and whose completions are in it.
+    """A packed row, with the origin of its completions.
 
     owners: (group, index within the group) of each completion, in row order.
 
-    Example: group 4, split, has its completions 0 and 2 here, then group 5 its only one: ((4, 0), (4, 2), (5, 0)).
+    Example: completions 0 and 2 of group 4, which was split, then the only one of group 5:
+    ((4, 0), (4, 2), (5, 0)).
     """
 
     packed: PackedGroups
@@ -49,7 +51,10 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some completions of a group (ascending indices), or all of them, with the prompt they share."""
+    """Some or all completions of a group, with its prompt.
+
+    completions: ascending indices. cost: in tokens.
+    """
 
     group: int
     completions: tuple[int, ...]
@@ -57,7 +62,7 @@ class _Part:
 
 
 def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions: Positions) -> list[PackedRow]:
-    """Pack sampled completions for passes that only want log-probabilities. Returns rows in the order told above."""
+    """Pack sampled completions for computing log-probabilities."""
     return _pack(
         [group.prompt for group in groups],
         [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups],
@@ -67,10 +72,10 @@ def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions:
 
 
 def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Positions) -> list[MicroBatch]:
-    """Pack completions with what the loss needs of each token. Returns micro-batches in the order told above.
+    """Pack completions with the per-token inputs of the loss.
 
-    Every completion is kept, one without any trained token too. The groups are all of one update, so either all
-    sequences have old_logprobs or none has; likewise ref_logprobs.
+    Every completion is kept, even if its loss_mask is all zero. Either all sequences have
+    old_logprobs or none, and likewise ref_logprobs.
     """
     rows = _pack(
         [group.prompt for group in groups],
@@ -82,7 +87,7 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
 
 
 def tokens_of(group: RolloutGroup | TrainGroup) -> int:
-    """Return how many tokens a group has in a row: its prompt once, and every completion."""
+    """Return how many tokens a group takes in a row: its prompt once, and every completion."""
     match group:
         case RolloutGroup(prompt=prompt, rollouts=rollouts):
             lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
@@ -92,17 +97,17 @@ def tokens_of(group: RolloutGroup | TrainGroup) -> int:
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Give per-token results back: [S] for each row -> for each group, for each of its completions, its own [R]."""
-    found: dict[tuple[int, int], Tensor] = {}
+    """Split per-token results, [S] per row, into [R] for each completion of each group."""
+    by_owner: dict[tuple[int, int], Tensor] = {}
     for row, value in zip(rows, values, strict=True):
         lengths = [end - start for span in row.packed.spans for start, end in span.completions]
-        found.update(zip(row.owners, torch.split(value, lengths), strict=True))
+        by_owner.update(zip(row.owners, torch.split(value, lengths), strict=True))
     result: list[list[Tensor]] = []
-    for group, index in sorted(found):
+    for group, index in sorted(by_owner):
         if index == 0:
             result.append([])
         assert (group, index) == (len(result) - 1, len(result[-1]))
-        result[-1].append(found[group, index])
+        result[-1].append(by_owner[group, index])
     return result
 
 
@@ -118,45 +123,50 @@ def _pack(
         for prompt, group in zip(prompts, completions, strict=True)
     ]
     prompt_positions = [positions(prompt) for prompt in prompts]
-    return [_row(row, prompts, completions, prompt_positions) for row in _layout(lengths, max_tokens=max_tokens)]
+    return [_build_row(row, prompts, completions, prompt_positions) for row in _layout(lengths, max_tokens=max_tokens)]
 
 
 def _layout(lengths: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[list[_Part]]:
-    """Place groups, given as (P, [R1, ..., Rn]), into as few rows as best fit finds, about equally full."""
-    rows = min((_placed(lengths, max_tokens, fit) for fit in (_evenly, _best_fit)), key=len)  # of equals the first
+    """Place groups, given as (P, [R1, ..., Rn]), into few and about equally full rows."""
+    # min returns the first of several equals.
+    rows = min((_place(lengths, max_tokens, fit) for fit in (_fit_evenly, _best_fit)), key=len)
     for row in rows:
         row.sort(key=lambda part: (part.group, part.completions))
     rows.sort(key=lambda row: (row[0].group, row[0].completions))
     return rows
 
 
-def _placed(lengths: Sequence[tuple[int, Sequence[int]]], max_tokens: int, fit: _Fit) -> list[list[_Part]]:
-    """Return the parts in each row. fit: by which groups are split.
+def _place(lengths: Sequence[tuple[int, Sequence[int]]], max_tokens: int, fit: _Fit) -> list[list[_Part]]:
+    """Return the parts in each row. fit: how groups are split into parts.
 
-    Halves of equal size leave rows half empty where two of them do not fit, which a large and a small part would not.
+    Two equal parts of a group leave rows half empty if no two such parts fit into one row, unlike a
+    large and a small part.
     """
     parts = [
-        part for group, (prompt, rest) in enumerate(lengths) for part in _split(group, prompt, rest, max_tokens, fit)
+        part
+        for group, (prompt, completions) in enumerate(lengths)
+        for part in _split(group, prompt, completions, max_tokens, fit)
     ]
-    return [[parts[index] for index in row] for row in _evenly([part.cost for part in parts], max_tokens)]
+    return [[parts[index] for index in row] for row in _fit_evenly([part.cost for part in parts], max_tokens)]
 
 
 def _split(group: int, prompt: int, completions: Sequence[int], max_tokens: int, fit: _Fit) -> list[_Part]:
-    """Cut a group into as few parts as best fit finds: usually one."""
+    """Split a group into as few parts as best fit finds: usually one."""
     return [
         _Part(group, tuple(sorted(part)), prompt + sum(completions[index] for index in part))
         for part in fit(completions, max_tokens - prompt)
     ]
 
 
-def _evenly(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return as many bins of indices as _best_fit does, with sums that lie close together.
+def _fit_evenly(costs: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return as many bins of indices as _best_fit does, with similar sums.
 
-    The most costly first, each goes into the emptiest bin: then the largest and the smallest sum differ by at most one
-    cost. Where that does not fit, best fit places them, in the smallest bins of which as many suffice.
+    In descending order of cost, each index goes into the emptiest bin, so that the largest and the
+    smallest sum differ by at most one cost. If one does not fit, best fit places all of them, with
+    the smallest capacity that takes no more bins.
 
-    Example: costs 5, 4, 3, 2 in bins of 10: [[0, 3], [1, 2]], 7 each. Of 5, 5, 4, 4, 2 the emptiest bin would come to
-    11: [[0, 1], [2, 3, 4]].
+    Example: costs 5, 4, 3, 2 in bins of 10: [[0, 3], [1, 2]], 7 each. Of 5, 5, 4, 4, 2 the emptiest
+    bin would reach 11, so: [[0, 1], [2, 3, 4]].
     """
     bins = _best_fit(costs, capacity)
     even: list[list[int]] = [[] for _ in bins]
@@ -171,9 +181,10 @@ def _evenly(costs: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _best_fit_in_smallest(costs: Sequence[int], capacity: int, bins: list[list[int]]) -> list[list[int]]:
-    """Return what best fit makes of smaller bins, as long as that takes no more of them than the given ones.
+    """Return the bins of best fit at the smallest capacity that takes no more of them than bins.
 
-    MULTIFIT: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor scheduling", 1978.
+    MULTIFIT: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor
+    scheduling", 1978.
     """
     too_small = 0
     while capacity - too_small > 1:
@@ -187,21 +198,21 @@ def _best_fit_in_smallest(costs: Sequence[int], capacity: int, bins: list[list[i
 
 
 def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: one bin if all costs fit together; a cost above the capacity has a bin to itself.
+    """Return bins of indices; a cost above the capacity has a bin of its own.
 
-    The most costly first, each goes into the fullest bin that still has room.
+    In descending order of cost, each index goes into the fullest bin with room for it.
     """
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (what is left, the bin's number), ascending
+    room: list[tuple[int, int]] = []  # (remaining capacity, number of the bin), ascending
     for index in _largest_first(costs):
         fullest = bisect_left(room, (costs[index], 0))
         if fullest == len(room):
-            left, number = capacity, len(bins)
+            remaining, number = capacity, len(bins)
             bins.append([])
         else:
-            left, number = room.pop(fullest)
+            remaining, number = room.pop(fullest)
         bins[number].append(index)
-        insort(room, (left - costs[index], number))
+        insort(room, (remaining - costs[index], number))
     return bins
 
 
@@ -209,7 +220,7 @@ def _largest_first(costs: Sequence[int]) -> list[int]:
     return sorted(range(len(costs)), key=lambda index: -costs[index])
 
 
-def _row(
+def _build_row(
     parts: Sequence[_Part],
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[tuple[int, ...]]],
@@ -255,12 +266,13 @@ def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> Mi
         loss_mask=torch.cat([sequence.loss_mask for sequence in sequences]),
         advantages=torch.cat([sequence.advantages for sequence in sequences]),
         sampling_logprobs=torch.cat([sequence.sampling_logprobs for sequence in sequences]),
-        old_logprobs=_all_or_none([sequence.old_logprobs for sequence in sequences]),
-        ref_logprobs=_all_or_none([sequence.ref_logprobs for sequence in sequences]),
+        old_logprobs=_concatenate_optional([sequence.old_logprobs for sequence in sequences]),
+        ref_logprobs=_concatenate_optional([sequence.ref_logprobs for sequence in sequences]),
     )
 
 
-def _all_or_none(values: Sequence[Tensor | None]) -> Tensor | None:
-    given = [value for value in values if value is not None]
-    assert len(given) in (0, len(values))
-    return torch.cat(given) if given else None
+def _concatenate_optional(values: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate values of which either all or none are None."""
+    tensors = [value for value in values if value is not None]
+    assert len(tensors) in (0, len(values))
+    return torch.cat(tensors) if tensors else None

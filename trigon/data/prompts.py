@@ -1,19 +1,18 @@
-"""From a dataset row to a prompt: one piece of code that counts, builds and feeds.
+"""Builds prompts from dataset rows, and counts their tokens with the same code.
 
-    row --format_prompt--> messages --chat template--> text --tokenizer--> ids --placeholders expanded--> token_ids
+    row --format_prompt--> messages --chat template--> text --tokenizer--> ids --placeholders
+    expanded--> token_ids
 
-Knows column names, chat messages, `<image>` and `<video>` markers and tokenizers. A prompt's token ids follow from its
-text, the sizes of its images, and the sizes and times of its videos alone, so a row is counted without decoding more
-than a video's first frame, and what was counted is what both engines receive. Nothing is ever cut. Refuses to know
-where rows come from, in which order, and how an image or a video is decoded.
+The token ids of a prompt depend only on its text, the sizes of its images, and the sizes and times
+of its videos. A row can therefore be counted without decoding an image or more than a video's first
+frame, and the count equals the number of tokens that both engines receive. No prompt is ever
+truncated.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
-from jinja2 import StrictUndefined, Template, TemplateError, meta
-from jinja2.sandbox import SandboxedEnvironment
+from jinja2 import TemplateError
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import file_name
+from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
 from trigon.data.videos import (
     DEFAULT_SAMPLING,
     FRAMES_PER_PATCH,
@@ -37,37 +37,20 @@ from trigon.data.videos import (
     video_layout,
 )
 from trigon.data.vision import image_processor_of, video_processor_of
-from trigon.errors import ConfigError, DataError
+from trigon.errors import DataError
+from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
 
-IMAGE_MARKER = "<image>"
-"""Stands in a row's text where an image belongs, once for each image."""
-
-VIDEO_MARKER = "<video>"
-"""The same for a video."""
-
-
-_MARKERS: dict[MediaKind, str] = {"image": IMAGE_MARKER, "video": VIDEO_MARKER}
-_MARKER = re.compile("(<image>|<video>)")
-
-Size = tuple[int, int] | VideoLayout
-"""What a prompt's tokens depend on: an image's (width, height), or what will be seen of a video."""
+MediaSize = tuple[int, int] | VideoLayout
+"""What the number of tokens depends on: an image's (width, height), or a video's layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
-    """One chat message; its content holds a marker for each image or video."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A prompt but for its pixels. media_tokens: how many placeholders each image or video was given."""
+class _Tokens:
+    """A tokenized prompt. media_tokens: the number of placeholder tokens of each image or video."""
 
     token_ids: tuple[int, ...]
     media_tokens: tuple[int, ...]
@@ -76,7 +59,10 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Media:
-    """The images or the videos of a row, as the row has them. names: of each, for reports."""
+    """The images or the videos of a row, as the row has them.
+
+    names: of each, for errors and reports.
+    """
 
     kind: MediaKind
     sources: tuple[Any, ...]
@@ -84,9 +70,9 @@ class _Media:
 
 
 class PromptBuilder:
-    """Turns rows into prompts for one model. Safe to use from several threads.
+    """Builds the prompts of rows for one model. Thread-safe.
 
-    image_processor, video_processor: count their calls; None for a model that takes no images, or no videos.
+    image_processor, video_processor: count their calls; None for a model without images, or videos.
     """
 
     def __init__(
@@ -106,22 +92,27 @@ class PromptBuilder:
         video_key: str = "videos",
         video_sampling: FrameSampling = DEFAULT_SAMPLING,
     ) -> None:
-        """Prepare to build prompts.
+        """Load the template and the processors.
 
         Args:
-            prompt_key: the column with the question, a text or a list of chat messages ({"role", "content"}).
-            answer_key: the column with the ground truth.
-            image_key: the column with the images, a list or a single one; it may be missing, empty or None.
-            image_dir: where relative image and video paths begin; None: with the dataset (see `rooted`).
-            format_prompt: a Jinja template with the variable `content`: a file name or, with {{ or {% in it, itself.
-            system_prompt: put before every row that brings no system message of its own.
-            max_prompt_length: in tokens, image tokens included.
-            max_image_pixels: images, and videos whose frames are above it, are refused before they are decoded.
+            prompt_key: the column of the question, a text or a list of chat messages
+                ({"role", "content"}).
+            answer_key: the column of the ground truth.
+            image_key: the column of the images, a list or a single one; it may be missing, empty or
+                None.
+            image_dir: the folder that relative image and video paths start from; None: the folder
+                of the dataset (see `with_default_image_dir`).
+            format_prompt: a Jinja template, see format_prompt.py; None: the question is unchanged.
+            system_prompt: precedes every row that has no system message.
+            max_prompt_length: in tokens, including image tokens.
+            max_image_pixels: images, and videos with frames, above it are rejected before they are
+                decoded.
             limit_images: images allowed in one row; 0: any number.
-            process_images: give prompts their pixels; False: give them images and videos as files, for whoever makes
-                pixels elsewhere (see data/processed.py). Token ids are the same.
-            video_key: the column with the videos, like image_key. A row has images or videos, not both.
-            video_sampling: which frames of a video are shown.
+            process_images: compute the pixel values of prompts; False: prompts have their images
+                and videos as encoded files (see media_processing.py). Token ids are the same.
+            video_key: the column of the videos, like image_key. A row has images or videos, not
+                both.
+            video_sampling: which frames of a video are sampled.
         Raises: ConfigError if format_prompt cannot be used.
         """
         family, hf_config = processors.family, processors.hf_config
@@ -139,11 +130,11 @@ class PromptBuilder:
         if family.video != "none":
             self._placeholders["video"] = family.video_token_id(hf_config)
             self._vision_tokens = (int(hf_config.vision_start_token_id), int(hf_config.vision_end_token_id))
-        self._tells_time = family.video == "timestamps"
+        self._has_timestamps = family.video == "timestamps"
         wrap = [[getattr(processors.tokenizer, f"{name}_id")] for name in family.image_wrap or ()]
         self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
         self._model_type = family.model_type
-        self._format = None if format_prompt is None else _load_format(format_prompt)
+        self._format = None if format_prompt is None else load_format_prompt(format_prompt)
         self._system_prompt = system_prompt
         self._max_image_pixels = max_image_pixels
         self._limit_images = limit_images
@@ -151,65 +142,68 @@ class PromptBuilder:
         self._video_sampling = video_sampling
         self._tokenizer = processors.tokenizer
         self._media_tokens = tuple(self._tokenizer.convert_ids_to_tokens(family.media_token_ids(hf_config)))
-        # Tokenizers drop a truncation or padding they were saved with at their first use; threads may only follow.
+        # The first call resets the truncation and padding that a tokenizer was saved with, which is
+        # not thread-safe.
         self._tokenize("")
 
-    def rooted(self, folder: Path) -> PromptBuilder:
-        """Return this builder with relative image paths beginning in folder, unless image_dir says where they do."""
-        rooted = copy.copy(self)
-        rooted.image_dir = folder if self.image_dir is None else self.image_dir
-        return rooted
+    def with_default_image_dir(self, folder: Path) -> PromptBuilder:
+        """Return this builder with relative paths starting from folder, unless image_dir is set."""
+        builder = copy.copy(self)
+        builder.image_dir = folder if self.image_dir is None else self.image_dir
+        return builder
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise DataError, naming the columns there are, if the question's or the answer's is not among them."""
+        """Raise DataError, with the existing columns, if prompt_key or answer_key is missing."""
         for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
             if key not in columns:
-                nearest = difflib.get_close_matches(key, columns, n=1, cutoff=0.4)
-                hint = f"; did you mean data.{option}={nearest[0]}?" if nearest else f"; set data.{option}"
+                column = nearest(key, columns, cutoff=0.4)
+                hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
                 raise DataError(f"the dataset has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
     def count(self, row: Mapping[str, Any]) -> int:
-        """Return the number of prompt tokens of a row, those of images and videos included, decoding no image.
+        """Return the number of prompt tokens of a row, image and video tokens included.
 
-        Raises: as build, where it shows without decoding.
+        No image is decoded.
+        Raises: as build, except for errors that only decoding reveals.
         """
-        return len(self._measured(row, self._media(row, "row"), "row").token_ids)
+        return len(self._tokens_from_headers(row, self._media(row, "row"), "row").token_ids)
 
     def check(self, row: Mapping[str, Any], prompt_id: str) -> int:
-        """Return what count does, having decoded every image and video as well.
+        """Return the number of prompt tokens, as count, after decoding every image and video.
 
         Raises: exactly as build with process_images.
         """
         media = self._media(row, prompt_id)
         match media.kind:
             case "image":
-                sizes = [image.size for image in self._each(media, open_image, open_video)]
-                layout = self._lay_out(row, media, sizes, prompt_id)
+                sizes = [image.size for image in self._read_media(media, open_image, open_video)]
+                tokens = self._tokens(row, media, sizes, prompt_id)
             case "video":
-                # Before their frames are decoded: max_prompt_length bounds what is made of them.
-                layout = self._measured(row, media, prompt_id)
-                for _, frames in self._each(media, open_image, open_video):
-                    deque(frames, maxlen=0)  # decodes them all
+                # Before frames are decoded, since max_prompt_length limits their number.
+                tokens = self._tokens_from_headers(row, media, prompt_id)
+                for _, frames in self._read_media(media, open_image, open_video):
+                    deque(frames, maxlen=0)  # decodes all frames
             case _:
                 assert_never(media.kind)
-        return len(layout.token_ids)
+        return len(tokens.token_ids)
 
     def build(self, row: Mapping[str, Any], prompt_id: str) -> Prompt:
-        """Return the prompt of a row; with process_images its images or videos go through their processor once, here.
+        """Return the prompt of a row.
 
-        Without, they are files whose headers have been read: no pixel is decoded, but of a row that holds PIL images,
-        and of a video's first frame.
-        Raises: UnusableRow if the row cannot be used, as far as was looked; DataError if no such row could: a missing
-        column, or images or videos for a model that takes none.
+        With process_images, its images or videos are processed here, in one call. Without, they are
+        encoded files of which only the headers, and a video's first frame, were decoded; PIL images
+        in a row are encoded.
+        Raises: UnusableRow if the row cannot be used, as far as was decoded; DataError if no such
+        row can be used: a missing column, or images or videos for a model without them.
         """
         media = self._media(row, prompt_id)
         make = self._with_pixels if self._process_images else self._with_files
-        layout, vision = make(row, media, prompt_id)
+        tokens, vision = make(row, media, prompt_id)
         return Prompt(
             prompt_id=prompt_id,
-            token_ids=layout.token_ids,
+            token_ids=tokens.token_ids,
             vision=vision,
-            text=layout.text,
+            text=tokens.text,
             ground_truth=row[self.answer_key],
             row={key: value for key, value in row.items() if key not in (self.image_key, self.video_key)},
             image_refs=media.names,
@@ -217,40 +211,43 @@ class PromptBuilder:
 
     def _with_pixels(
         self, row: Mapping[str, Any], media: _Media, name: str
-    ) -> tuple[_Layout, Vision | EncodedMedia | None]:
+    ) -> tuple[_Tokens, Vision | EncodedMedia | None]:
         if not media.sources:
-            return self._lay_out(row, media, [], name), None
+            return self._tokens(row, media, [], name), None
         match media.kind:
             case "image":
-                images = list(self._each(media, open_image, open_video))
-                layout = self._lay_out(row, media, [image.size for image in images], name)
+                images = list(self._read_media(media, open_image, open_video))
+                tokens = self._tokens(row, media, [image.size for image in images], name)
                 assert self.image_processor is not None
                 vision = self.image_processor.process(images)
-                fed = self.image_processor.tokens_of(vision)
+                processed = self.image_processor.tokens_of(vision)
             case "video":
-                videos = list(self._each(media, open_image, open_video))
-                # Before their frames are decoded: max_prompt_length bounds what is made of them.
-                layout = self._lay_out(row, media, [seen for seen, _ in videos], name)
+                videos = list(self._read_media(media, open_image, open_video))
+                # Before frames are decoded, since max_prompt_length limits their number.
+                tokens = self._tokens(row, media, [layout for layout, _ in videos], name)
                 assert self.video_processor is not None
                 vision = self.video_processor.process(videos)
-                fed = self.video_processor.tokens_of(vision)
+                processed = self.video_processor.tokens_of(vision)
             case _:
                 assert_never(media.kind)
-        assert fed == layout.media_tokens, f"{name}: laid out {layout.media_tokens} {media.kind} tokens, made {fed}"
-        return layout, vision
+        assert processed == tokens.media_tokens, (
+            f"{name}: {tokens.media_tokens} {media.kind} placeholders, but the processor made {processed}"
+        )
+        return tokens, vision
 
     def _with_files(
         self, row: Mapping[str, Any], media: _Media, name: str
-    ) -> tuple[_Layout, Vision | EncodedMedia | None]:
-        files = tuple(self._each(media, encoded_image, encoded_video))
-        # Measured as they will be decoded: the bytes, not what they were read from.
-        layout = self._measured(row, replace(media, sources=files), name)
+    ) -> tuple[_Tokens, Vision | EncodedMedia | None]:
+        files = tuple(self._read_media(media, encoded_image, encoded_video))
+        # Sizes are read from the encoded bytes that will be decoded, not from the sources again.
+        tokens = self._tokens_from_headers(row, replace(media, sources=files), name)
         if not files:
-            return layout, None
-        return layout, EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files), media.kind)
+            return tokens, None
+        return tokens, EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files), media.kind)
 
     def _media(self, row: Mapping[str, Any], name: str) -> _Media:
-        images, videos = _listed(row.get(self.image_key)), _listed(row.get(self.video_key))
+        """Return the images or videos of a row. Raises: as build."""
+        images, videos = _as_list(row.get(self.image_key)), _as_list(row.get(self.video_key))
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
@@ -259,7 +256,7 @@ class PromptBuilder:
             )
         if images and self.image_processor is None:
             raise DataError(
-                f"{name} has images in column {self.image_key!r}, but a {self._model_type} model sees none; "
+                f"{name} has images in column {self.image_key!r}, but a {self._model_type} model takes none; "
                 "train a vision-language model or a dataset without images"
             )
         if videos and self.video_processor is None:
@@ -272,40 +269,42 @@ class PromptBuilder:
                 "image_count", f"{name}: {len(images)} images, more than limit_images={self._limit_images}"
             )
         key, sources = (self.video_key, videos) if videos else (self.image_key, images)
-        names = tuple(_reference(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
+        names = tuple(_media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
         return _Media("video" if videos else "image", tuple(sources), names)
 
-    def _each(self, media: _Media, image: Callable[..., Any], video: Callable[..., Any]) -> Iterator[Any]:
-        """Yield what one function says of each image of a row, or the other of each video."""
-        look = image if media.kind == "image" else partial(video, sampling=self._video_sampling)
+    def _read_media(
+        self, media: _Media, read_image: Callable[..., Any], read_video: Callable[..., Any]
+    ) -> Iterator[Any]:
+        """Yield the result of one of the functions for each image, or for each video."""
+        read = read_image if media.kind == "image" else partial(read_video, sampling=self._video_sampling)
         for source, name in zip(media.sources, media.names, strict=True):
-            yield look(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
+            yield read(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
 
-    def _measured(self, row: Mapping[str, Any], media: _Media, name: str) -> _Layout:
-        """Return the layout of a row, from what the headers of its images or videos say."""
-        return self._lay_out(row, media, list(self._each(media, image_size, video_layout)), name)
+    def _tokens_from_headers(self, row: Mapping[str, Any], media: _Media, name: str) -> _Tokens:
+        """Tokenize a row with the sizes in the headers of its images or videos."""
+        return self._tokens(row, media, list(self._read_media(media, image_size, video_layout)), name)
 
-    def _lay_out(self, row: Mapping[str, Any], media: _Media, sizes: Sequence[Size], name: str) -> _Layout:
-        """Return the token ids of a row with images or videos of these sizes: the only place where ids are made."""
+    def _tokens(self, row: Mapping[str, Any], media: _Media, sizes: Sequence[MediaSize], name: str) -> _Tokens:
+        """Tokenize a row with images or videos of these sizes; all token ids are made here."""
         messages = self._messages(row, name)
-        self._check_media(row, messages, media, name)
+        self._check_markers(row, messages, media, name)
         try:
             text = self._tokenizer.apply_chat_template(
-                [{"role": message.role, "content": self._parts(message.content)} for message in messages],
+                [{"role": message.role, "content": self._content(message)} for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
             )
         except TemplateError as error:
-            raise UnusableRow("prompt", f"{name}: the chat template refuses it: {error}") from error
+            raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
 
         template_ids = self._tokenize(text)
         placeholder = self._placeholders.get(media.kind)
-        num_places = template_ids.count(placeholder) if placeholder is not None else 0
-        if num_places != len(sizes):
-            counts = f"placeholders that the chat template writes: {num_places}, {media.kind}s: {len(sizes)}"
+        num_placeholders = template_ids.count(placeholder) if placeholder is not None else 0
+        if num_placeholders != len(sizes):
+            counts = f"placeholders that the chat template writes: {num_placeholders}, {media.kind}s: {len(sizes)}"
             hint = f'it has to write one for each content part of {{"type": "{media.kind}"}}'
             raise UnusableRow("markers", f"{name}: {counts}; {hint}")
-        expanded = [self._expanded(size) for size in sizes]
+        expanded = [self._expand_placeholder(size) for size in sizes]
         remaining = iter(expanded)
         token_ids: list[int] = []
         for token_id in template_ids:
@@ -315,19 +314,20 @@ class PromptBuilder:
             limit = f"max_prompt_length={self.max_prompt_length}"
             raise UnusableRow("overlong", f"{name}: {len(token_ids)} tokens{share}, more than {limit}")
         media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
-        return _Layout(tuple(token_ids), media_tokens, _readable(messages))
+        return _Tokens(tuple(token_ids), media_tokens, messages_as_text(messages))
 
-    def _expanded(self, size: Size) -> list[int]:
-        """Return the tokens that take the place of one placeholder."""
+    def _expand_placeholder(self, size: MediaSize) -> list[int]:
+        """Return the tokens that replace the placeholder of an image or a video."""
         if not isinstance(size, VideoLayout):
             assert self.image_processor is not None
             before, after = self._image_wrap
             return [*before, *[self._placeholders["image"]] * self.image_processor.image_tokens(*size), *after]
         assert self.video_processor is not None
         patch = [self._placeholders["video"]] * self.video_processor.patch_tokens(size)
-        if not self._tells_time:
+        if not self._has_timestamps:
             return patch * size.num_patches
-        # Qwen3-VL: each temporal patch behind its time, and again between the tokens that begin and end a picture.
+        # Qwen3-VL: each temporal patch follows its time, and is between the start and end tokens of
+        # an image.
         start, end = self._vision_tokens
         ids: list[int] = []
         for first in range(0, len(size.seconds), FRAMES_PER_PATCH):
@@ -335,47 +335,40 @@ class PromptBuilder:
             ids += [*self._tokenize(f"<{middle:.1f} seconds>"), start, *patch, end]
         return ids
 
-    def _parts(self, content: str) -> str | list[dict[str, str]]:
-        """Return a content as chat templates want it: text as it is, or in parts, split just at the markers."""
-        if self.image_processor is None or not _MARKER.search(content):
-            return content  # templates of text models know nothing else
-        kinds: dict[str, MediaKind] = {marker: kind for kind, marker in _MARKERS.items()}
-        return [
-            {"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece}
-            for piece in _MARKER.split(content)
-            if piece
-        ]
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        """Return the content for the chat template; those of text models take no parts."""
+        return message.content if self.image_processor is None else content_parts(message.content)
 
     def _tokenize(self, text: str) -> list[int]:
         # The chat template writes every special token itself, so none is added.
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _messages(self, row: Mapping[str, Any], name: str) -> list[_Message]:
-        """Return the row's chat messages, the last one, the user's, after format_prompt."""
+    def _messages(self, row: Mapping[str, Any], name: str) -> list[Message]:
+        """Return the row's chat messages, with format_prompt applied to the last one."""
         if self.prompt_key not in row or self.answer_key not in row:
             self.check_columns(row.keys())
         if row[self.answer_key] is None:
             raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
-        messages = _read_messages(row[self.prompt_key], f"{name}: column {self.prompt_key!r}")
+        messages = read_messages(row[self.prompt_key], f"{name}: column {self.prompt_key!r}")
         if self._format is not None:
-            messages[-1] = _Message("user", self._formatted(messages[-1].content, name))
+            try:
+                content = self._format.render(content=messages[-1].content)
+            except TemplateError as error:
+                raise UnusableRow("prompt", f"{name}: format_prompt fails: {error}") from error
+            messages[-1] = Message("user", content)
         if self._system_prompt is not None and messages[0].role != "system":
-            messages.insert(0, _Message("system", self._system_prompt))
+            messages.insert(0, Message("system", self._system_prompt))
         return messages
 
-    def _formatted(self, content: str, name: str) -> str:
-        assert self._format is not None
-        try:
-            return self._format.render(content=content)
-        except TemplateError as error:
-            raise UnusableRow("prompt", f"{name}: format_prompt fails: {error}") from error
+    def _check_markers(self, row: Mapping[str, Any], messages: Sequence[Message], media: _Media, name: str) -> None:
+        """Raise UnusableRow unless each image or video has a marker, and none a special token.
 
-    def _check_media(self, row: Mapping[str, Any], messages: Sequence[_Message], media: _Media, name: str) -> None:
-        """Refuse a text whose markers are not those of the row's media. A text model's `<video>` is a text like any."""
+        For a text model, `<video>` is ordinary text.
+        """
         keys: dict[MediaKind, str] = {"image": self.image_key, "video": self.video_key}
         for kind, key in keys.items():
-            marker = _MARKERS[kind]
+            marker = MARKERS[kind]
             num_media = len(media.sources) if media.kind == kind else 0
             num_markers = sum(message.content.count(marker) for message in messages)
             if num_markers == num_media or (kind == "video" and self.image_processor is None):
@@ -390,99 +383,18 @@ class PromptBuilder:
             raise UnusableRow("markers", f"{name}: {counts}{hint}")
         for token in self._media_tokens:
             if any(token in message.content for message in messages):
-                raise UnusableRow("media_tokens", f"{name}: the text spells {token}, which only an image may become")
+                hint = f"mark images with {MARKERS['image']} and videos with {MARKERS['video']}"
+                raise UnusableRow("media_tokens", f"{name}: the text contains the special token {token}; {hint}")
 
 
-def _listed(media: Any) -> list[Any]:
-    """Return a column's images or videos as a list; a single one stands for itself, None for none."""
+def _as_list(media: Any) -> list[Any]:
+    """Return a column's images or videos as a list; the column may hold a single one, or None."""
     if media is None:
         return []
     return list(media) if isinstance(media, list | tuple) else [media]
 
 
-def _reference(source: Any, name: str) -> str:
-    """Return what an image or a video is called in reports: "train:17/images/0 (figure.png)"."""
-    known_as = file_name(source)
-    return f"{name} ({known_as})" if known_as else name
-
-
-def _read_messages(value: Any, where: str) -> list[_Message]:
-    """Return the messages that a prompt column holds, ending with the user's."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise UnusableRow("prompt", f"{where} holds {_kind(value)}, not a text or a list of chat messages")
-    messages = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or message.get("role") not in ("system", "user", "assistant"):
-            role = message.get("role") if isinstance(message, Mapping) else None
-            raise UnusableRow("prompt", f"{where}: message {number} has role {role!r}, not system, user or assistant")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = _with_markers(content)
-        if not isinstance(content, str):
-            raise UnusableRow("prompt", f"{where}: message {number} has {_kind(content)} for content, not a text")
-        messages.append(_Message(message["role"], content))
-    if messages[-1].role != "user" or not messages[-1].content.strip():
-        raise UnusableRow("prompt", f"{where}: the last message must be the user's, and not empty")
-    return messages
-
-
-def _with_markers(parts: Sequence[Any]) -> str | None:
-    """Return parts as a text with markers; None if there are others than {"type": "text", "text"}, image and video."""
-    pieces = []
-    for part in parts:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                pieces.append(text)
-            case {"type": "image"}:
-                pieces.append(IMAGE_MARKER)
-            case {"type": "video"}:
-                pieces.append(VIDEO_MARKER)
-            case _:
-                return None
-    return "".join(pieces)
-
-
-def _readable(messages: Sequence[_Message]) -> str:
-    """Return the question alone, or, when there is more, each message under its role."""
-    if len(messages) == 1:
-        return messages[0].content
-    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    return f"an empty {type(value).__name__}" if value == [] else f"a value of type {type(value).__name__}"
-
-
-def _load_format(format_prompt: str) -> Template:
-    """Return the compiled template, tried once. Raises: ConfigError naming the file, line or unknown variable."""
-    source, where = format_prompt, "data.format_prompt"
-    if "{{" not in format_prompt and "{%" not in format_prompt:
-        path = Path(format_prompt).expanduser()
-        if not path.is_file():
-            folder = path.parent if path.parent.is_dir() else Path()
-            nearest = difflib.get_close_matches(path.name, sorted(entry.name for entry in folder.iterdir()), n=1)
-            hint = (
-                f"; did you mean {folder / nearest[0]}?"
-                if nearest
-                else "; give a file, or a template with {{ content }}"
-            )
-            raise ConfigError(f"data.format_prompt: there is no file {format_prompt!r}{hint}")
-        source, where = path.read_text(encoding="utf-8"), f"data.format_prompt={format_prompt}"
-    environment = SandboxedEnvironment(undefined=StrictUndefined)
-    try:
-        variables = meta.find_undeclared_variables(environment.parse(source))
-        if variables != {"content"}:
-            found = ", ".join(sorted(variables)) or "no variable"
-            raise ConfigError(
-                f"{where} uses {found}; it must use the one variable {{{{ content }}}}, the row's question"
-            )
-        template = environment.from_string(source.strip())
-        template.render(content="question")
-    except (TemplateError, TypeError, ValueError) as error:
-        line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConfigError(f"{where} is not a usable Jinja template: {error}{line}") from error
-    return template
+def _media_name(source: Any, name: str) -> str:
+    """Return the name of an image or a video in reports: "train:17/images/0 (figure.png)"."""
+    file = file_name(source)
+    return f"{name} ({file})" if file else name

@@ -1,12 +1,10 @@
-"""Where rows come from: a hub dataset, a file, or a folder of files, opened as one table.
+"""Opens a hub dataset, a file, or a folder of files as one table.
 
-The only file that imports `datasets`. Knows specs, file suffixes, splits and the names under which people keep them.
-Rows stay on disk, memory-mapped, and images stay encoded. Refuses to know what is in a row.
+The only module that imports `datasets`. Rows stay on disk, memory-mapped, and images stay encoded.
 """
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 from collections.abc import Sequence
@@ -14,8 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trigon.config.paths import local_path, split_dataset
 from trigon.errors import DataError
 from trigon.models.hub import modelscope_folder, uses_modelscope
+from trigon.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -35,10 +35,10 @@ _SPLIT_WORDS = {
 class Source:
     """An opened table.
 
-    name: the first half of its rows' prompt ids: "train".
+    name: prefix of the prompt ids of its rows: "train".
     rows: a datasets.Dataset with undecoded media and at least one row.
-    folder: where relative image paths begin, and what none may leave.
-    image_columns, video_columns: the columns that are declared to hold images, and videos.
+    folder: relative image paths start here, and no path may lead outside it.
+    image_columns, video_columns: the columns whose feature type is an image, or a video.
     """
 
     name: str
@@ -51,26 +51,27 @@ class Source:
 def open_source(spec: str) -> Source:
     """Open `path_or_hub_id[@split]`.
 
-    A path is a Parquet, JSON, JSON-lines or CSV file, or a folder searched for files of one such kind, hidden and other
-    files left out. Where file or folder names tell splits ("train-00000-of-00002.parquet", "test/a.jsonl"), only those
-    of the asked split are taken. Anything else is an id of the hub (models/hub.py). The split is "train" unless given,
-    or a part of it: "train[:100]".
-    Raises: DataError if it cannot be found or read, or has no rows.
+    A path is a Parquet, JSON, JSON-lines or CSV file, or a folder that contains files of one of
+    these formats, in which hidden and other files are ignored. If file or folder names contain
+    splits ("train-00000-of-00002.parquet", "test/a.jsonl"), only the files of the given split are
+    read. Anything else is a hub id (models/hub.py). The split defaults to "train", and may be a
+    slice: "train[:100]".
+    Raises: DataError if the dataset cannot be found or read, or has no rows.
     """
     location, split = _parse(spec)
-    path = Path(location).expanduser()
+    path = local_path(location, suffixes=tuple(_LOADERS))
+    if path is None:
+        return _open_hub(location, split or "train")
     if path.is_file():
         return _open_files([path], path.parent, _check_file(path, split), split or "train")
     if path.is_dir():
         split = split or "train"
         return _open_files(_files_of(path, split), path, split, split)
-    if path.suffix in _LOADERS or location.count("/") > 1 or location.startswith((".", "/", "~")):
-        raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
-    return _open_hub(location, split or "train")
+    raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
 
 
 def import_ahead() -> None:
-    """Import now what opening a source will import, which takes a second."""
+    """Import `datasets` now, which takes a second, so that open_source does not have to."""
     import datasets  # noqa: F401
 
 
@@ -79,10 +80,7 @@ def _parse(spec: str) -> tuple[str, str | None]:
         raise DataError(
             "no dataset is given; set data.train_files (and data.val_files) to a file, a folder or a hub id"
         )
-    location, at, split = spec.rpartition("@")
-    if not at or Path(spec).expanduser().exists():
-        return spec, None
-    return location, split
+    return split_dataset(spec)
 
 
 def _base(split: str) -> str:
@@ -91,7 +89,10 @@ def _base(split: str) -> str:
 
 
 def _check_file(path: Path, split: str | None) -> str:
-    """Return the name of a single file, which is one split: its own, or "train"."""
+    """Return the name of a file's source.
+
+    Raises: DataError for an unknown format, or a split that the file does not have.
+    """
     if path.suffix not in _LOADERS:
         raise DataError(f"{path} has suffix {path.suffix!r}; readable are {', '.join(_LOADERS)}")
     own = _split_of(Path(path.name)) or "train"
@@ -101,7 +102,7 @@ def _check_file(path: Path, split: str | None) -> str:
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
-    """Return the files of a folder that make up a split, sorted."""
+    """Return the files of a split in a folder, sorted."""
     found = [
         path
         for path in sorted(folder.rglob("*"))
@@ -114,8 +115,8 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     splits = {path: _split_of(path.relative_to(folder)) for path in found}
     names = sorted({name for name in splits.values() if name is not None})
     if names:
-        wanted = _SPLIT_WORDS.get(_base(split), _base(split))
-        found = [path for path in found if splits[path] == wanted]
+        canonical = _SPLIT_WORDS.get(_base(split), _base(split))
+        found = [path for path in found if splits[path] == canonical]
     elif _base(split) != "train":
         found, names = [], ["train"]
     if not found:
@@ -127,7 +128,10 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _split_of(path: Path) -> str | None:
-    """Return the split that a relative path tells, nearest word first: of "data/test-00000.parquet" it is "test"."""
+    """Return the split in a relative path, or None: "test" for "data/test-00000.parquet".
+
+    Of several, the last one.
+    """
     for part in reversed((*path.parent.parts, path.stem)):
         for word in re.split(r"[^a-z]+", part.lower()):
             if word in _SPLIT_WORDS:
@@ -149,7 +153,7 @@ def _open_hub(repo_id: str, split: str) -> Source:
         return _open_files(_files_of(folder, split), folder, _base(split), split)
     import datasets
 
-    # Its images are in the table, or were downloaded into this cache.
+    # Images are in the table, or were downloaded to this cache.
     cache = Path(datasets.config.HF_CACHE_HOME)
     where = f"{datasets.config.HF_ENDPOINT}/datasets/{repo_id}"
     return _source(where, _load(where, repo_id, split=split, data_files=None), _base(split), cache)
@@ -160,10 +164,10 @@ def _load(where: str, path: str, *, split: str, data_files: list[str] | None) ->
 
     try:
         return datasets.load_dataset(path, data_files=data_files, split=split)
-    except StopIteration as error:  # what escapes the library for a JSON file without a single row
+    except StopIteration as error:  # raised by the library for a JSON file without rows
         raise DataError(f"{where} has no rows") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        # The library's own words are often only that something went wrong; the cause says what.
+        # The library's own message is often unspecific; the cause has the details.
         reason = str(error.__cause__ or error) or type(error).__name__
         if "corresponds to no data" in reason:
             raise DataError(f"{where}@{split} has no rows") from error
@@ -176,9 +180,8 @@ def _source(where: str, rows: Any, name: str, folder: Path) -> Source:
     if len(rows) == 0:
         raise DataError(f"{where} has no rows")
     for column, feature in rows.features.items():
-        rows.info.features[column] = _undecoded(
-            feature
-        )  # the stored bytes stay as they are: cast() would copy them all
+        # Not cast(), which would copy the stored bytes.
+        rows.info.features[column] = _undecoded(feature)
     image_columns, video_columns = (
         tuple(column for column, feature in rows.features.items() if isinstance(_inner(feature), kind))
         for kind in (datasets.Image, datasets.Video)
@@ -187,7 +190,7 @@ def _source(where: str, rows: Any, name: str, folder: Path) -> Source:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature whose media, at any depth, come as {"bytes", "path"}."""
+    """Return a feature whose media, at any depth, are read as {"bytes", "path"}, not decoded."""
     import datasets
 
     match feature:
@@ -202,7 +205,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _inner(feature: Any) -> Any:
-    """Return what a feature is a list of, or itself."""
+    """Return the element type of a list feature, or the feature itself."""
     import datasets
 
     return feature.feature if isinstance(feature, datasets.List | datasets.LargeList) else feature
@@ -211,5 +214,5 @@ def _inner(feature: Any) -> Any:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; {path.parent} does not exist either"
-    nearest = difflib.get_close_matches(path.name, sorted(entry.name for entry in path.parent.iterdir()), n=1)
-    return f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+    name = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    return f"; did you mean {path.parent / name}?" if name else ""

@@ -1,11 +1,11 @@
-"""Videos as they come: the only file that opens or decodes one.
+"""Opens and decodes videos with PyAV (FFmpeg); no other module does.
 
-Knows PyAV (FFmpeg), containers, timestamps, and what hostile or careless data looks like. A video is measured from its
-timetable and its first frame, which settles how many frames are taken and when; its frames are then handed out one by
-one, so that nothing grows with its length. Refuses to know rows, prompts, tensors and the size a model wants.
+Which frames are sampled follows from the presentation times of all frames, which are read without
+decoding, and from the first frame. Frames are then decoded one by one, so that memory does not grow
+with the length of a video. Resizing for a model is in vision.py.
 
-Frames lie evenly from the first to the last, both included, as in Qwen's own recipe (`linspace` over the frames), and
-by the clock where their intervals vary:
+Sampled frames are evenly spaced in time from the first to the last, both included. With constant
+intervals this is `linspace` over the frames, as in Qwen's processors:
 
     12 frames, 10 a second, fps=5     0 . 2 . 4 . 7 . 9 . 11
 """
@@ -34,15 +34,17 @@ Pixels = NDArray[np.uint8]
 """A frame: [height, width, 3], RGB."""
 
 FRAMES_PER_PATCH = 2
-"""Frames that a temporal patch of the Qwen families merges; their number is a multiple of it."""
+"""Frames per temporal patch of the Qwen families; the number of sampled frames is a multiple of it.
+"""
 
 MIN_FRAMES = 4
-"""Frames taken of a short video, however slow the sampling; fewer if it has no more. Qwen's processors do likewise."""
+"""Least number of frames sampled from a video, if it has as many; as in Qwen's processors."""
 
-# Named, so that FFmpeg never tries a playlist or a list of files, which would have it open whatever they name.
+# Listed, so that FFmpeg never opens a playlist or a list of files, which can name any file or URL.
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf"
 
-# What PyAV raises on broken bytes: its own errors are OSErrors and ValueErrors as well.
+# The errors of PyAV for damaged bytes; its own error classes also derive from OSError and
+# ValueError.
 _DECODING_ERRORS = (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError, MemoryError, RuntimeError)
 
 _NO_TIME = "it has no timestamps"
@@ -50,22 +52,23 @@ _NO_TIME = "it has no timestamps"
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """How frames are chosen. fps: from each second. max_frames: at most, at least two."""
+    """How frames are sampled. fps: frames per second. max_frames: limit per video, at least 2."""
 
     fps: float
     max_frames: int
 
 
 DEFAULT_SAMPLING = FrameSampling(fps=2.0, max_frames=768)
-"""Qwen's own."""
+"""The defaults of Qwen's processors."""
 
 
 @dataclass(frozen=True, slots=True)
 class VideoLayout:
-    """What will be seen of a video.
+    """Size and times of the frames sampled from a video.
 
-    width, height: of a frame, upright, in pixels. seconds: of each frame taken, from the first one, ascending; an even
-    number of them. temporal_patch_seconds: how much of the video's duration falls to each pair of them.
+    width, height: of an upright frame, in pixels. seconds: time of each sampled frame since the
+    first, ascending; an even number of frames. temporal_patch_seconds: duration of a temporal
+    patch, a pair of frames.
     """
 
     width: int
@@ -75,70 +78,76 @@ class VideoLayout:
 
     @property
     def num_patches(self) -> int:
-        """How many temporal patches, pairs of frames, there are."""
+        """The number of temporal patches, which are pairs of frames."""
         return len(self.seconds) // FRAMES_PER_PATCH
 
 
 @dataclass(frozen=True, slots=True)
-class _Timetable:
+class _FrameTimes:
     """Presentation times of all frames, ascending, in units of time_base; at least one.
 
-    is_told: whether each frame tells its own. Those of an AVI do not; they come in order.
+    has_timestamps: whether decoded frames carry their presentation times. Those of an AVI do not,
+    and are matched with the times in order.
     """
 
     times: tuple[int, ...]
     time_base: Fraction
-    is_told: bool
+    has_timestamps: bool
 
-    def chosen(self, sampling: FrameSampling) -> list[int]:
-        """Return the numbers of the frames to take, ascending, an even count; a single frame is taken twice."""
-        count = len(self.times)
-        if count == 1:
+    def sample(self, sampling: FrameSampling) -> list[int]:
+        """Return the indices of the sampled frames, ascending, an even number of them.
+
+        A single frame is repeated.
+        """
+        num_frames = len(self.times)
+        if num_frames == 1:
             return [0, 0]
-        wanted = max(int(count / self.fps * sampling.fps), MIN_FRAMES)
-        wanted = min(wanted, sampling.max_frames, count) // FRAMES_PER_PATCH * FRAMES_PER_PATCH
+        num_sampled = max(int(num_frames / self.fps * sampling.fps), MIN_FRAMES)
+        num_sampled = min(num_sampled, sampling.max_frames, num_frames) // FRAMES_PER_PATCH * FRAMES_PER_PATCH
         first, span = self.times[0], self.times[-1] - self.times[0]
-        return [self._nearest(first + Fraction(span * k, wanted - 1)) for k in range(wanted)]
+        return [self._nearest(first + Fraction(span * k, num_sampled - 1)) for k in range(num_sampled)]
 
     @property
     def fps(self) -> float:
-        """Frames a second, on average. Needs two frames."""
+        """Frames per second, on average; for at least two frames."""
         return float((len(self.times) - 1) / ((self.times[-1] - self.times[0]) * self.time_base))
 
     def _nearest(self, time: Fraction) -> int:
-        """Return the frame nearest to a time, the even one of two equally near, as NumPy rounds."""
+        """Return the index of the frame nearest to a time; at a tie, the even one as in NumPy."""
         after = bisect_left(self.times, time)
         if after == 0:
             return 0
-        early, late = time - self.times[after - 1], self.times[min(after, len(self.times) - 1)] - time
-        if early == late:
+        to_previous, to_next = time - self.times[after - 1], self.times[min(after, len(self.times) - 1)] - time
+        if to_previous == to_next:
             return after - after % 2
-        return after - 1 if early < late else after
+        return after - 1 if to_previous < to_next else after
 
 
 def video_layout(
     source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
 ) -> VideoLayout:
-    """Return what will be seen of a video, from its timetable and its first frame.
+    """Return size and times of a video's sampled frames; only the first frame is decoded.
 
     Args:
         source: encoded bytes, a {"bytes", "path"} mapping (bytes win), or a path.
-        where: what to call the video in an error: "train:17/videos/0".
-        image_dir: the folder to which relative paths belong and which no path may leave; None: no path is allowed.
-        max_pixels: of a frame; refused above it.
+        where: the name of the video in errors: "train:17/videos/0".
+        image_dir: the folder that relative paths start from and that contains all paths; None: no
+            path is allowed.
+        max_pixels: the largest allowed width * height of a frame.
+        sampling: which frames are sampled.
     Raises: UnusableRow.
     """
-    with _opened(source, where, image_dir, max_pixels) as (container, timetable):
-        first = next(_decoded(container, timetable, where, max_pixels))[0]
-        return _layout(first, timetable, sampling)
+    with _opened(source, where, image_dir, max_pixels) as (container, frame_times):
+        first = next(_decode(container, frame_times, where, max_pixels))[0]
+        return _layout(first, frame_times, sampling)
 
 
 def open_video(
     source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
 ) -> tuple[VideoLayout, Iterator[Pixels]]:
-    """Return what video_layout does, and the frames that it tells of, upright, which are decoded as they are asked for.
+    """Return what video_layout does, and an iterator that decodes the sampled frames, upright.
 
-    Args and Raises: as video_layout; asking for frames raises UnusableRow where decoding fails.
+    Args and Raises: as video_layout; the iterator raises UnusableRow if decoding fails.
     """
     layout = video_layout(source, where=where, image_dir=image_dir, max_pixels=max_pixels, sampling=sampling)
     return layout, _frames(source, where, image_dir, max_pixels, sampling)
@@ -147,8 +156,9 @@ def open_video(
 def encoded_video(
     source: Any, *, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
 ) -> bytes:
-    """Return the file behind a video, byte for byte; its timetable and its first frame have been accepted.
+    """Return the encoded file of a video, byte for byte.
 
+    Its times and its first frame are checked.
     Args and Raises: as video_layout.
     """
     encoded = read_bytes(source, "video", where=where, image_dir=image_dir)
@@ -159,17 +169,17 @@ def encoded_video(
 def _frames(
     source: Any, where: str, image_dir: Path | None, max_pixels: int, sampling: FrameSampling
 ) -> Iterator[Pixels]:
-    with _opened(source, where, image_dir, max_pixels) as (container, timetable):
-        frames = _decoded(container, timetable, where, max_pixels)
+    with _opened(source, where, image_dir, max_pixels) as (container, frame_times):
+        frames = _decode(container, frame_times, where, max_pixels)
         frame, time = next(frames)
-        layout = _layout(frame, timetable, sampling)
-        for number in timetable.chosen(sampling):
-            # Streams may hold frames that are never shown; the next one shown stands in.
-            while time < timetable.times[number]:
+        layout = _layout(frame, frame_times, sampling)
+        for index in frame_times.sample(sampling):
+            # Some frames of a stream are never shown; the next one that is shown replaces them.
+            while time < frame_times.times[index]:
                 following = next(frames, None)
                 if following is None:
-                    at = float((timetable.times[number] - timetable.times[0]) * timetable.time_base)
-                    message = f"{where}: it ends before {at:.1f} s, where it should have a frame; replace or drop it"
+                    at = float((frame_times.times[index] - frame_times.times[0]) * frame_times.time_base)
+                    message = f"{where}: it ends before {at:.1f} s, where a frame is expected; replace or drop it"
                     raise UnusableRow("video_unreadable", message)
                 frame, time = following
             pixels = _upright_rgb(frame, where)
@@ -177,47 +187,50 @@ def _frames(
                 raise UnusableRow(
                     "video_shape",
                     f"{where}: its frames change from {layout.width} x {layout.height} to "
-                    f"{pixels.shape[1]} x {pixels.shape[0]}; encode it anew",
+                    f"{pixels.shape[1]} x {pixels.shape[0]}; encode it again",
                 )
             yield pixels
 
 
 @contextmanager
-def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[tuple[Any, _Timetable]]:
-    """Yield an open container at its beginning, and when its frames are shown."""
+def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[tuple[Any, _FrameTimes]]:
+    """Yield an open container at its beginning, and the times of its frames."""
     with open_bytes(source, "video", where=where, image_dir=image_dir) as stream:
         try:
             container = _container(stream, max_pixels)
-            timetable = _timetable(container)
+            frame_times = _read_frame_times(container)
             container.close()
             stream.seek(0)
             container = _container(stream, max_pixels)
         except _DECODING_ERRORS as error:
             raise _unreadable(where, error) from error
         with container:
-            yield container, timetable
+            yield container, frame_times
 
 
 def _container(stream: io.BytesIO | io.BufferedReader, max_pixels: int) -> Any:
     container = av.open(stream, options={"format_whitelist": _FORMATS})
     if not container.streams.video:
         container.close()
-        raise ValueError("it has no video in it")
+        raise ValueError("it has no video stream")
     codec = container.streams.video[0].codec_context
-    codec.thread_count = 1  # several would each hold frames; rows have threads of their own
-    codec.options = {"max_pixels": str(max_pixels)}  # held to while decoding, too
+    codec.thread_count = 1  # more would each hold frames; rows are processed in parallel already
+    codec.options = {"max_pixels": str(max_pixels)}  # enforced during decoding too
     return container
 
 
-def _timetable(container: Any) -> _Timetable:
-    """Read when frames are shown, decoding none. Raises: ValueError if there are none, or the file was cut off."""
+def _read_frame_times(container: Any) -> _FrameTimes:
+    """Read the times of all frames without decoding.
+
+    Raises: ValueError if the file has no frames or is truncated.
+    """
     stream = container.streams.video[0]
     times = []
-    is_told = container.format.name != "avi"  # whose times are those of decoding
+    has_timestamps = container.format.name != "avi"  # which stores times of decoding
     for packet in container.demux(stream):
         if packet.size == 0 or packet.is_discard:
             continue
-        is_told = is_told and packet.pts is not None
+        has_timestamps = has_timestamps and packet.pts is not None
         time = packet.dts if packet.pts is None else packet.pts
         if time is None:
             raise ValueError(_NO_TIME)
@@ -228,33 +241,33 @@ def _timetable(container: Any) -> _Timetable:
         raise ValueError(f"it is cut off after {len(times)} of {stream.frames} frames")
     if len(times) > 1 and min(times) == max(times):
         raise ValueError(_NO_TIME)
-    return _Timetable(tuple(sorted(times)), stream.time_base, is_told)
+    return _FrameTimes(tuple(sorted(times)), stream.time_base, has_timestamps)
 
 
-def _layout(first: Any, timetable: _Timetable, sampling: FrameSampling) -> VideoLayout:
-    """Return what will be seen of a video whose first frame this is."""
-    sideways = first.rotation % 180 != 0
-    chosen = timetable.chosen(sampling)
-    times, base = timetable.times, timetable.time_base
-    shown_fps = sampling.fps if len(times) == 1 else len(chosen) / len(times) * timetable.fps
+def _layout(first: Any, frame_times: _FrameTimes, sampling: FrameSampling) -> VideoLayout:
+    """Return the layout of a video from its first frame and its times."""
+    is_sideways = first.rotation % 180 != 0
+    sampled = frame_times.sample(sampling)
+    times, time_base = frame_times.times, frame_times.time_base
+    sampled_fps = sampling.fps if len(times) == 1 else len(sampled) / len(times) * frame_times.fps
     return VideoLayout(
-        width=first.height if sideways else first.width,
-        height=first.width if sideways else first.height,
-        seconds=tuple(float((times[number] - times[0]) * base) for number in chosen),
-        temporal_patch_seconds=FRAMES_PER_PATCH / shown_fps,
+        width=first.height if is_sideways else first.width,
+        height=first.width if is_sideways else first.height,
+        seconds=tuple(float((times[index] - times[0]) * time_base) for index in sampled),
+        temporal_patch_seconds=FRAMES_PER_PATCH / sampled_fps,
     )
 
 
-def _decoded(container: Any, timetable: _Timetable, where: str, max_pixels: int) -> Iterator[tuple[Any, int]]:
-    """Yield each frame, at least one, and when it is shown. Raises: UnusableRow."""
+def _decode(container: Any, frame_times: _FrameTimes, where: str, max_pixels: int) -> Iterator[tuple[Any, int]]:
+    """Yield each frame, at least one, and its presentation time. Raises: UnusableRow."""
     codec = container.streams.video[0].codec_context
     _check_size(codec.width, codec.height, where, max_pixels)
-    due_times = chain(timetable.times, repeat(timetable.times[-1]))
+    expected_times = chain(frame_times.times, repeat(frame_times.times[-1]))
     frame = None
     try:
-        for frame, due in zip(container.decode(video=0), due_times, strict=False):
+        for frame, expected in zip(container.decode(video=0), expected_times, strict=False):
             _check_size(frame.width, frame.height, where, max_pixels)
-            yield frame, frame.pts if timetable.is_told and frame.pts is not None else due
+            yield frame, frame.pts if frame_times.has_timestamps and frame.pts is not None else expected
     except _DECODING_ERRORS as error:
         raise _unreadable(where, error) from error
     if frame is None:
@@ -264,7 +277,7 @@ def _decoded(container: Any, timetable: _Timetable, where: str, max_pixels: int)
 def _upright_rgb(frame: Any, where: str) -> Pixels:
     if frame.is_corrupt:
         raise UnusableRow("video_unreadable", f"{where}: a frame is damaged; replace or drop it")
-    quarters = round(frame.rotation / 90)  # counter-clockwise, as rot90 turns
+    quarters = round(frame.rotation / 90)  # counter-clockwise, as in rot90
     try:
         return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), quarters))
     except _DECODING_ERRORS as error:

@@ -1,7 +1,7 @@
-"""From pictures to what a vision tower takes: the one pass through an image or video processor that a prompt pays for.
+"""Wraps Hugging Face's image and video processors, which make the input of vision towers.
 
-Knows Hugging Face processors of the Qwen kind (patches, grids, merging) and counts every call of them. Refuses to know
-where a picture came from, files, rows and text.
+Every call is counted, so that tests can check that each prompt is processed once. Token counts are
+computed from sizes alone. Decoding is in images.py and videos.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ class ImageProcessor:
     """A Hugging Face image processor that counts its calls. Safe to use from several threads."""
 
     def __init__(self, image_processor: Any, *, spatial_merge: int) -> None:
-        """Wrap image_processor for a model that merges spatial_merge x spatial_merge patches into one token.
+        """Wrap image_processor.
 
-        Raises: ModelError if processor and model disagree about that.
+        spatial_merge: the model merges spatial_merge x spatial_merge patches into one token.
+        Raises: ModelError if the processor merges another number of patches.
         """
         if image_processor.merge_size != spatial_merge:
-            theirs = f"merges {image_processor.merge_size} x {image_processor.merge_size} patches"
+            merge = image_processor.merge_size
             raise ModelError(
-                f"the image processor {theirs}, the model {spatial_merge} x {spatial_merge}: mend their configs"
+                f"the image processor merges {merge} x {merge} patches, the model {spatial_merge} x {spatial_merge}: "
+                "correct preprocessor_config.json or config.json"
             )
         self._image_processor = image_processor
         self._patches_per_token = spatial_merge**2
@@ -45,11 +47,11 @@ class ImageProcessor:
 
     @property
     def calls(self) -> int:
-        """How often images have been processed: once for each prompt with images that got its pixels here."""
+        """How often process was called: once per prompt with images."""
         return self._calls
 
     def image_tokens(self, width: int, height: int) -> int:
-        """Return how many prompt tokens an image of this size takes, without touching a pixel."""
+        """Return how many prompt tokens an image of this size takes."""
         patches: int = self._image_processor.get_number_of_image_patches(height, width)
         return patches // self._patches_per_token
 
@@ -58,10 +60,10 @@ class ImageProcessor:
         return tuple((vision.grid_thw.prod(dim=1) // self._patches_per_token).tolist())
 
     def process(self, images: Sequence[Image.Image]) -> Vision:
-        """Return upright RGB images, at least one, as one Vision, in order."""
+        """Return the pixel values of upright RGB images, at least one, in order."""
         with self._lock:
             self._calls += 1
-        # Named, because an image one or three pixels wide could pass for channels last.
+        # Explicit, since an image that is 1 or 3 pixels wide would be taken for channels last.
         features = self._image_processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
         pixel_values = features["pixel_values"].to(torch.float32).contiguous()
         grid_thw = features["image_grid_thw"].to(torch.int64)
@@ -71,12 +73,13 @@ class ImageProcessor:
 
 
 class TileProcessor(ImageProcessor):
-    """An image processor that makes tiles of one size, one or several of an image. Counts as ImageProcessor does."""
+    """An image processor that cuts an image into one or several tiles of a fixed size."""
 
     def __init__(self, image_processor: Any, *, patch_size: int, patches_per_side: int, spatial_merge: int) -> None:
-        """Wrap image_processor for a model whose tiles have patches_per_side x patches_per_side patches.
+        """Wrap image_processor for a model with tiles of a fixed size.
 
-        Raises: ModelError if the two disagree about the size of a tile.
+        A tile has patches_per_side x patches_per_side patches.
+        Raises: ModelError if the processor makes tiles of another size.
         """
         cropped = getattr(image_processor, "do_center_crop", False)
         size = image_processor.crop_size if cropped else image_processor.size
@@ -84,9 +87,10 @@ class TileProcessor(ImageProcessor):
         if (size["height"], size["width"]) != (side, side):
             raise ModelError(
                 f"the image processor makes tiles of {size['width']} x {size['height']} pixels, "
-                f"the model sees {side} x {side}: mend their configs"
+                f"the model takes {side} x {side}: correct preprocessor_config.json or config.json"
             )
-        # What such a model's processor asks of its image processor, whose own config says otherwise.
+        # The model's processor passes this option to its image processor, whose own config has
+        # another value.
         self._options = {"crop_to_patches": True} if hasattr(image_processor, "crop_to_patches") else {}
         self._image_processor = image_processor
         self._patch_size = patch_size
@@ -121,44 +125,44 @@ class TileProcessor(ImageProcessor):
 class VideoProcessor:
     """A Hugging Face video processor that counts its calls. Safe to use from several threads.
 
-    Frames keep to the pixel limits of images, each by itself. They are processed in the pairs that temporal patches
-    merge, so that no more than one pair is held before it is resized.
+    Each frame has the pixel limits of an image. Frames are processed in pairs, one temporal patch
+    at a time, so that at most two frames are in memory at full size.
     """
 
     def __init__(
-        self, video_processor: Any, *, spatial_merge: int, frame_limits: tuple[int, int], counts_all: bool
+        self, video_processor: Any, *, spatial_merge: int, frame_limits: tuple[int, int], limits_are_total: bool
     ) -> None:
-        """Wrap video_processor for a model that merges spatial_merge x spatial_merge patches into one token.
+        """Wrap video_processor.
 
         Args:
-            frame_limits: least and most pixels of a frame, to which smaller ones are enlarged and larger ones reduced.
-            counts_all: whether the processor's own limits are for all frames together.
-        Raises: ModelError if processor and model disagree.
+            frame_limits: least and most pixels of a frame; frames outside them are resized.
+            limits_are_total: whether the processor's own limits apply to all frames together.
+        Raises: ModelError if the processor merges another number of patches or frames.
         """
         merge, temporal = video_processor.merge_size, video_processor.temporal_patch_size
         if (merge, temporal) != (spatial_merge, FRAMES_PER_PATCH):
             raise ModelError(
                 f"the video processor merges {merge} x {merge} patches of {temporal} frames, the model {spatial_merge} "
-                f"x {spatial_merge} of {FRAMES_PER_PATCH}: mend their configs"
+                f"x {spatial_merge} of {FRAMES_PER_PATCH}: correct video_preprocessor_config.json or config.json"
             )
-        smallest, largest = (limit * (FRAMES_PER_PATCH if counts_all else 1) for limit in frame_limits)
+        smallest, largest = (limit * (FRAMES_PER_PATCH if limits_are_total else 1) for limit in frame_limits)
         self._video_processor = video_processor
         self._size = {"shortest_edge": smallest, "longest_edge": largest}
-        # transformers 5.16 reads the latter two.
-        self._counting = {"size": self._size, "min_pixels": smallest, "max_pixels": largest}
+        # transformers 5.16 computes the number of patches from the latter two.
+        self._count_options = {"size": self._size, "min_pixels": smallest, "max_pixels": largest}
         self._patches_per_token = spatial_merge**2
         self._lock = threading.Lock()
         self._calls = 0
 
     @property
     def calls(self) -> int:
-        """How often videos have been processed: once for each prompt with videos that got its pixels here."""
+        """How often process was called: once per prompt with videos."""
         return self._calls
 
     def patch_tokens(self, layout: VideoLayout) -> int:
-        """Return how many prompt tokens a temporal patch of this video takes, without touching a pixel."""
+        """Return how many prompt tokens a temporal patch of this video takes."""
         patches: int = self._video_processor.get_num_of_video_patches(
-            FRAMES_PER_PATCH, layout.height, layout.width, self._counting
+            FRAMES_PER_PATCH, layout.height, layout.width, self._count_options
         )
         return patches // self._patches_per_token
 
@@ -167,7 +171,10 @@ class VideoProcessor:
         return tuple((vision.grid_thw.prod(dim=1) // self._patches_per_token).tolist())
 
     def process(self, videos: Iterable[tuple[VideoLayout, Iterator[Pixels]]]) -> Vision:
-        """Return videos, at least one, as one Vision, in order. Raises: what handing out their frames raises."""
+        """Return the pixel values of videos, at least one, in order.
+
+        Raises: as the frame iterators.
+        """
         with self._lock:
             self._calls += 1
         pixel_values, grids, seconds = [], [], []
@@ -191,7 +198,10 @@ class VideoProcessor:
         )
 
     def _process_pair(self, frames: Pixels) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pixel values [patches, D] float32 and the grid [3] of two frames, [2, height, width, 3]."""
+        """Return pixel values [patches, D] float32 and grid [3] of a pair of frames.
+
+        frames: [2, height, width, 3].
+        """
         features = self._video_processor(
             videos=[frames],
             do_sample_frames=False,
@@ -203,7 +213,10 @@ class VideoProcessor:
 
 
 def image_processor_of(processors: Processors) -> ImageProcessor | None:
-    """Return the image processor of a model; None if it has no vision. Raises: as ImageProcessor."""
+    """Return the image processor of a model, or None.
+
+    Raises: as ImageProcessor.
+    """
     if not processors.family.has_vision:
         return None
     family, config = processors.family, processors.hf_config
@@ -220,7 +233,10 @@ def image_processor_of(processors: Processors) -> ImageProcessor | None:
 
 
 def video_processor_of(processors: Processors) -> VideoProcessor | None:
-    """Return the video processor of a model; None if it takes no videos. Raises: as VideoProcessor."""
+    """Return the video processor of a model, or None.
+
+    Raises: as VideoProcessor.
+    """
     family = processors.family
     if processors.video_processor is None:
         return None
@@ -230,12 +246,12 @@ def video_processor_of(processors: Processors) -> VideoProcessor | None:
         processors.video_processor,
         spatial_merge=family.spatial_merge(processors.hf_config),
         frame_limits=(size["shortest_edge"], size["longest_edge"]),
-        counts_all=family.video == "timestamps",
+        limits_are_total=family.video == "timestamps",
     )
 
 
 def _content_hash(patches: torch.Tensor, grid: torch.Tensor, seconds: float | None = None) -> str:
-    """Return the SHA-256 of shape and pixel values, and a video's pace, on which positions depend, in hexadecimal."""
+    """Return the SHA-256 of grid, pixel values and (of a video) times, in hexadecimal."""
     digest = hashlib.sha256(grid.numpy().tobytes())
     if seconds is not None:
         digest.update(f"{seconds!r} seconds".encode())

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from trigon.errors import CheckpointError, ConfigError
+from trigon.json_files import write_json
 from trigon.types import RolloutGroup
 
 Split = Literal["train", "validation"]
@@ -115,7 +116,7 @@ class RunFolder:
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json."""
-        _replace(self.path / BUDGETS, json.dumps(content, indent=2).encode() + b"\n")
+        write_json(self.path / BUDGETS, content, sync=True)
 
     def read_budgets(self) -> dict[str, Any] | None:
         """Return the content of auto_micro_batch.json, or None if there is no such file.

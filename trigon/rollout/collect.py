@@ -33,7 +33,7 @@ def collect(
     every prompt.
     """
     num_completions = len(prompts) * sampling.n
-    with rewards.scoring(num_answers=num_completions) as scoring:
+    with rewards.scoring(num_completions=num_completions) as scoring:
 
         def on_group(index: int, completions: Sequence[Completion]) -> None:
             scoring.add(index * sampling.n, [_request(prompts[index], completion) for completion in completions])

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from trigon.errors import ModelError
-from trigon.models.families import Family, family_named
+from trigon.models.families import ModelFamily, family_named
 from trigon.tiny.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from trigon.torchvision_stub import declare_operators
 
@@ -84,7 +84,7 @@ def make_tiny(
     return folder
 
 
-def _save_as_published(folder: Path, model: Any, family: Family) -> None:
+def _save_as_published(folder: Path, model: Any, family: ModelFamily) -> None:
     """Write the weights again if published checkpoints differ from transformers 5."""
     if family.model_type in _SAVED_DIFFERENTLY:
         tensors = {

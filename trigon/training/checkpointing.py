@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from trigon.errors import CheckpointError
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
-from trigon.training.optim import Strategy, state_dtype
+from trigon.names import OptimizerStrategy
+from trigon.training.optim import state_dtype
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 
@@ -41,7 +42,7 @@ def stage_state(
     folder: Path,
     *,
     updates: int,
-    strategy: Strategy,
+    strategy: OptimizerStrategy,
     model_only: bool,
     process_group: ProcessGroup,
 ) -> Callable[[], None]:
@@ -74,7 +75,7 @@ def stage_state(
     return write
 
 
-def read_updates(policy: Policy, folder: Path, *, strategy: Strategy) -> int:
+def read_updates(policy: Policy, folder: Path, *, strategy: OptimizerStrategy) -> int:
     """Return the number of updates of a saved state, without loading any tensor.
 
     Raises: CheckpointError if a run with this policy and strategy cannot resume from the folder.
@@ -95,7 +96,7 @@ def read_updates(policy: Policy, folder: Path, *, strategy: Strategy) -> int:
 
 
 def load_policy_and_optimizer(
-    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: Strategy, process_group: ProcessGroup
+    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
 ) -> None:
     """Load weights and optimizer states in place. Any number of ranks may have written them.
 
@@ -103,7 +104,7 @@ def load_policy_and_optimizer(
     """
     weights = dict(policy.saved_tensors())
     load_tensors(weights, folder / _weights_folder(policy), group=process_group.state_group)
-    policy.forget_features()
+    policy.clear_features()
     _load_optimizer_tensors(
         policy, optimizer, folder / OPTIMIZER_FOLDER, strategy=strategy, process_group=process_group
     )
@@ -124,7 +125,7 @@ def _optimizer_tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor
 
 
 def _load_optimizer_tensors(
-    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: Strategy, process_group: ProcessGroup
+    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
 ) -> None:
     """Replace all optimizer states. Raises: CheckpointError if they do not match."""
     trainable = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -137,7 +138,7 @@ def _load_optimizer_tensors(
 
 
 def _empty_optimizer_tensors(
-    trainable: Mapping[str, nn.Parameter], folder: Path, strategy: Strategy
+    trainable: Mapping[str, nn.Parameter], folder: Path, strategy: OptimizerStrategy
 ) -> dict[str, Tensor]:
     """Return a tensor for every optimizer state in the folder.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.data.packing import Positions, pack_train
 from trigon.metrics import Mean, Metric, Metrics, Sum, merge
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
@@ -44,7 +44,7 @@ class LocalTrainEngine:
         *,
         positions: Positions,
         reference: LocalScorer | None = None,
-        features: FeatureMemory | None = None,
+        features: VisionFeatureCache | None = None,
     ) -> None:
         """Make the optimizer of a policy that is on its device, or sharded over the ranks.
 
@@ -52,7 +52,7 @@ class LocalTrainEngine:
             positions: computes the position ids of a prompt.
             reference: the reference of the full KL; None with LoRA, where it is the policy without
                 its adapters, and if there is no full KL.
-            features: cache for a frozen vision tower; see Policy.remember_features.
+            features: cache for a frozen vision tower; see Policy.use_feature_cache.
         """
         self._policy = policy
         self._settings = settings

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never, cast
+from typing import Any, assert_never, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Strategy = Literal["adamw", "adamw_bf16"]
-ScheduleShape = Literal["constant", "cosine"]
+from trigon.names import LearningRateSchedule, OptimizerStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Schedule:
     """
 
     peak: float
-    shape: ScheduleShape
+    shape: LearningRateSchedule
     warmup_updates: int
     total_updates: int
     min_ratio: float
@@ -54,7 +53,7 @@ class Schedule:
 def make_optimizer(
     parameters: Iterable[nn.Parameter],
     *,
-    strategy: Strategy,
+    strategy: OptimizerStrategy,
     learning_rate: float,
     betas: tuple[float, float],
     weight_decay: float,
@@ -87,7 +86,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return tensor if local is None else cast(Tensor, local())
 
 
-def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
+def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
     """Return the bytes of the optimizer states of one parameter."""
     match strategy:
         case "adamw":
@@ -98,7 +97,7 @@ def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
             assert_never(strategy)
 
 
-def state_dtype(parameter: Tensor, key: str, strategy: Strategy) -> torch.dtype:
+def state_dtype(parameter: Tensor, key: str, strategy: OptimizerStrategy) -> torch.dtype:
     """Return the dtype of one optimizer state of a parameter. key: its name, such as "exp_avg"."""
     return torch.float32 if strategy == "adamw_bf16" and key == "exp_avg_sq" else parameter.dtype
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trigon.data.packing import Positions, tokens_of
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapters_off
 from trigon.models.policy import Policy
@@ -36,14 +36,14 @@ class LocalScorer:
         *,
         positions: Positions,
         max_tokens: int,
-        features: FeatureMemory | None = None,
+        features: VisionFeatureCache | None = None,
     ) -> None:
         """Wrap a policy that is on its device, or sharded over the ranks.
 
         Args:
             positions: computes the position ids of a prompt.
             max_tokens: token budget of a packed row.
-            features: cache for a vision tower that does not change; see Policy.remember_features.
+            features: cache for a vision tower that does not change; see Policy.use_feature_cache.
         """
         self.policy = policy
         self.device = placement.device
@@ -53,7 +53,9 @@ class LocalScorer:
         self._offload_params = placement.offload_params
         self._process_group = process_group = placement.process_group
         if features is not None:
-            policy.remember_features(features, most=lambda number: int(process_group.all_reduce_max([number])[0]))
+            policy.use_feature_cache(
+                features, all_reduce_max=lambda number: int(process_group.all_reduce_max([number])[0])
+            )
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the context in which the policy computes.

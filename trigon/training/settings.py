@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trigon.training.optim import Schedule, Strategy
+from trigon.names import OptimizerStrategy
+from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup, SingleProcess
 from trigon.training.step import LossTerms
 
@@ -26,7 +27,7 @@ class TrainSettings:
     """
 
     terms: LossTerms
-    strategy: Strategy
+    strategy: OptimizerStrategy
     schedule: Schedule
     betas: tuple[float, float]
     weight_decay: float

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
-from trigon.algorithms.kl import KlEstimator, kl_per_token
+from trigon.algorithms.kl import kl_per_token
 from trigon.algorithms.losses import LossSettings, policy_loss
-from trigon.algorithms.reduce import Averaging, Denominators, reduce_loss
+from trigon.algorithms.reduce import Denominators, reduce_loss
 from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
+from trigon.names import KlEstimator, LossAveraging
 from trigon.training.parallel import ProcessGroup, passes_in_step
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
 
@@ -46,7 +47,7 @@ class LossTerms:
     """
 
     policy: LossSettings
-    averaging: Averaging
+    averaging: LossAveraging
     fixed_length: int
     kl_estimator: KlEstimator | None
     kl_coefficient: float

@@ -1,0 +1,141 @@
+"""Computes the pixel values of prompts that have encoded files, in threads, with a cache.
+
+In a run with several workers, prompts are sent with their files, and each worker processes them.
+The cache lets the passes of a step process each image once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from trigon.data.bad_rows import UnusableRow
+from trigon.data.images import open_image
+from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
+from trigon.data.vision import ImageProcessor, VideoProcessor
+from trigon.errors import DataError
+from trigon.types import EncodedMedia, Prompt, Vision
+
+_Hashes = tuple[str, ...]
+
+
+class MediaProcessor:
+    """Computes the pixel values of prompts that have encoded files, in threads, with a cache."""
+
+    def __init__(
+        self,
+        image_processor: ImageProcessor,
+        *,
+        max_image_pixels: int,
+        num_workers: int,
+        max_bytes: int,
+        video_processor: VideoProcessor | None = None,
+        video_sampling: FrameSampling = DEFAULT_SAMPLING,
+    ) -> None:
+        """Start with an empty cache.
+
+        Args:
+            max_image_pixels: images, and videos with frames, above it are rejected before they are
+                decoded.
+            num_workers: threads that decode and process.
+            max_bytes: of the pixel values in the cache; beyond it, the least recently used are
+                dropped. If it holds all prompts of a step, each image is processed once per step.
+                Pixel values in returned prompts do not count.
+            video_processor: None for a model without videos.
+            video_sampling: which frames of a video are sampled; the same as in the PromptBuilder.
+        """
+        self._image_processor = image_processor
+        self._video_processor = video_processor
+        self._video_sampling = video_sampling
+        self._max_image_pixels = max_image_pixels
+        self._max_bytes = max_bytes
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="images")
+        self._lock = threading.Lock()  # guards the following attributes
+        self._running: dict[_Hashes, Future[Vision]] = {}
+        self._cache: OrderedDict[_Hashes, Vision] = OrderedDict()  # least recently used first
+        self._cache_bytes = 0
+
+    def process(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts with pixel values, in order.
+
+        Prompts without encoded files are returned unchanged.
+        Raises: DataError with the prompt id, if one of its files cannot be decoded.
+        """
+        with self._lock:
+            visions = [
+                self._submit(prompt.vision) if isinstance(prompt.vision, EncodedMedia) else None for prompt in prompts
+            ]
+        return [
+            prompt if vision is None else replace(prompt, vision=_result(vision, prompt.prompt_id))
+            for prompt, vision in zip(prompts, visions, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Clear the cache and wait for the threads. Cannot be used afterwards."""
+        self._pool.shutdown(cancel_futures=True)
+        with self._lock:
+            self._cache.clear()
+            self._cache_bytes = 0
+
+    def _submit(self, media: EncodedMedia) -> Vision | Future[Vision]:
+        """Return the cached result for these files, or a future of it. The lock must be held."""
+        if media.hashes in self._cache:
+            self._cache.move_to_end(media.hashes)
+            return self._cache[media.hashes]
+        if media.hashes not in self._running:
+            self._running[media.hashes] = self._pool.submit(self._process, media)
+        return self._running[media.hashes]
+
+    def _process(self, media: EncodedMedia) -> Vision:
+        try:
+            vision = self._process_images(media) if media.kind == "image" else self._process_videos(media)
+            with self._lock:
+                self._add_to_cache(media.hashes, vision)
+            return vision
+        finally:
+            with self._lock:
+                del self._running[media.hashes]
+
+    def _process_images(self, media: EncodedMedia) -> Vision:
+        return self._image_processor.process(
+            [
+                open_image(file, where=f"image {index}", image_dir=None, max_pixels=self._max_image_pixels)
+                for index, file in enumerate(media.encoded)
+            ]
+        )
+
+    def _process_videos(self, media: EncodedMedia) -> Vision:
+        assert self._video_processor is not None
+        return self._video_processor.process(
+            open_video(
+                file,
+                where=f"video {index}",
+                image_dir=None,
+                max_pixels=self._max_image_pixels,
+                sampling=self._video_sampling,
+            )
+            for index, file in enumerate(media.encoded)
+        )
+
+    def _add_to_cache(self, hashes: _Hashes, vision: Vision) -> None:
+        """Cache a result that is not above max_bytes, and drop the least recently used ones."""
+        if vision.pixel_values.nbytes > self._max_bytes:
+            return
+        self._cache[hashes] = vision
+        self._cache_bytes += vision.pixel_values.nbytes
+        while self._cache_bytes > self._max_bytes:
+            _, dropped = self._cache.popitem(last=False)
+            self._cache_bytes -= dropped.pixel_values.nbytes
+
+
+def _result(vision: Vision | Future[Vision], prompt_id: str) -> Vision:
+    """Wait for a result. An error is raised for each prompt that waits for it, with its id."""
+    if isinstance(vision, Vision):
+        return vision
+    try:
+        return vision.result()
+    except UnusableRow as problem:
+        raise DataError(f"{prompt_id}: {problem}") from problem
