@@ -176,9 +176,10 @@ def test_the_same_frames_with_other_times_have_another_hash(tiny_vlm: Path) -> N
     """Engines cache a video by its hash, and its keys and values depend on its times."""
     processor = video_processor_of(load_processors(str(tiny_vlm)))
     assert processor is not None
+    video = make_video()
 
     def process_with(seconds: float) -> Vision:
-        layout, frames = open_video(make_video(), where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
+        layout, frames = open_video(video, where="", image_dir=None, max_pixels=10**6, sampling=SAMPLING)
         return processor.process([(replace(layout, temporal_patch_seconds=seconds), frames)])
 
     slow, fast, again = process_with(2.0), process_with(1.0), process_with(2.0)
