@@ -1,10 +1,10 @@
-"""All bars in one table: what `make bench` runs, in 20 minutes on two quiet cores.
+"""Runs all benchmarks and prints one table: `make bench`, 20 minutes on two idle cores.
 
     python benchmarks/bench.py [--bars 1 3 5] [--plot docs/scale.svg]
 
-Prints each benchmark's own tables as it goes, and at the end every figure with what is wanted of it: pass, or falls
-short. Ratios are taken within one run, both sides in turn. Peers are installed into environments of their own
-(peers.py) when they are first wanted; that comes on top.
+Prints the tables of each benchmark as it finishes, and at the end every figure with its target and
+whether it passes. Ratios are measured within one run, both sides in turn. Other trainers are
+installed into separate environments (peers.py) when they are first needed, which takes extra time.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Figure], str]:
 
 
 BARS: dict[str, Bar] = {"1": update, "2": whole_step, "3": logprobs, "5": start, "6": scale}
-"""By the bar that each answers; whole_step answers bar 4 as well."""
+"""Benchmarks by the number of the target (bar) they measure; whole_step measures bar 4 too."""
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bars", nargs="*", choices=BARS, default=list(BARS), help="which to measure (all)")
-    parser.add_argument("--plot", type=Path, help="draw what a step costs into this file")
+    parser.add_argument("--plot", type=Path, help="draw the cost of a step into this file")
     arguments = parser.parse_args()
-    # One thread for everybody: both sides of a ratio, and all processes that are started. Read when torch is imported.
+    # One thread for both sides of a ratio and all their processes. Read when torch is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
     began = time.perf_counter()
     figures: list[Figure] = []
     for bar in arguments.bars:
         start = time.perf_counter()
-        # Each in a process of its own, so that none finds what another has left in memory.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-            found, tables = alone.submit(BARS[bar], arguments).result()
+        # Each in a separate process, so that no benchmark affects the memory of another.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found, tables = process.submit(BARS[bar], arguments).result()
         figures += found
         if tables:
             print(f"{tables}\n", flush=True)

@@ -1,25 +1,27 @@
-"""What each step from a padded batch to packed groups gives on this machine's GPU: forward and backward, in bfloat16.
+"""Time and memory of forward and backward on a GPU, from padded batches to packed groups.
 
     python benchmarks/gpu.py                # Qwen2.5-VL-3B's shapes, random weights
     python benchmarks/gpu.py --model 7b
-    python benchmarks/gpu.py --tiny         # a shake-down, on the CPU too
+    python benchmarks/gpu.py --tiny         # a quick check, also on a CPU
 
-Lengths are Geometry3K's: prompts of about 450 tokens, 340 of them an image, and five answers to each of about 275.
-Every row does the same work, scores all answers and adds up their gradients, with gradient checkpointing, and without
-an optimizer:
+Lengths are those of Geometry3K: prompts of about 450 tokens, 340 of them an image, and five
+completions of about 275 tokens each. All variants do the same work: they score all completions and
+accumulate their gradients, with gradient checkpointing and without an optimizer.
 
-    padded                transformers as it is: SDPA, a right-padded batch, each answer behind its own prompt and image
-    packed, sdpa          the same end to end in rows without padding, attention piece by piece
-    packed, varlen        the language model's attention in one call a layer
-    + images too          the vision tower's as well
-    + shared prompts      a prompt and its image once for all its answers
+    padded                transformers with SDPA: a right-padded batch, each completion with its
+                          own copy of prompt and image
+    packed, sdpa          the same sequences in rows without padding, attention by SDPA
+    packed, varlen        the language model's attention in one call for each layer
+    + varlen for images   the vision tower's as well
+    + shared prompts      a prompt and its image once for all its completions
     + chunked log-probs   no table of logits of a whole row
-    ... instead, besides  the last row by other kernels, with compiled parts, with liger-kernel
+    with ..., + ...       the last variant with other kernels, compiled modules, or liger-kernel
 
-tokens/s counts each answer with its prompt, in every row. MFU is the share of the GPU's peak that goes into operations
-of the model (trigon/models/flops.py): "honest" counts each prompt and image once, "credited" as often as the padded
-batch runs them, with logits at every token, which is what published figures count. Before anything is timed, each
-kernel is held against float64, and in the end each row's log-probabilities against those of the first.
+tokens/s counts each completion with its prompt, in every variant. MFU is the fraction of the GPU's
+peak that is used for operations of the model (trigon/models/flops.py): "shared" counts each prompt
+and image once, "repeated" as often as the padded batch computes them, with logits at every token,
+as published figures do. First each kernel is compared with float64; at the end of each line are the
+differences of the log-probabilities from those of the first variant.
 """
 
 from __future__ import annotations
@@ -37,19 +39,21 @@ from torch import Tensor
 
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.errors import ModelError
-from trigon.models.attention import WINDOW_ATTENTION, RowPlan, group_attention, use_group_attention, window_attention
-from trigon.models.families import Family, family_of
-from trigon.models.flops import GroupLengths, peak_tflops, update_flops
+from trigon.models.attention import WINDOW_ATTENTION, group_attention, use_group_attention, window_attention
+from trigon.models.attention_metadata import AttentionMetadata
+from trigon.models.families import ModelFamily, family_of
+from trigon.models.flops import Counting, GroupLengths, peak_tflops, update_flops
 from trigon.models.kernels import Kernel, resolve_kernel
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
 from trigon.torchvision_stub import declare_operators
 from trigon.types import Completion, GroupSpan, Prompt, Rollout, RolloutGroup, Score, Vision
 
-ANSWERS = 5
+COMPLETIONS = 5
+_COUNTINGS: tuple[Counting, ...] = ("shared", "repeated")
 ONE_CHUNK = 1 << 30
 
-# As the published config.json of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct have them.
+# From the published config.json of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct.
 TOWER = {
     "depth": 32,
     "hidden_size": 1280,
@@ -102,35 +106,42 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row of the table. kernel: of the language model, None for the padded batch; tower: of the vision tower."""
+    """One line of the table.
+
+    kernel: of the language model; None for the padded batch. tower: kernel of the vision tower.
+    """
 
     name: str
     kernel: Kernel | None
     tower: Kernel = "sdpa"
     shared: bool = False
     chunk: int = ONE_CHUNK
-    besides: Literal["", "compiled", "liger"] = ""
+    module_kernels: Literal["", "compiled", "liger"] = ""
 
 
 VARIANTS = (
     Variant("padded", None),
     Variant("packed, sdpa", "sdpa"),
     Variant("packed, varlen", "varlen"),
-    Variant("+ images too", "varlen", "varlen"),
+    Variant("+ varlen for images", "varlen", "varlen"),
     Variant("+ shared prompts", "varlen", "varlen", shared=True),
     Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=1024),
-    Variant("sdpa instead", "sdpa", "sdpa", shared=True, chunk=1024),
-    Variant("flex instead", "flex", "varlen", shared=True, chunk=1024),
-    Variant("flash-attn instead", "flash", "flash", shared=True, chunk=1024),
-    # These change the model, and so come last; the second replaces all that the first has changed.
-    Variant("compiled besides", "varlen", "varlen", shared=True, chunk=1024, besides="compiled"),
-    Variant("liger-kernel besides", "varlen", "varlen", shared=True, chunk=1024, besides="liger"),
+    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=1024),
+    Variant("with flex", "flex", "varlen", shared=True, chunk=1024),
+    Variant("with flash-attn", "flash", "flash", shared=True, chunk=1024),
+    # These modify the model, and so come last; the second replaces all forwards that the first
+    # replaced.
+    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=1024, module_kernels="compiled"),
+    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=1024, module_kernels="liger"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """seconds: of the fastest run. peak_bytes: 0 on a CPU. logprobs: of all answers, one after another."""
+    """The result of one variant.
+
+    seconds: of the fastest run. peak_bytes: 0 on a CPU. logprobs: of all completions, concatenated.
+    """
 
     seconds: float
     peak_bytes: int
@@ -167,19 +178,19 @@ def make_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) 
 
 
 def make_groups(config: Any, count: int, scale: float, seed: int) -> list[RolloutGroup]:
-    """Return groups with Geometry3K's lengths, times scale, drawn from a seed.
+    """Return random groups with the lengths of Geometry3K times scale.
 
-    Images of 262144 pixels or a little more, as data.min_pixels makes them, of unlike shapes: about 340 tokens each.
-    Text of 110 +- 30 tokens, answers of 275 +- 110.
+    Images have 262144 pixels or slightly more, as with data.min_pixels, and different shapes: about
+    340 tokens each. Text has 110 +- 30 tokens, completions 275 +- 110.
     """
     generator = torch.Generator().manual_seed(seed)
-    words = config.get_text_config().vocab_size - 4
+    num_text_tokens = config.get_text_config().vocab_size - 4
 
     def text(length: int) -> list[int]:
-        return torch.randint(0, words, (length,), generator=generator).tolist()
+        return torch.randint(0, num_text_tokens, (length,), generator=generator).tolist()
 
-    def about(mean: float, partition_balanced: float, least: int) -> int:
-        return max(least, round(scale * (mean + partition_balanced * float(torch.randn((), generator=generator)))))
+    def random_length(mean: float, std: float, minimum: int) -> int:
+        return max(minimum, round(scale * (mean + std * float(torch.randn((), generator=generator)))))
 
     groups = []
     for number in range(count):
@@ -190,7 +201,7 @@ def make_groups(config: Any, count: int, scale: float, seed: int) -> list[Rollou
         image = [config.vision_start_token_id, *[config.image_token_id] * (height * width), config.vision_end_token_id]
         prompt = Prompt(
             prompt_id=f"bench:{number}",
-            token_ids=(*text(10), *image, *text(about(100, 30, 5))),
+            token_ids=(*text(10), *image, *text(random_length(100, 30, 5))),
             vision=Vision(
                 pixel_values=torch.randn(4 * height * width, 3 * 2 * 14 * 14, generator=generator),
                 grid_thw=grid,
@@ -201,12 +212,12 @@ def make_groups(config: Any, count: int, scale: float, seed: int) -> list[Rollou
             row={},
             image_refs=("",),
         )
-        answers = tuple(tuple(text(about(275, 110, 3))) for _ in range(ANSWERS))
-        groups.append(RolloutGroup(prompt, tuple(map(rollout, answers))))
+        completions = tuple(tuple(text(random_length(275, 110, 3))) for _ in range(COMPLETIONS))
+        groups.append(RolloutGroup(prompt, tuple(map(make_rollout, completions))))
     return groups
 
 
-def rollout(token_ids: tuple[int, ...]) -> Rollout:
+def make_rollout(token_ids: tuple[int, ...]) -> Rollout:
     completion = Completion(token_ids, (0.0,) * len(token_ids), "stop", "", 0)
     return Rollout(completion, Score(0.0, {}, "ok", ""))
 
@@ -214,7 +225,10 @@ def rollout(token_ids: tuple[int, ...]) -> Rollout:
 def packed_run(
     policy: Policy, groups: Sequence[RolloutGroup], *, shared: bool, row_tokens: int
 ) -> Callable[[], Tensor]:
-    """Return what runs all groups, packed, forward and backward, and gives the answers' log-probabilities."""
+    """Return a function that runs packed groups and returns their log-probabilities.
+
+    It runs forward and backward.
+    """
     config = policy.model.config
 
     def positions(prompt: Prompt) -> Tensor:
@@ -228,33 +242,36 @@ def packed_run(
     rows = pack_rollouts(units, max_tokens=row_tokens, positions=positions)
 
     def run() -> Tensor:
-        said = []
+        scores = []
         for row in rows:
             logprobs = policy(row.packed).logprobs
             logprobs.mean().backward()
-            said.append(logprobs.detach())
-        return torch.cat([one for group in by_group(rows, said) for one in group]).cpu()
+            scores.append(logprobs.detach())
+        return torch.cat([one for group in by_group(rows, scores) for one in group]).cpu()
 
     return run
 
 
 def padded_run(model: Any, groups: Sequence[RolloutGroup], *, row_tokens: int) -> Callable[[], Tensor]:
-    """The same by transformers alone: batches of as many answers as fit into row_tokens with their padding."""
+    """Return the same with transformers alone.
+
+    Each batch has as many completions as fit into row_tokens with their padding.
+    """
     device, dtype = model.device, model.dtype
     sequences = [(group.prompt, one.completion.token_ids) for group in groups for one in group.rollouts]
     batches: list[list[tuple[Prompt, tuple[int, ...]]]] = [[]]
-    for prompt, answer in sequences:
-        longest = max(len(p.token_ids) + len(a) for p, a in (*batches[-1], (prompt, answer)))
+    for prompt, completion in sequences:
+        longest = max(len(p.token_ids) + len(a) for p, a in (*batches[-1], (prompt, completion)))
         if batches[-1] and (len(batches[-1]) + 1) * longest > row_tokens:
             batches.append([])
-        batches[-1].append((prompt, answer))
+        batches[-1].append((prompt, completion))
 
     def score(batch: list[tuple[Prompt, tuple[int, ...]]]) -> list[Tensor]:
-        longest = max(len(prompt.token_ids) + len(answer) for prompt, answer in batch)
+        longest = max(len(prompt.token_ids) + len(completion) for prompt, completion in batch)
         token_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         mask = torch.zeros_like(token_ids)
-        for row, (prompt, answer) in enumerate(batch):
-            tokens = torch.tensor(prompt.token_ids + answer)
+        for row, (prompt, completion) in enumerate(batch):
+            tokens = torch.tensor(prompt.token_ids + completion)
             token_ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
         first = min(len(prompt.token_ids) for prompt, _ in batch) - 1
         pixels = [prompt.pixels() for prompt, _ in batch]
@@ -273,18 +290,18 @@ def padded_run(model: Any, groups: Sequence[RolloutGroup], *, row_tokens: int) -
         return [table[row, start : start + len(batch[row][1])] for row, start in enumerate(starts)]
 
     def run() -> Tensor:
-        said = []
+        scores = []
         for batch in batches:
             logprobs = torch.cat(score(batch))
             logprobs.mean().backward()
-            said.append(logprobs.detach())
-        return torch.cat(said).cpu()
+            scores.append(logprobs.detach())
+        return torch.cat(scores).cpu()
 
     return run
 
 
-def prepared(variant: Variant, model: Any, family: Family, groups: Sequence[RolloutGroup], row_tokens: int) -> Any:
-    """Return what runs a row of the table, with the model set up for it."""
+def prepare(variant: Variant, model: Any, family: ModelFamily, groups: Sequence[RolloutGroup], row_tokens: int) -> Any:
+    """Set up the model for a variant, and return the function that runs it."""
     language, tower = family.language_model(model), family.vision_tower(model)
     assert tower is not None
     if variant.kernel is None:
@@ -294,7 +311,7 @@ def prepared(variant: Variant, model: Any, family: Family, groups: Sequence[Roll
     use_group_attention(model, family, variant.kernel)
     tower.config._attn_implementation = WINDOW_ATTENTION[variant.tower]
     policy = Policy(model, family, temperature=1.0, banned_token_ids=(), logprob_chunk=variant.chunk)
-    match variant.besides:
+    match variant.module_kernels:
         case "compiled":
             policy.compile_layers()
         case "liger":
@@ -303,7 +320,7 @@ def prepared(variant: Variant, model: Any, family: Family, groups: Sequence[Roll
 
 
 def measure(model: Any, run: Callable[[], Tensor], repeats: int) -> Measured:
-    """Run once to warm up, then some times for the clock."""
+    """Run once to warm up, then time several runs."""
     on_gpu = model.device.type == "cuda"
     model.zero_grad(set_to_none=True)
     logprobs = run()
@@ -322,9 +339,9 @@ def measure(model: Any, run: Callable[[], Tensor], repeats: int) -> Measured:
     return Measured(min(seconds), torch.cuda.max_memory_allocated() if on_gpu else 0, logprobs)
 
 
-def missing(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why a row cannot be measured here; None if it can."""
-    if variant.besides == "liger" and importlib.util.find_spec("liger_kernel") is None:
+def why_unavailable(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a variant cannot run here; None if it can."""
+    if variant.module_kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
         return "needs liger-kernel" if device.type == "cuda" else "needs CUDA"
     for kernel in {variant.kernel or "sdpa", variant.tower}:
         try:
@@ -335,14 +352,17 @@ def missing(variant: Variant, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def kernel_errors(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Print how far each kernel is from float64: of the output, and of the worst of three gradients, relative."""
+    """Print the relative errors of each kernel against float64.
+
+    Of the output, and of the worst of the three gradients.
+    """
     text = config.get_text_config()
     width = text.hidden_size // text.num_attention_heads
     spans, end = [], 0
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         prompt, parts = (end, end := end + 200), []
-        for length in torch.randint(20, 120, (ANSWERS,), generator=generator).tolist():
+        for length in torch.randint(20, 120, (COMPLETIONS,), generator=generator).tolist():
             parts.append((end, end := end + length))
         spans.append(GroupSpan(prompt, tuple(parts)))
     heads = (text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads)
@@ -352,13 +372,13 @@ def kernel_errors(config: Any, device: torch.device, dtype: torch.dtype) -> None
     tower_width = tower.hidden_size // tower.num_heads
 
     def of_groups(kernel: Kernel, inputs: list[Tensor]) -> Tensor:
-        return group_attention(*inputs, RowPlan(spans, device, kernel), scale=width**-0.5)
+        return group_attention(*inputs, AttentionMetadata(spans, device, kernel), scale=width**-0.5)
 
     def of_images(kernel: Kernel, inputs: list[Tensor]) -> Tensor:
         by: Literal["sdpa", "varlen", "flash"] = "sdpa" if kernel == "flex" else kernel
         return window_attention(*inputs, starts, scale=tower_width**-0.5, kernel=by)
 
-    print(f"\ndistance from float64, in {str(dtype).removeprefix('torch.')}        output    gradient")
+    print(f"\nerror against float64, in {str(dtype).removeprefix('torch.')}        output    gradient")
     for what, attend, shapes in (
         ("groups", of_groups, [(1, count, end, width) for count in heads]),
         ("images", of_images, [(1, tower.num_heads, sum(lengths), tower_width)] * 3),
@@ -366,24 +386,24 @@ def kernel_errors(config: Any, device: torch.device, dtype: torch.dtype) -> None
         rounded = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         exact = [each.double().to(device).requires_grad_() for each in rounded]
         expected = attend("sdpa", exact)
-        theirs = torch.autograd.grad(expected.pow(2).sum(), exact)
+        expected_gradients = torch.autograd.grad(expected.pow(2).sum(), exact)
         kernels: tuple[Kernel, ...] = (
             ("sdpa", "varlen", "flex", "flash") if what == "groups" else ("sdpa", "varlen", "flash")
         )
         for kernel in kernels:
-            reason = missing(Variant("", kernel), device, dtype)
+            reason = why_unavailable(Variant("", kernel), device, dtype)
             if reason is not None:
                 print(f"  {what} {kernel:<28}    {reason}")
                 continue
             inputs = [each.to(device).requires_grad_() for each in rounded]
             output = attend(kernel, inputs)
-            ours = torch.autograd.grad(output.to(torch.promote_types(dtype, torch.float32)).pow(2).sum(), inputs)
-            worst = max(distance(our, their) for our, their in zip(ours, theirs, strict=True))
-            print(f"  {what} {kernel:<28} {distance(output, expected):9.1e}   {worst:9.1e}")
+            gradients = torch.autograd.grad(output.to(torch.promote_types(dtype, torch.float32)).pow(2).sum(), inputs)
+            worst = max(relative_error(*pair) for pair in zip(gradients, expected_gradients, strict=True))
+            print(f"  {what} {kernel:<28} {relative_error(output, expected):9.1e}   {worst:9.1e}")
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result.detach().double() - expected.detach()).norm() / expected.detach().norm())
 
 
 def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
@@ -404,15 +424,17 @@ def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("3b", "7b"), default="3b")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows, to see that everything runs")
-    parser.add_argument("--groups", type=int, help="prompts, each with 5 answers (16; 4 with --tiny)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model and short rows, to check that everything runs"
+    )
+    parser.add_argument("--groups", type=int, help="prompts, each with 5 completions (16; 4 with --tiny)")
     parser.add_argument("--row-tokens", type=int, help="tokens of a packed row, or of a padded batch (8192; 400)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row, of which the fastest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each variant; the fastest counts")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
-        parser.error("there is no GPU here; --tiny runs on the CPU")
+        parser.error("this machine has no GPU; --tiny runs on the CPU")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     row_tokens = arguments.row_tokens or (400 if arguments.tiny else 8192)
     name = "tiny" if arguments.tiny else arguments.model
@@ -426,28 +448,28 @@ def main() -> None:
         model.config, arguments.groups or (4 if arguments.tiny else 16), 0.1 if arguments.tiny else 1.0, arguments.seed
     )
     lengths = lengths_of(groups)
-    tokens = sum(group.prompt + answer for group in lengths for answer in group.completions)
+    tokens = sum(group.prompt + completion for group in lengths for completion in group.completions)
     once = sum(group.prompt + sum(group.completions) for group in lengths)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     peak = peak_tflops(gpu)
-    flops = {sharing: update_flops(model.config, lengths, sharing) for sharing in ("honest", "credited")}
+    flops = {counting: update_flops(model.config, lengths, counting) for counting in _COUNTINGS}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}: {parameters / 1e6:.0f} M parameters on {gpu}, torch {torch.__version__}")
-    print(f"{len(groups)} prompts x {ANSWERS} answers, {tokens} tokens, {once} with each prompt once")
-    print(f"an update: {', '.join(f'{(each or 0) / 1e12:.3g} TFLOP {sharing}' for sharing, each in flops.items())}")
-    print(f"rows of {row_tokens} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'not known, so no MFU'}")
+    print(f"{len(groups)} prompts x {COMPLETIONS} completions, {tokens} tokens, {once} with each prompt once")
+    print(f"an update: {', '.join(f'{(each or 0) / 1e12:.3g} TFLOP {name}' for name, each in flops.items())}")
+    print(f"rows of {row_tokens} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'unknown, so no MFU'}")
     kernel_errors(model.config, device, dtype)
     print(
-        f"\n{'':<22}{'seconds':>9}{'tokens/s':>10}{'MFU honest':>12}{'credited':>10}{'peak GiB':>10}{'|logp diff|':>13}"
+        f"\n{'':<22}{'seconds':>9}{'tokens/s':>10}{'MFU shared':>12}{'repeated':>10}{'peak GiB':>10}{'|logp diff|':>13}"
     )
     reference: Tensor | None = None
     for variant in VARIANTS:
-        reason = missing(variant, device, dtype)
+        reason = why_unavailable(variant, device, dtype)
         if reason is not None:
             print(f"{variant.name:<22}  {reason}")
             continue
         try:
-            measured = measure(model, prepared(variant, model, family, groups, row_tokens), arguments.repeats)
+            measured = measure(model, prepare(variant, model, family, groups, row_tokens), arguments.repeats)
         except torch.cuda.OutOfMemoryError:
             print(f"{variant.name:<22}  out of memory: lower --row-tokens")
             gc.collect()

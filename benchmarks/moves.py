@@ -1,10 +1,10 @@
-"""What goes through the driver of a run with several workers: bytes for each step, and the driver's memory.
+"""Data that passes through the driver of a run with several workers, and the driver's memory.
 
     python benchmarks/moves.py
 
-Trains the embedded tiny model on two CPU workers, with more and more prompts a step, and then for more and more
-steps. Prints a table; takes minutes on two cores. Bytes are exact and repeat; memory is that of the driver process
-alone, the most that it has held so far.
+Trains the embedded tiny model on two CPU workers, with increasing numbers of prompts per step, and
+then with increasing numbers of steps. Takes minutes on two cores. Bytes are exact and reproducible;
+memory is the peak of the driver process alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ANSWERS = 4
+COMPLETIONS = 4
 PROMPTS = (8, 16, 32, 64)
 STEPS = 24
 
@@ -28,12 +28,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         run(["tiny", str(made), "--max-updates", "6"])
-        print(f"two CPU workers, {ANSWERS} answers of at most 24 tokens to each prompt, one small drawing in each\n")
-        print("prompts a step | sent, bytes | received, bytes | bytes a prompt | driver memory, MiB")
+        print(f"two CPU workers, {COMPLETIONS} completions of at most 24 tokens per prompt, one small drawing each\n")
+        print("prompts / step | sent, bytes | received, bytes | bytes / prompt | driver memory, MiB")
         for prompts in PROMPTS:
             *_, line = train(made, Path(folder) / f"prompts{prompts}", prompts=prompts, steps=3)
             print(row(prompts, line, prompts))
-        print("\nstep | sent, bytes | received, bytes | bytes a prompt | driver memory, MiB")
+        print("\nstep | sent, bytes | received, bytes | bytes / prompt | driver memory, MiB")
         lines = train(made, Path(folder) / "steps", prompts=8, steps=STEPS)
         for step in (2, 4, 8, 16, STEPS):
             print(row(step, lines[step - 1], 8))
@@ -55,7 +55,7 @@ def train(made: Path, folder: Path, *, prompts: int, steps: int) -> list[dict[st
             "trainer.save_freq=-1",
             f"data.rollout_batch_size={prompts}",
             f"worker.actor.global_batch_size={prompts}",
-            f"worker.rollout.n={ANSWERS}",
+            f"worker.rollout.n={COMPLETIONS}",
         ]
     )
     return [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -69,7 +69,7 @@ def row(first: int, metrics: dict[str, float], prompts: int) -> str:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a command of ours; show what it printed if it fails."""
+    """Run a command of Trigon; show its output if it fails."""
     done = subprocess.run([sys.executable, "-m", "trigon.cli", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])

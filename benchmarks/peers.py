@@ -1,4 +1,4 @@
-"""Environments of other trainers: each its own, beside the benchmarks, never a dependency of the project."""
+"""Separate environments for other trainers, which are never dependencies of the project."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PACKAGES = {
     "trl": ("trl==1.16.0", "transformers==5.23.0", "pillow"),
     "ms-swift": ("ms-swift==4.6.0", "msgspec", "qwen-vl-utils", "pillow"),
 }
-"""What each is installed from, besides the torch and torchvision of this environment."""
+"""The packages of each trainer, besides the torch and torchvision of this environment."""
 
 
-# torchvision's CUDA build, which is what PyPI has, imports beside a torch for the CPU once there are the two operators
-# that it extends. Python runs this file at every start.
+# PyPI has the CUDA build of torchvision. Under a CPU build of torch it can be imported once the two
+# operators that it extends are defined. Python runs this file at every start.
 OPERATORS = """
 import torch
 
@@ -29,9 +29,9 @@ if not hasattr(torch.ops.torchvision, "nms"):
 
 
 def python_of(peer: str) -> Path:
-    """Return the interpreter of a peer's environment, which is made if it is not there; that takes minutes.
+    """Return the interpreter of a trainer's environment, created if needed, which takes minutes.
 
-    Raises: RuntimeError with pip's last words if it cannot be made.
+    Raises: RuntimeError with the end of pip's output if it cannot be created.
     """
     folder = FOLDER / peer
     python, ready = folder / "bin" / "python", folder / ".ready"

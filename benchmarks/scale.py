@@ -27,25 +27,25 @@ import torch
 from shared import SHORT, VOCABULARY, Figure, Shape, figures_table, make_data, make_folder, phases_of, table
 from side_trigon import options
 
-from trigon.algorithms.advantages import estimate
+from trigon.algorithms.advantages import estimate_advantages
 from trigon.build import data as build_data
 from trigon.build import run as build_run
 from trigon.build.engines import Engines, open_engines
-from trigon.build.options import advantage_settings, sampling_params
+from trigon.build.options import make_advantage_settings, make_sampling_params
 from trigon.build.run import TrackerEnvironment, run_training
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
 from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
-from trigon.training.local import Sizes
+from trigon.training.protocol import Sizes
 from trigon.training.trace import LocalTracer
 from trigon.types import Rollout, RolloutGroup, Score
 
@@ -96,7 +96,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         )
         nothing = Sizes(parameters=0, trainable=0, weight_bytes=0, gradient_bytes=0, optimizer_bytes=0)
         tracer = LocalTracer(folder, rank=None)
-        return Engines("none", FakeTrainEngine(), None, rollout, (nothing,), tracer, fit=nobody_asks)
+        return Engines("none", FakeTrainEngine(), None, rollout, (nothing,), tracer, tune_micro_batch=nobody_asks)
 
     def nobody_asks(*_: Any) -> Any:
         raise AssertionError("trainer.auto_micro_batch is false")
@@ -157,7 +157,7 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
         opened = open_engines(config, processors, plan, store, report, stack, shows_videos=False)
         rows = [prompts[index] for index in range(widest.prompts)]
         for number, shape in enumerate([shapes[0], *shapes]):  # the first one warms up
-            sampling = replace(sampling_params(config), n=shape.n, max_tokens=shape.response)
+            sampling = replace(make_sampling_params(config), n=shape.n, max_tokens=shape.response)
             with opened.rollout.awake(opened.trainer.weights(), version=number):
                 start = time.perf_counter()
                 answers = opened.rollout.generate(rows[: shape.prompts], sampling, step=number)
@@ -168,9 +168,9 @@ def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, f
                 )
                 for prompt, row in zip(rows, answers, strict=False)
             ]
-            settings = advantage_settings(config)
+            settings = make_advantage_settings(config)
             outcomes = build_reward_batch(groups, settings, penalties=None, baselines=None)
-            advantages = estimate(
+            advantages = estimate_advantages(
                 outcomes,
                 settings.estimator,
                 gamma=settings.gamma,
@@ -209,7 +209,7 @@ def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, 
 
 def measure(*, plot: Path | None) -> tuple[list[Figure], str]:
     """Return the figure of bar 6, and the tables; draw the plot, if one is wanted."""
-    collect_seldom()  # as the command does
+    set_gc_threshold()  # as the command does
     figures, controlled = measure_controller(CONTROLLED)
     names = sorted({name for _, phases in controlled for name in phases} - {"step", "gen", "save_checkpoint"})
     rows = [

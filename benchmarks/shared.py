@@ -1,4 +1,4 @@
-"""What the benchmarks share: the shapes of the work, a model of 40 M parameters, its folder and data, and a figure."""
+"""Shared by the benchmarks: shapes of the work, a model of 40 M parameters, data and figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 8192
-WORDS = "Find the length of the side . How many corners can you see ? What is the measure of the angle ?"
+QUESTION_WORDS = "Find the length of the side . How many corners can you see ? What is the measure of the angle ?"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one step is made of. Lengths in tokens; every completion is exactly `response` long.
+    """The work of one step. Lengths in tokens; every completion has exactly `response` tokens.
 
     image_grid: rows and columns of image tokens; a token covers 28 x 28 pixels.
     """
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def token_ratio(self) -> float:
-        """How many times more tokens a padded batch has: n (P + R) / (P + n R)."""
+        """The tokens of a padded batch relative to those of a group: n (P + R) / (P + n R)."""
         return self.n * (self.prompt + self.response) / (self.prompt + self.n * self.response)
 
 
@@ -53,7 +53,7 @@ GEOMETRY = Shape("Geometry3K, 450 : 275", (17, 20), prompt=450, response=275, n=
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of the table. at_least, at_most: the bar; with neither it is for information."""
+    """One line of the table. at_least, at_most: the target; with neither it is for information."""
 
     bar: int
     what: str
@@ -67,12 +67,12 @@ class Figure:
     def label(self) -> str:
         if self.at_least is None and self.at_most is None:
             return ""
-        enough = self.at_least is None or self.value >= self.at_least
-        little = self.at_most is None or self.value <= self.at_most
-        return "pass" if enough and little else "falls short"
+        reaches_minimum = self.at_least is None or self.value >= self.at_least
+        within_maximum = self.at_most is None or self.value <= self.at_most
+        return "pass" if reaches_minimum and within_maximum else "falls short"
 
     @property
-    def wanted(self) -> str:
+    def target(self) -> str:
         if self.at_least is not None:
             return f"at least {self.at_least:g}{self.unit}"
         if self.at_most is not None:
@@ -81,7 +81,7 @@ class Figure:
 
 
 def phases_of(run: Path, average: Callable[[Iterable[float]], float]) -> dict[str, float]:
-    """Return the average seconds of each phase of the steps that a run has reported, the first left out."""
+    """Return the average seconds of each phase over the steps of a run, without the first step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line["metrics"] for line in lines if line["step"] > 1]
     names = {key.removeprefix("timing_s/") for step in steps for key in step if key.startswith("timing_s/")}
@@ -97,14 +97,14 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:
 def figures_table(figures: Iterable[Figure]) -> str:
     """Return figures as a Markdown table."""
     rows = [
-        (figure.bar, figure.what, f"{figure.value:.3g}{figure.unit}", figure.wanted, figure.label, figure.note)
+        (figure.bar, figure.what, f"{figure.value:.3g}{figure.unit}", figure.target, figure.label, figure.note)
         for figure in figures
     ]
-    return table(rows, ("bar", "what", "measured", "wanted", "", "note"))
+    return table(rows, ("bar", "figure", "measured", "target", "", "note"))
 
 
 def machine() -> str:
-    """Return what this was measured on."""
+    """Return a description of this machine."""
     import torch
     import transformers
 
@@ -120,10 +120,12 @@ def machine() -> str:
 
 
 def make_model(vocabulary: int, special: dict[str, int]) -> Any:
-    """Return a random Qwen2.5-VL, 40 M parameters at VOCABULARY, in which the vision tower has about as large a share
-    of the work as in the 7B model.
+    """Return a random Qwen2.5-VL with 40 M parameters at a vocabulary of VOCABULARY.
 
-    special: the ids of image_token_id, video_token_id, vision_start_token_id and vision_end_token_id.
+    The vision tower takes about the same fraction of the work as in the 7B model.
+
+    special: the ids of image_token_id, video_token_id, vision_start_token_id and
+    vision_end_token_id.
     """
     from trigon.torchvision_stub import declare_operators
 
@@ -158,9 +160,9 @@ def make_model(vocabulary: int, special: dict[str, int]) -> Any:
 
 
 def make_folder(folder: Path, *, vocabulary: int, shape: Shape) -> Path:
-    """Write that model as a Hugging Face folder that both sides can load, with a tokenizer of 1024 entries.
+    """Write the model as a Hugging Face folder for all trainers, with a tokenizer of 1024 tokens.
 
-    Images are resized to the shape's image tokens, whatever they are.
+    Its processors resize all images to the image tokens of the shape.
     """
     from trigon.tiny.model import make_tiny
 
@@ -180,7 +182,7 @@ def make_folder(folder: Path, *, vocabulary: int, shape: Shape) -> Path:
 
 
 def make_data(file: Path, *, model: Path, shape: Shape, rows: int) -> Path:
-    """Write drawings with questions of just so many tokens as Parquet, in Geometry3K's schema."""
+    """Write drawings and questions of exactly the shape's length as Parquet, as in Geometry3K."""
     from datasets import Dataset, Features, Sequence, Value
     from datasets import Image as ImageFeature
 
@@ -200,7 +202,7 @@ def make_data(file: Path, *, model: Path, shape: Shape, rows: int) -> Path:
 
 
 def draw(seed: int, shape: Shape) -> bytes:
-    """Return a drawing of lines and circles as PNG, of the size that gives the shape's image tokens."""
+    """Return a PNG of lines and circles, of the size that gives the shape's image tokens."""
     from PIL import Image, ImageDraw
 
     rows, columns = shape.image_grid
@@ -217,11 +219,14 @@ def draw(seed: int, shape: Shape) -> bytes:
 
 
 def question_of(model: Path, shape: Shape) -> str:
-    """Return a question with which the whole prompt, chat template and image tokens included, has the wanted length."""
+    """Return a question for a prompt of exactly the shape's length.
+
+    The length includes the chat template and the image tokens.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    words = WORDS.split()
+    words = QUESTION_WORDS.split()
 
     def length(count: int) -> int:
         text = " ".join(words[index % len(words)] for index in range(count))
@@ -237,14 +242,14 @@ def question_of(model: Path, shape: Shape) -> str:
     return " ".join(words[index % len(words)] for index in range(count))
 
 
-def drawn_lots(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """The reward of both sides, as our contract wants it."""
-    return [{"overall": lot(answer["response"])} for answer in reward_inputs]
+def arbitrary_rewards(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The reward function, with the signature that Trigon expects."""
+    return [{"overall": arbitrary_reward(each["response"])} for each in reward_inputs]
 
 
-def lot(text: str) -> float:
-    """Return a number from 0 to 1 that means nothing, and differs from text to text.
+def arbitrary_reward(text: str) -> float:
+    """Return a number from 0 to 1 that differs between texts.
 
-    So that every group has something to learn: one of equal rewards would spare us its update, but not our peers.
+    A group with equal rewards would cost Trigon no update, but would cost other trainers one.
     """
     return zlib.crc32(text.encode()) / 2**32

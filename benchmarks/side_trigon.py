@@ -15,7 +15,7 @@ from shared import GEOMETRY, LONG, SHORT, Shape
 
 from trigon.build.run import TrackerEnvironment, run_training
 from trigon.config.load import load_config
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 
 
 def options(folder: Path, shape: Shape, steps: int) -> list[str]:
@@ -74,7 +74,7 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
         wait()
         return False
 
-    collect_seldom()  # as the command does
+    set_gc_threshold()  # as the command does
     loaded = load_config(None, options(folder, shape, steps))
     wait()  # the first step has the start in it, and is not counted
     trackers = TrackerEnvironment(None, None, None, None)

@@ -1,9 +1,10 @@
-"""TRL's side of whole_step.py, run with TRL's own environment: train, and before each step wait for a line on stdin.
+"""The TRL side of whole_step.py: train, and wait for a line on standard input before each step.
 
-python benchmarks/side_trl.py FOLDER PROMPTS N RESPONSE STEPS      (as whole_step.py starts it)
+    python benchmarks/side_trl.py FOLDER PROMPTS N RESPONSE STEPS      (started by whole_step.py)
 
-TRL's fastest setting that runs on a CPU: one micro-batch, no recomputation, SDPA, no reference; vLLM's CPU build dies
-in its weight hand-over, and its continuous batching takes no images.
+TRL's fastest settings that run on a CPU: one micro-batch, no recomputation, SDPA, no reference.
+With TRL, vLLM's CPU build crashes in the weight sync, and its continuous batching does not support
+images.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shared import lot
+from shared import arbitrary_reward
 
 
 def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
-    """Train, telling after each step what it took."""
+    """Train, and print the seconds of each step."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -27,7 +28,7 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         started = 0.0
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            print("@waits for its turn", flush=True)
+            print("@waiting", flush=True)
             sys.stdin.readline()
             self.started = time.perf_counter()
 
@@ -37,11 +38,11 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             length = logs.get("completions/mean_length")
             if length is not None and length != response:
-                raise RuntimeError(f"the completions have {length} tokens in the mean, not {response}")
+                raise RuntimeError(f"the completions have {length} tokens on average, not {response}")
 
-    def drawn_lots(completions: list[Any], **_: Any) -> list[float]:
+    def arbitrary_rewards(completions: list[Any], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [lot(text) for text in texts]
+        return [arbitrary_reward(text) for text in texts]
 
     data = Dataset.from_parquet(str(folder / "data.parquet"))
     data = data.map(
@@ -76,7 +77,7 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
     )
     trainer = GRPOTrainer(
         model=str(folder / "model"),
-        reward_funcs=[drawn_lots],
+        reward_funcs=[arbitrary_rewards],
         args=config,
         train_dataset=data,
         callbacks=[Stepwise()],
@@ -86,9 +87,10 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
 
 
 def warm_up(model: Any) -> None:
-    """Sample a few tokens and learn from them, to no effect, so that the first step has nothing to load or to find out.
+    """Run a generation and a backward without effect, to warm up for the first step.
 
-    Seen: a first step of 45.3 s and a second of 42.6 s with this; without, the first took up to a sixth longer.
+    Measured: a first step of 45.3 s and a second of 42.6 s with the warm-up; without it the first
+    took up to a sixth longer.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""How long it takes until something happens: `trigon --help`, and the quickstart's first training step.
+"""Start-up time: `trigon --help`, and the quickstart up to the end of its first training step.
 
 python benchmarks/start.py
 """
@@ -29,9 +29,10 @@ def help_seconds(times: int) -> float:
 
 
 def quickstart_seconds() -> float:
-    """Return the seconds from the call of `trigon quickstart` to the end of its first step, everything included:
+    """Return the seconds from the start of `trigon quickstart` to the end of its first step.
 
-    drawing the data, making and warming up the model, starting vLLM, a first validation.
+    This includes drawing the data, creating and warming up the model, starting vLLM, and a
+    validation.
     """
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()

@@ -1,12 +1,12 @@
-"""How much faster one update is when a group is packed: forward and backward, against a padded Hugging Face batch.
+"""Speed of one update of a packed group against a padded Hugging Face batch.
 
     python benchmarks/update.py
 
-One prompt of 322 tokens, 256 of them an image, with 8 completions, on a random Qwen2.5-VL of 40 M parameters,
-float32 on one CPU thread. The padded side is a fair one: transformers' own forward with SDPA, right-padded, logits of
-response tokens only. Prints for each response length the best seconds of both, their ratio, and the largest
-difference of a log-probability and of a gradient (relative, the worst parameter), so that nothing is compared that
-does not compute the same.
+One prompt of 322 tokens, 256 of them an image, with 8 completions, on a random Qwen2.5-VL of 40 M
+parameters, in float32 on one CPU thread. The padded side is transformers' own forward with SDPA,
+right-padded, with logits of response tokens only. Prints for each response length the best seconds
+of both, their ratio, and the largest difference of a log-probability and of a gradient (relative,
+worst parameter), to verify that both compute the same.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ SPECIAL = {
 WARM_UP_TOKENS = 8
 MIXED = [16, 50, 84, 119, 153, 187, 222, 256]
 BARS = {"64": ([64] * 8, 3.5), "160": ([160] * 8, 2.3), "16 to 256": (MIXED, 0.0)}
-"""Completion lengths of a group, and the ratio that is wanted; 0: that of the tokens, n (P + R) / (P + n R)."""
+"""Completion lengths of a group, and the target ratio; 0: the ratio of tokens, n (P + R) / (P + n
+R).
+"""
 
 
 def make_group(completion_lengths: list[int]) -> tuple[list[int], list[list[int]], Tensor, Tensor]:
-    """Return (prompt, completions, pixel_values, grid_thw) drawn at random."""
+    """Return a random group: (prompt, completions, pixel_values, grid_thw)."""
     generator = torch.Generator().manual_seed(1)
 
     def text(length: int) -> list[int]:
@@ -59,7 +61,7 @@ def make_group(completion_lengths: list[int]) -> tuple[list[int], list[list[int]
 def packed_group(
     model: Any, prompt: list[int], completions: list[list[int]], pixel_values: Tensor, grid_thw: Tensor
 ) -> PackedGroups:
-    """Lay one group out in a row."""
+    """Pack one group into a row."""
     positions = prompt_positions(torch.tensor(prompt), grid_thw, family_of(model.config), model.config)
     spans, token_ids = [], list(prompt)
     for completion in completions:
@@ -77,7 +79,7 @@ def packed_group(
 def padded_logprobs(
     model: Any, prompt: list[int], completions: list[list[int]], pixel_values: Tensor, grid_thw: Tensor
 ) -> Tensor:
-    """Return all completions' log-probabilities from one right-padded batch."""
+    """Return the log-probabilities of all completions from one right-padded batch."""
     count, longest = len(completions), max(map(len, completions))
     token_ids = torch.zeros(count, len(prompt) + longest, dtype=torch.int64)
     attention_mask = torch.zeros_like(token_ids)
@@ -116,13 +118,14 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
     def run_both(lengths: list[int]) -> tuple[tuple[float, Tensor], tuple[float, Tensor]]:
         group = make_group(lengths)
         packed = packed_group(grouped, *group)
-        ours = run_once(grouped, lambda: policy(packed).logprobs)
-        return ours, run_once(plain, lambda: padded_logprobs(plain, *group))
+        return run_once(grouped, lambda: policy(packed).logprobs), run_once(
+            plain, lambda: padded_logprobs(plain, *group)
+        )
 
     run_both([WARM_UP_TOKENS])
     seconds = []
-    for _ in range(repeats):  # in turn, so that both meet the same machine
-        (packed_seconds, ours), (padded_seconds, theirs) = run_both(completion_lengths)
+    for _ in range(repeats):  # in turn, so that both run under the same conditions
+        (packed_seconds, packed_logprobs), (padded_seconds, padded) = run_both(completion_lengths)
         seconds.append((packed_seconds, padded_seconds))
     gradients = zip(grouped.parameters(), plain.parameters(), strict=True)
     packed_best, padded_best = (min(side) for side in zip(*seconds, strict=True))
@@ -130,7 +133,7 @@ def compare(plain: Any, completion_lengths: list[int], repeats: int) -> dict[str
         "packed": packed_best,
         "padded": padded_best,
         "ratio": padded_best / packed_best,
-        "logprob": float((ours - theirs).abs().max()),
+        "logprob": float((packed_logprobs - padded).abs().max()),
         "gradient": max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in gradients),
     }
 
@@ -139,13 +142,13 @@ def measure(*, repeats: int) -> tuple[list[Figure], str]:
     """Return the figures of bar 1, and the table behind them."""
     model = make_model(VOCABULARY, SPECIAL)
     figures, rows = [], []
-    for name, (lengths, wanted) in BARS.items():
+    for name, (lengths, target) in BARS.items():
         row = compare(model, lengths, repeats)
         mean = sum(lengths) / len(lengths)
         tokens = len(lengths) * (PROMPT_TOKENS + mean) / (PROMPT_TOKENS + sum(lengths))
         note = f"logprobs within {row['logprob']:.0e}, gradients {row['gradient']:.0e}; token ratio {tokens:.2f}"
-        what = f"update against padded, {name} response tokens"
-        figures.append(Figure(1, what, row["ratio"], "x", at_least=wanted or round(tokens, 2), note=note))
+        what = f"update, padded / packed, {name} response tokens"
+        figures.append(Figure(1, what, row["ratio"], "x", at_least=target or round(tokens, 2), note=note))
         rows.append(
             (
                 name,

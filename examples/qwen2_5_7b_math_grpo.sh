@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5-7B on the problems of MATH (math12k: text alone) by GRPO, on eight GPUs: 16 bytes for each weight, about 15 GB on each,
-# besides activations.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-7B on MATH (math12k: text only) with GRPO, on eight GPUs: 16 bytes per weight, about 15 GB
+# on each, plus activations.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_7b_math_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-32B on Geometry3K by GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes for each weight, about 50 GB on each,
-# besides activations; optimizer and weights wait in host memory while answers are sampled, by all eight GPUs together.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-32B on Geometry3K with GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes per weight,
+# about 50 GB on each, plus activations. Optimizer and weights are in host memory while completions
+# are sampled with tensor parallelism over all eight GPUs.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_32b_geo3k_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

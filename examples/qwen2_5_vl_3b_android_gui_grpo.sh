@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-3B on screens, where to tap and what to type, by GRPO, on two GPUs: 16 bytes for each weight, about 30 GB on each.
-# The data are GUI-R1's (arXiv:2504.10458), one file for each split, to be fetched before:
+# Qwen2.5-VL-3B on GUI actions (where to tap, what to type) with GRPO, on two GPUs: 16 bytes per
+# weight, about 30 GB on each.
+# The data is GUI-R1 (arXiv:2504.10458), one file per split. Download it first:
 #     hf download ritzzai/GUI-R1 train.parquet test.parquet --repo-type dataset --local-dir datasets/GUI-R1
-# Its rows have an image, an instruction, a gt_bbox in shares of the screen, a gt_action and a gt_input_text.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Its rows have an image, an instruction, a gt_bbox in fractions of the screen, a gt_action and a
+# gt_input_text.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_3b_android_gui_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-3B on Geometry3K by GRPO, on one GPU: 16 bytes for each weight, about 60 GB, besides activations.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-3B on Geometry3K with GRPO, on one GPU: 16 bytes per weight, about 60 GB, plus
+# activations.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_3b_geo3k_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by CISPO (MiniMax-M1, arXiv:2506.13585), on eight GPUs.
-# The ratio is a weight without gradient, capped, so that no token is left out of learning. As the paper has it there is no
-# lower bound: clip_ratio_low=1 bounds nothing, where 0 would raise every weight below 1 to 1. The cap of 5 is that of
-# ScaleRL (arXiv:2510.13786).
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on Geometry3K with CISPO (MiniMax-M1, arXiv:2506.13585), on eight GPUs.
+# The ratio is a capped weight without gradient, so every token contributes to the gradient. As in
+# the paper there is no lower bound: clip_ratio_low=1 disables it, while 0 would raise every weight
+# below 1 to 1. The cap of 5 is that of ScaleRL (arXiv:2510.13786).
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_geo3k_cispo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by DAPO (arXiv:2503.14476), on eight GPUs.
-# Groups that are all right or all wrong teach nothing: 128 prompts at a time are sampled until 512 others are found. They
-# are told by their accuracy, since the overall reward of wrong answers in the right format is not 0. The upper clip bound
-# is higher than the lower one; no KL term.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on Geometry3K with DAPO (arXiv:2503.14476), on eight GPUs.
+# Groups that are all correct or all wrong give no gradient: 128 prompts at a time are sampled until
+# 512 other groups are found. Groups are filtered by accuracy, since the overall reward of wrong
+# completions in the right format is not 0. The upper clip bound is higher than the lower one; no KL
+# term.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_geo3k_dapo.sh trainer.max_steps=10
 set -euo pipefail
 

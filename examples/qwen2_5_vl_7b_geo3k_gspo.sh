@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by GSPO (arXiv:2507.18071), on eight GPUs.
-# One ratio for a whole answer, the geometric mean over its tokens, is clipped; it moves far less than a token's, and so do
-# its bounds (3e-4 and 4e-4, section 5.1). gspo_token has the same gradient; every answer weighs the same; no KL term.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on Geometry3K with GSPO (arXiv:2507.18071), on eight GPUs.
+# The clipped ratio is one per completion, the geometric mean over its tokens. It varies far less
+# than a token's ratio, so its bounds are small (3e-4 and 4e-4, section 5.1). gspo_token has the
+# same gradient; every completion has the same weight; no KL term.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_geo3k_gspo.sh trainer.max_steps=10
 set -euo pipefail
 

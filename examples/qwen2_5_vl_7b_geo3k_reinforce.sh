@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by REINFORCE++ (arXiv:2501.03262), on eight GPUs.
-# Advantages are normalized over the whole batch, not within a group, and the KL is taken from the reward of each token.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on Geometry3K with REINFORCE++ (arXiv:2501.03262), on eight GPUs.
+# Advantages are normalized over the whole batch, not within a group, and the KL is subtracted from
+# the reward of each token.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_geo3k_reinforce.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by SAPO (arXiv:2511.20347), on eight GPUs.
-# A soft gate takes the place of clipping; it closes a little faster where an advantage is negative. No KL term.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on Geometry3K with SAPO (arXiv:2511.20347), on eight GPUs.
+# A soft gate replaces clipping; it closes slightly faster for negative advantages. No KL term.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_geo3k_sapo.sh trainer.max_steps=10
 set -euo pipefail
 

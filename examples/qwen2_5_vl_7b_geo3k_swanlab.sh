@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by GRPO, on eight GPUs, followed in SwanLab (pip install -e ".[swanlab]", then swanlab login).
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on Geometry3K with GRPO, on eight GPUs, logged to SwanLab (pip install -e
+# ".[swanlab]", then swanlab login).
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_geo3k_swanlab.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on JourneyBench's questions about two images by GRPO, on eight GPUs. A small set that shows the form of such data:
-# its rows have as many <image> in the question as images.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-7B on JourneyBench's questions about two images with GRPO, on eight GPUs. A small
+# dataset that shows the format of multi-image data: the question has as many <image> markers as the
+# row has images.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen2_5_vl_7b_multi_image.sh trainer.max_steps=10
 set -euo pipefail
 

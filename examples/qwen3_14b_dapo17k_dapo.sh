@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Qwen3-14B-Base on the 17,000 problems of DAPO (text alone) by DAPO (arXiv:2503.14476), on eight GPUs of 80 GB, in bfloat16:
-# 12 bytes for each weight, about 22 GB on each, besides activations.
-# Up to 1536 prompts are sampled at a time, until 512 are found whose 16 answers are neither all right nor all wrong. The
-# reward is 1 or -1, less up to 1 over the last 4096 of 20480 tokens; 32 prompts an update are 16 updates a step.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen3-14B-Base on the 17,000 problems of DAPO (text only) with DAPO (arXiv:2503.14476), on eight
+# GPUs of 80 GB, in bfloat16: 12 bytes per weight, about 22 GB on each, plus activations.
+# Up to 1536 prompts are sampled at a time, until 512 are found whose 16 completions are neither all
+# correct nor all wrong. The reward is 1 or -1, minus up to 1 over the last 4096 of 20480 tokens; 32
+# prompts per update are 16 updates per step.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen3_14b_dapo17k_dapo.sh trainer.max_steps=10
 set -euo pipefail
 

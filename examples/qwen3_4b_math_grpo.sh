@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Qwen3-4B on the problems of MATH (math12k: text alone) by GRPO, on eight GPUs, with room for longer thoughts.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen3-4B on MATH (math12k: text only) with GRPO, on eight GPUs, with longer completions for its
+# thinking.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen3_4b_math_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Qwen3-4B on the problems of MATH (math12k: text alone) by GRPO with LoRA, on one GPU. Adapters learn at ten times the rate of
-# whole weights; the reference is the model without them, and costs no memory.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen3-4B on MATH (math12k: text only) with GRPO and LoRA, on one GPU. The learning rate of
+# adapters is ten times that of full weights; the reference is the model without adapters, and needs
+# no memory of its own.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen3_4b_math_grpo_lora.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Qwen3-VL-30B-A3B on Geometry3K by GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes for each weight, about 47 GB on each,
-# besides activations. A mixture of experts: each token uses 3 of 31 billion weights, all of which are trained.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen3-VL-30B-A3B on Geometry3K with GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes per
+# weight, about 47 GB on each, plus activations. An MoE model: each token uses 3 of 31 billion
+# weights, and all of them are trained.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen3_vl_30b_geo3k_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Qwen3-VL-4B on Geometry3K by GRPO, on eight GPUs: 16 bytes for each weight, about 9 GB on each, besides activations.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen3-VL-4B on Geometry3K with GRPO, on eight GPUs: 16 bytes per weight, about 9 GB on each, plus
+# activations.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen3_vl_4b_geo3k_grpo.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Qwen3-VL-4B on Geometry3K by GRPO with LoRA, on two GPUs. The vision tower gets no adapters and stays as it is. Adapters
-# learn at ten times the rate of whole weights; the reference is the model without them, and costs no memory.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen3-VL-4B on Geometry3K with GRPO and LoRA, on two GPUs. The vision tower has no adapters and is
+# frozen. The learning rate of adapters is ten times that of full weights; the reference is the
+# model without adapters, and needs no memory of its own.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/qwen3_vl_4b_geo3k_grpo_lora.sh trainer.max_steps=10
 set -euo pipefail
 

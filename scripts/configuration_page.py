@@ -1,6 +1,6 @@
 """Writes docs/configuration.md: `python scripts/configuration_page.py > docs/configuration.md`.
 
-Knows the schema and the tables of older names; holds no sentence about any one option.
+The texts come from config/schema.py and config/legacy.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import json
 import sys
 from typing import Any
 
-from trigon.config.legacy import ABSENT, RENAMED, RETIRED
-from trigon.config.options import meanings, options, sections
+from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES
+from trigon.config.options import descriptions, options, sections
 
 INTRODUCTION = """\
 # Configuration
@@ -20,37 +20,41 @@ INTRODUCTION = """\
 
     trigon train run.yaml worker.rollout.n=8 data.max_pixels=1000000
 
-Defaults, then the YAML file, then `key=value` on the command line: the later one decides. Sections, keys and values are
-EasyR1's, so its files and command lines run here (`config=run.yaml` names the file too); older names and keys with
-nothing to switch are listed [below](#older-names).
+Precedence: defaults < the YAML file < `key=value` on the command line. Sections, keys and values are
+EasyR1's, so its files and command lines run unchanged (`config=run.yaml` gives the file too).
+Renamed and ignored keys are listed [below](#renamed-keys).
 
-- An unknown key, a value of the wrong type or out of bounds, numbers that do not fit together and missing files are
-  errors, all reported at once, with the place they were written at, before anything is loaded.
-- On the command line a value is read as YAML: `trainer.logger=[console,wandb]`. A text is taken as it is, with its
-  colons, braces and line ends: `data.system_prompt="Answer in {} please: now"`. The last of several values counts.
-- Numbers may be written as `1e-6`; `null` stands for no value. `worker.actor:` in a file is `actor:` within `worker:`.
-- The whole configuration of a run, defaults included, is saved beside its checkpoints, and can be trained from again.
+- Unknown keys, values of a wrong type or out of bounds, conflicting numbers and missing files are
+  errors. All of them are reported at once, with file and line, before anything is loaded.
+- A value on the command line is YAML: `trainer.logger=[console,wandb]`. A text option is taken
+  literally, including colons, braces and line ends: `data.system_prompt="Answer in {} please: now"`.
+  If a key is given several times, the last value applies.
+- Numbers may be written as `1e-6`; `null` is no value. `worker.actor:` in a file is `actor:` within
+  `worker:`.
+- The full configuration of a run, defaults included, is saved with its checkpoints, and can be
+  trained from again.
 """
 
-OLDER_NAMES = """\
-## Older names
+RENAMED_KEYS = """\
+## Renamed keys
 
-Accepted with one warning each. Where both names are given in one file with different values, that is an error.
+Each older name is accepted with one warning. If one file gives both names with different values,
+that is an error.
 
-| older name | name today |
+| older name | current name |
 |---|---|"""
 
-NOTHING_TO_SWITCH = """\
-## Keys with nothing to switch
+IGNORED_KEYS = """\
+## Ignored keys
 
-Keys of EasyR1 that are accepted, with one warning each, and have no effect. A value that asks for what cannot be done
-is an error.
+Keys of EasyR1 that are accepted, with one warning each, and have no effect. A value that asks for
+an unsupported feature is an error.
 
 | key | why it has no effect | other values |
 |---|---|---|"""
 
-NOT_HERE = """\
-## Values that are not here
+UNSUPPORTED = """\
+## Unsupported values
 
 | key and value | why |
 |---|---|"""
@@ -59,24 +63,24 @@ NOT_HERE = """\
 def document() -> str:
     """Return the page."""
     parts = [INTRODUCTION]
-    sentences = meanings()
+    texts = descriptions()
     for path, _ in sections():
         own = [option for option in options().values() if option.path[:-1] == path]
         if own:
             parts.append(
-                f"## {'.'.join(path)}\n\n{sentences[path]}\n\n| key | value | default | meaning |\n|---|---|---|---|"
+                f"## {'.'.join(path)}\n\n{texts[path]}\n\n| key | value | default | meaning |\n|---|---|---|---|"
             )
             parts += [
-                _row(f"`{option.path[-1]}`", option.expected, f"`{_written(option.default)}`", sentences[option.path])
+                _row(f"`{option.path[-1]}`", option.expected, f"`{_format_yaml(option.default)}`", texts[option.path])
                 for option in own
             ]
             parts.append("")
-    parts += [OLDER_NAMES, *(_row(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()), ""]
-    parts += [NOTHING_TO_SWITCH]
-    for key, entry in RETIRED.items():
-        honoured = ", ".join(f"`{_written(value)}`" for value in entry.only or ())
-        parts.append(_row(f"`{key}`", entry.because, f"only {honoured}: {entry.instead}" if honoured else "any"))
-    parts += ["", NOT_HERE, *(_row(f"`{key}={value}`", why) for (key, value), why in ABSENT.items()), ""]
+    parts += [RENAMED_KEYS, *(_row(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()), ""]
+    parts += [IGNORED_KEYS]
+    for key, entry in IGNORED.items():
+        allowed = ", ".join(f"`{_format_yaml(value)}`" for value in entry.allowed or ())
+        parts.append(_row(f"`{key}`", entry.reason, f"only {allowed}: {entry.advice}" if allowed else "any"))
+    parts += ["", UNSUPPORTED, *(_row(f"`{key}={value}`", why) for (key, value), why in UNSUPPORTED_VALUES.items()), ""]
     return "\n".join(parts)
 
 
@@ -84,10 +88,10 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _written(value: Any) -> str:
-    """Return a value as it is written in YAML."""
+def _format_yaml(value: Any) -> str:
+    """Return a value in YAML notation."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_written, value))}]"
+        return f"[{', '.join(map(_format_yaml, value))}]"
     return value if isinstance(value, str) and value else json.dumps(value)
 
 

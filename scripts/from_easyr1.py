@@ -1,7 +1,6 @@
-"""Writes the tables of docs/from-easyr1.md: `python scripts/from_easyr1.py`. With --check it only compares.
+"""Writes the tables of docs/from-easyr1.md: `python scripts/from_easyr1.py`. --check only compares.
 
-Knows EasyR1's keys and their defaults (its commit b44b311), and asks the schema and config/legacy.py what became of
-each.
+Compares EasyR1's keys and defaults (commit b44b311) with the schema and config/legacy.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trigon.config.legacy import ABSENT, FOREIGN_SECTIONS, RENAMED, RETIRED, retired_key
+from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, ignored_key
 from trigon.config.options import Option, options
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-easyr1.md"
@@ -176,19 +175,19 @@ trainer:
   find_last_checkpoint: true
 """
 
-OTHER_DEFAULTS = {
-    "trainer.logger": "Weights & Biases wants an account, and a first run should not fail for one",
-    "trainer.n_gpus_per_node": "a file that says nothing runs on one GPU, or on none",
-    "worker.actor.model.trust_remote_code": "running code from a model's repository is something to be asked for",
-    "worker.ref.fsdp.enable_cpu_offload": "it is read once a step, and its memory is better spent on sampling; EasyR1's"
-    " own example file says true as well",
-    "worker.rollout.tensor_parallel_size": "where a model fits one GPU, two copies sample more than one on two",
+DEFAULT_REASONS = {
+    "trainer.logger": "Weights & Biases needs an account, and a first run should not fail without one",
+    "trainer.n_gpus_per_node": "a file without this key runs on one GPU, or on the CPU",
+    "worker.actor.model.trust_remote_code": "running code from a model's repository needs explicit consent",
+    "worker.ref.fsdp.enable_cpu_offload": "the reference is used once per step, and sampling needs the memory;"
+    " EasyR1's own example file has true as well",
+    "worker.rollout.tensor_parallel_size": "if a model fits on one GPU, two copies sample faster than one on two GPUs",
 }
-"""Key whose default differs: why."""
+"""The reason of each default that differs from EasyR1's."""
 
 
 def defaults() -> dict[str, Any]:
-    """Return EasyR1's keys and their defaults, in its order; a section that is empty here is a key."""
+    """Return EasyR1's keys and their defaults, in its order. An empty section counts as a key."""
 
     def leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
@@ -201,61 +200,67 @@ def defaults() -> dict[str, Any]:
     return dict(leaves(yaml.safe_load(DEFAULTS), ""))
 
 
-def fate(key: str, default: Any) -> tuple[str, str]:
-    """Return what became of a key, and what to know about it."""
-    if (retired := retired_key(key)) is not None:
-        entry = RETIRED[retired]
-        if entry.only is None:
-            return "no effect", entry.because
+def status_of(key: str, default: Any) -> tuple[str, str]:
+    """Return the status of a key of EasyR1 here, and a comment."""
+    if (ignored := ignored_key(key)) is not None:
+        entry = IGNORED[ignored]
+        if entry.allowed is None:
+            return "no effect", entry.reason
         return (
-            f"no effect as {', '.join(f'`{written(value)}`' for value in entry.only)}",
-            f"{entry.because}; any other value is refused: {entry.instead}",
+            f"no effect as {', '.join(f'`{format_yaml(value)}`' for value in entry.allowed)}",
+            f"{entry.reason}; any other value is an error: {entry.advice}",
         )
     if key in RENAMED:
         return "renamed", f"`{RENAMED[key]}`"
-    option = today().get(key)
+    option = current_options().get(key)
     if option is None:
-        inner = [name for name in today() if name.startswith(f"{key}.")]
+        inner = [name for name in current_options() if name.startswith(f"{key}.")]
         assert inner, f"{key} is neither an option nor in config/legacy.py"
         return "same", "of " + ", ".join(f"`{name.removeprefix(key + '.')}`" for name in inner)
-    absent = [f"not `{value}`: {why}" for (name, value), why in ABSENT.items() if name == key]
+    unsupported = [f"not `{value}`: {why}" for (name, value), why in UNSUPPORTED_VALUES.items() if name == key]
     if not is_same_default(option, default):
-        ours = list(option.default) if isinstance(option.default, tuple) else option.default
-        return f"default `{written(ours)}`, not `{written(default)}`", "; ".join([OTHER_DEFAULTS[key], *absent])
-    return "same", "; ".join(absent)
+        current = list(option.default) if isinstance(option.default, tuple) else option.default
+        return f"default `{format_yaml(current)}`, not `{format_yaml(default)}`", "; ".join(
+            [DEFAULT_REASONS[key], *unsupported]
+        )
+    return "same", "; ".join(unsupported)
 
 
-def today() -> dict[str, Option]:
-    """Return the options of this version by their names."""
+def current_options() -> dict[str, Option]:
+    """Return all options by name."""
     return {option.name: option for option in options().values()}
 
 
 def is_same_default(option: Option, default: Any) -> bool:
-    """Say whether a default is EasyR1's, which writes a list as a list and no file as an empty text."""
-    ours = list(option.default) if isinstance(option.default, tuple) else option.default
-    return bool(ours == default or (not ours and not default and option.kind in ("list", "mapping")))
+    """Return whether a default equals EasyR1's. No file is an empty text there."""
+    current = list(option.default) if isinstance(option.default, tuple) else option.default
+    return bool(current == default or (not current and not default and option.kind in ("list", "mapping")))
 
 
 def tables() -> str:
-    """Return the part of the page between the two marks: for each section what is the same, and a table of the rest."""
+    """Return the generated part: per section the unchanged keys, and a table of the others."""
     parts: list[str] = []
     sections: dict[str, list[str]] = {}
     for key in defaults():
         sections.setdefault(section_of(key), []).append(key)
     for section, keys in sections.items():
-        fates = {key: fate(key, defaults()[key]) for key in keys}
-        same = [f"`{key.removeprefix(section + '.')}`" for key in keys if fates[key] == ("same", "")]
+        statuses = {key: status_of(key, defaults()[key]) for key in keys}
+        same = [f"`{key.removeprefix(section + '.')}`" for key in keys if statuses[key] == ("same", "")]
         parts += [f"### {section}", ""]
         if same:
             parts += [*textwrap.wrap(f"Same: {', '.join(same)}.", 150, break_long_words=False), ""]
-        rows = [_row(f"`{key.removeprefix(section + '.')}`", *fates[key]) for key in keys if fates[key] != ("same", "")]
+        rows = [
+            _row(f"`{key.removeprefix(section + '.')}`", *statuses[key])
+            for key in keys
+            if statuses[key] != ("same", "")
+        ]
         if rows:
-            parts += ["| key | here | why, or what else |", "|---|---|---|", *rows, ""]
-    parts += ["### Of older releases, and of verl", "", "| key | here | why, or what else |", "|---|---|---|"]
+            parts += ["| key | here | comment |", "|---|---|---|", *rows, ""]
+    parts += ["### Older releases and verl", "", "| key | here | comment |", "|---|---|---|"]
     parts += [_row(f"`{old}`", "renamed", f"`{new}`") for old, new in RENAMED.items()]
     known = defaults()
-    parts += [_row(f"`{key}`", *fate(key, None)) for key in RETIRED if key not in known]
-    parts += [_row(f"`{section}.*`", "refused", why) for section, why in FOREIGN_SECTIONS.items()]
+    parts += [_row(f"`{key}`", *status_of(key, None)) for key in IGNORED if key not in known]
+    parts += [_row(f"`{section}.*`", "error", why) for section, why in VERL_SECTIONS.items()]
     return "\n".join([*parts, ""])
 
 
@@ -264,20 +269,20 @@ def _row(*cells: str) -> str:
 
 
 def section_of(key: str) -> str:
-    """Return the heading that a key comes under."""
+    """Return the heading of a key."""
     parts = key.split(".")
     return ".".join(parts[:2]) if parts[0] == "worker" and len(parts) > 2 else parts[0]
 
 
-def written(value: Any) -> str:
-    """Return a value as it is written in YAML."""
+def format_yaml(value: Any) -> str:
+    """Return a value in YAML notation."""
     if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(format_yaml, value))}]"
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def page(text: str) -> str:
-    """Return the page with its tables written anew."""
+    """Return the page with updated tables."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{tables()}\n{END}{rest.split(END, 1)[1]}"
 

@@ -1,4 +1,4 @@
-"""EasyR1's command for `trigon merge`: a checkpoint becomes a Hugging Face model, in ACTOR/huggingface, and is proven.
+"""EasyR1's command for `trigon merge`: export a checkpoint to ACTOR/huggingface and verify it.
 
 python3 scripts/model_merger.py --local_dir checkpoints/easy_r1/exp_name/global_step_1/actor
 """

@@ -1,6 +1,7 @@
-"""Plot accuracy against training steps for several runs: python scripts/plot_curves.py OUTPUT.svg RUN_FOLDER ...
+"""Plot the accuracy of several runs: python scripts/plot_curves.py OUTPUT.svg RUN_FOLDER ...
 
-Reads metrics.jsonl of each run folder; thin lines are the accuracy of each step's training answers, dots validations.
+Reads metrics.jsonl of each run folder. Thin lines are the accuracy of each step's training
+completions, dots are validations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import matplotlib.pyplot as plt
 CHANCE = 1 / 6
 
 
-def read(folder: Path, key: str) -> tuple[list[int], list[float]]:
+def read_metric(folder: Path, key: str) -> tuple[list[int], list[float]]:
     """Return the steps that have a metric, and its values."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     pairs = [(line["step"], line["metrics"][key]) for line in lines if key in line["metrics"]]
@@ -23,13 +24,13 @@ def read(folder: Path, key: str) -> tuple[list[int], list[float]]:
 
 
 def main(output: str, folders: list[str]) -> None:
-    """Draw one colour for each run."""
-    matplotlib.rcParams["svg.hashsalt"] = "trigon"  # the same runs give the same file
+    """Plot each run in its own colour, and print the validation accuracies."""
+    matplotlib.rcParams["svg.hashsalt"] = "trigon"  # the same runs give an identical file
     figure, axes = plt.subplots(figsize=(8, 4.2))
     for number, folder in enumerate(folders):
-        steps, accuracy = read(Path(folder), "reward/accuracy")
+        steps, accuracy = read_metric(Path(folder), "reward/accuracy")
         [line] = axes.plot(steps, accuracy, linewidth=0.8, alpha=0.5)
-        steps, accuracy = read(Path(folder), "val/accuracy_reward")
+        steps, accuracy = read_metric(Path(folder), "val/accuracy_reward")
         axes.plot(steps, accuracy, "o-", color=line.get_color(), label=f"seed {number}")
         print(f"{folder}: validation accuracy " + ", ".join(f"{value:.3f}" for value in accuracy))
     axes.axhline(CHANCE, color="grey", linestyle=":", label="chance")

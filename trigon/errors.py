@@ -1,28 +1,28 @@
-"""What can go wrong, by whose hands it can be mended.
+"""The package's exceptions, by what the user has to fix.
 
     TrigonError
-    |-- ConfigError        the wishes: an unknown key, a value out of bounds, numbers that do not fit together
+    |-- ConfigError        the configuration: an unknown key, a value out of bounds, a conflict
     |-- DataError          the dataset: a missing file or column, too many bad rows
-    |   `-- BadRow         one row: an unreadable image, markers that do not match; set aside and counted
+    |   `-- BadRow         one row: an unreadable image, a wrong number of markers; skipped, counted
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
-    |-- RewardError        the reward function: cannot be loaded, or fails for too many answers
-    |-- EngineError        an engine broke its contract
-    |   |-- ParityError    the rollout engine does not hold the trainer's weights
-    |   `-- WorkerError    a worker of several died, hung or raised what nobody expected
-    `-- CheckpointError    a checkpoint that is damaged, incomplete, or of another run
+    |-- RewardError        the reward function: it cannot be loaded, or fails too often
+    |-- EngineError        an engine violated its protocol
+    |   |-- ParityError    rollout engine and trainer have different weights
+    |   `-- WorkerError    a worker died, hung, or raised an unexpected error
+    `-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
 
-Every message says what was wrong, the value, and what to do. This module imports nothing of ours.
+Every message says what was wrong, gives the value, and says what to do.
 """
 
 from __future__ import annotations
 
 
 class TrigonError(Exception):
-    """Any error that this package raises on purpose. The command line prints its message without a traceback."""
+    """Base class of the errors below. The command line prints their message without a traceback."""
 
 
 class ConfigError(TrigonError):
-    """The configuration cannot be honoured."""
+    """The configuration is invalid."""
 
 
 class DataError(TrigonError):
@@ -30,7 +30,7 @@ class DataError(TrigonError):
 
 
 class BadRow(DataError):
-    """One row cannot be used. It is set aside and counted; too many of them raise DataError."""
+    """One row cannot be used. It is skipped and counted; too many of them raise DataError."""
 
 
 class ModelError(TrigonError):
@@ -42,15 +42,15 @@ class RewardError(TrigonError):
 
 
 class EngineError(TrigonError):
-    """An engine broke its contract."""
+    """An engine violated its protocol."""
 
 
 class ParityError(EngineError):
-    """Rollout engine and trainer disagree about the same tokens: the weights did not arrive."""
+    """Rollout engine and trainer give different log-probabilities: the weight sync failed."""
 
 
 class WorkerError(EngineError):
-    """A worker of several died, hung, or raised what nobody expected; all others were stopped."""
+    """A worker died, hung, or raised an unexpected error. All other workers were stopped."""
 
 
 class CheckpointError(TrigonError):

@@ -1,4 +1,4 @@
-"""Validation: the same prompts, the same seeds, the current weights."""
+"""Validation: samples and scores all validation prompts, each time with the same seeds."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.types import Phase, Prompt, RolloutGroup, SamplingParams
 
 VALIDATION_SEED_STEP = 0
-"""Training steps count from 1, so that validation's seeds are its own, and the same at every validation:
+"""The step of validation's sampling seeds, at every validation; training steps count from 1.
 
-differences between two validations come from the weights, not from the draw.
+Two validations therefore differ by their weights only, not by their random numbers.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluator:
-    """Samples and scores all prompts, prompts_per_call at a time, built by num_workers threads.
+    """Samples and scores the validation prompts.
 
-    warn: hears of prompts that have become unusable since the start; they are left out.
+    prompts_per_call: prompts that are built, sampled and scored together.
+    num_workers: threads that build prompts.
+    warn: called with a message for each prompt that can no longer be built; it is skipped.
     """
 
     prompts: Prompts
@@ -34,7 +36,10 @@ class Evaluator:
     warn: Callable[[str], None]
 
     def sample(self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase) -> list[RolloutGroup]:
-        """Return a group for each prompt under the weights that the engine holds; to be called inside awake()."""
+        """Return a scored group for each prompt, in order. The engine must be awake.
+
+        Prompts that cannot be built, or that the engine fails to sample, have no group.
+        """
         groups: list[RolloutGroup] = []
         total = len(self.prompts)
         with (
@@ -51,6 +56,6 @@ class Evaluator:
     def _build(self, index: int) -> Prompt | None:
         try:
             return self.prompts[index]
-        except BadRow as problem:
-            self.warn(f"left out of this validation: {problem}")
+        except BadRow as error:
+            self.warn(f"skipped in this validation: {error}")
             return None

@@ -1,7 +1,6 @@
-"""Metrics that carry their own reduction, so that merging over micro-batches, ranks and steps cannot change their
-meaning.
+"""Metrics that carry their own reduction, so that merging does not change their meaning.
 
-Knows arithmetic only: no loggers, no collectives, no tensors.
+Independent of loggers, collectives and tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean, kept as its total and its count: Mean(total=6.0, count=4) is 1.5; an empty one is nan."""
+    """A weighted mean, stored as total and count: Mean(6.0, 4).value is 1.5. Of nothing: nan."""
 
     total: float
     count: float = 1.0
@@ -27,7 +26,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A total."""
+    """The sum."""
 
     value: float
 
@@ -37,7 +36,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen."""
+    """The maximum."""
 
     value: float
 
@@ -47,7 +46,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The smallest value seen."""
+    """The minimum."""
 
     value: float
 
@@ -57,9 +56,10 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveShare:
-    """Effective sample size of importance weights as a share of their number: total^2 / (count * squares), in (0, 1].
+    """The effective sample size of importance weights as a share of their number (Kong, 1992).
 
-    1 where all weights are equal; nan where there are none (Kong, 1992).
+    total^2 / (count * squares), in (0, 1]: 1 if all weights are equal, nan if there are none.
+    total: sum of the weights. squares: sum of their squares.
     """
 
     total: float
@@ -79,29 +79,29 @@ Metrics = Mapping[str, Metric]
 
 
 def mean_of(values: Iterable[float]) -> Mean:
-    """Return the plain mean of values as a Mean that knows how many there were."""
+    """Return the unweighted mean of values, whose count is their number."""
     values = list(values)
     return Mean(float(sum(values)), float(len(values)))
 
 
-def merge(*several: Metrics) -> dict[str, Metric]:
-    """Merge metrics key by key, each by its own reduction.
+def merge(*metrics_to_merge: Metrics) -> dict[str, Metric]:
+    """Return all metrics, with those of equal keys merged by their reduction.
 
-    Raises: TypeError if one key is reduced in two different ways.
+    Raises: TypeError if a key has two different reductions.
     """
     result: dict[str, Metric] = {}
-    for metrics in several:
+    for metrics in metrics_to_merge:
         for key, metric in metrics.items():
-            known = result.get(key)
-            if known is None:
+            merged = result.get(key)
+            if merged is None:
                 result[key] = metric
-            elif type(known) is type(metric):
-                result[key] = known.merged(metric)  # type: ignore[arg-type]
+            elif type(merged) is type(metric):
+                result[key] = merged.merged(metric)  # type: ignore[arg-type]
             else:
-                raise TypeError(f"metric {key!r} is both a {type(known).__name__} and a {type(metric).__name__}")
+                raise TypeError(f"metric {key!r} is both a {type(merged).__name__} and a {type(metric).__name__}")
     return result
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Return the plain numbers, sorted by key."""
+    """Return the value of each metric, sorted by key."""
     return {key: metrics[key].value for key in sorted(metrics)}

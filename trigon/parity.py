@@ -1,7 +1,7 @@
-"""Proof, at every step, that the rollout engine holds the trainer's weights.
+"""The parity check: that the rollout engine holds the trainer's weights, at every step.
 
-The same tokens are scored by both. In float32 they agree to about 1e-5; stale weights, a stale cache or other pixels
-show up as 0.1 and more.
+Both compute log-probabilities of the same tokens. In float32 they agree to about 1e-5; stale
+weights, a stale cache or different pixels give differences of 0.1 and more.
 """
 
 from __future__ import annotations
@@ -19,40 +19,48 @@ from trigon.training.protocol import LogprobEngine
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 PROBE_TOKENS = 64
-"""Tokens that are compared, or a few more: enough to tell stale weights by, and no work that shows."""
-DRAWN_TOKENS = 16
-"""Tokens that are drawn where none of the step's can be compared."""
+"""Fewest tokens to compare, if there are as many: detects stale weights at little cost."""
+SAMPLED_PROBE_TOKENS = 16
+"""Most tokens to sample for the comparison where no completion of the step can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityCheck:
-    """tolerance: the largest mean |difference| of log-probabilities that still counts as rounding."""
+    """Compares log-probabilities of rollout engine and trainer.
+
+    tolerance: largest mean |difference| of log-probabilities that is accepted.
+    """
 
     tolerance: float
 
     def probe(
         self, groups: Sequence[RolloutGroup], rollout: RolloutEngine, sampling: SamplingParams, *, step: int
     ) -> RolloutGroup:
-        """Return completions to compare, drawn from the whole vocabulary; to be called inside rollout.awake().
+        """Return completions to compare. The rollout engine must be awake.
 
-        The first completions of this step's first group will do where top-p and top-k are off. Where they are on, their
-        log-probabilities are those of the truncated distribution, which the trainer does not model; a short completion
-        is then drawn without them, as where all groups are left from the step before.
+        Without top-p and top-k these are the first completions of the first group that was sampled
+        in this step. With either, log-probabilities are those of a truncated distribution, which
+        the trainer does not compute, so one short completion is sampled without them; likewise if
+        all groups were sampled in earlier steps.
         """
         fresh = [group for group in groups if group.rollouts[0].completion.policy_version == step - 1]
         if fresh and sampling.top_p == 1.0 and sampling.top_k == -1:
-            return RolloutGroup(fresh[0].prompt, _first(fresh[0].rollouts, PROBE_TOKENS))
-        plain = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=min(DRAWN_TOKENS, sampling.max_tokens))
+            return RolloutGroup(fresh[0].prompt, _first_rollouts(fresh[0].rollouts, PROBE_TOKENS))
+        max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
+        untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens)
         prompt = groups[0].prompt
-        [completions] = rollout.generate([prompt], plain, step=step)
+        [completions] = rollout.generate([prompt], untruncated, step=step)
         if not completions:
-            raise EngineError(f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check.")
+            raise EngineError(
+                f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check. See the engine's "
+                "log."
+            )
         return RolloutGroup(prompt, (Rollout(completions[0], Score(0.0, {}, "ok", "")),))
 
     def check(self, probe: RolloutGroup, trainer: LogprobEngine) -> Metrics:
-        """Score the probe with the trainer.
+        """Return metrics of the differences between the probe's and the trainer's log-probs.
 
-        Raises: ParityError beyond the tolerance, or if a difference is not finite.
+        Raises: ParityError if their mean exceeds the tolerance or is not finite.
         """
         [trainer_logprobs] = trainer.logprobs([probe])
         sampled = torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in probe.rollouts])
@@ -61,11 +69,10 @@ class ParityCheck:
         if not mean <= self.tolerance:
             version = probe.rollouts[0].completion.policy_version
             raise ParityError(
-                f"rollout engine and trainer disagree about the same {difference.numel()} tokens of "
-                f"{probe.prompt.prompt_id} at policy version {version}: mean |log-prob difference| {mean:.3g} (largest "
-                f"{float(difference.max()):.3g}), tolerated {self.tolerance:.3g}. The weights did not arrive whole, or "
-                "a cache is stale. If both sides are right and only rounding differs, raise "
-                "worker.rollout.parity_tolerance"
+                f"rollout engine and trainer compute different log-probabilities for the same {difference.numel()} "
+                f"tokens of {probe.prompt.prompt_id} at policy version {version}: mean |difference| {mean:.3g} "
+                f"(largest {float(difference.max()):.3g}), accepted {self.tolerance:.3g}. The weight sync is "
+                "incomplete, or a cache is stale. If only rounding differs, raise worker.rollout.parity_tolerance"
             )
         return {
             "parity/logprobs_diff_mean": Mean(float(difference.sum()), float(difference.numel())),
@@ -73,7 +80,7 @@ class ParityCheck:
         }
 
 
-def _first(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
-    """Return as many of the first rollouts as it takes for so many tokens, or all."""
+def _first_rollouts(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
+    """Return the fewest first rollouts that have num_tokens tokens together, or all."""
     before = itertools.accumulate((len(rollout.completion.token_ids) for rollout in rollouts), initial=0)
     return tuple(rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < num_tokens)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trigon.algorithms.advantages import AdvantageEstimator, RewardBatch, estimate
-from trigon.algorithms.kl import AdaptiveKl, KlEstimator, kl_per_token
+from trigon.algorithms.advantages import RewardBatch, estimate_advantages
+from trigon.algorithms.kl import AdaptiveKl, kl_per_token
 from trigon.errors import RewardError
 from trigon.metrics import Mean, Metrics, merge
+from trigon.names import AdvantageEstimator, KlEstimator
 from trigon.rollout.statistics import describe_learned
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence
@@ -26,7 +27,7 @@ from trigon.types import Phase, RolloutGroup, TrainGroup, TrainSequence
 class AdvantageSettings:
     """How rewards become advantages.
 
-    gamma: discount per token; see advantages.estimate.
+    gamma: discount per token; see advantages.estimate_advantages.
     weights: weight of each part of the reward, for gdpo; None: 1 for every part but overall.
     kl_in_reward: estimator of the KL that is subtracted from the reward; None if the KL is in the
     loss, or off.
@@ -88,7 +89,7 @@ def prepare_groups(
         metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
         kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
     rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines)
-    advantages = estimate(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
+    advantages = estimate_advantages(rewards, settings.estimator, gamma=settings.gamma, weights=settings.weights)
     trains = rewards.valid & ~is_cut(groups) if settings.mask_overlong else rewards.valid  # [G, N]
     return PreparedGroups(
         build_train_groups(groups, advantages, trains, old=old, ref=ref),

@@ -1,10 +1,12 @@
-"""The passports: what a piece of data is called, and what it holds, in each room.
+"""The data types that pass between modules.
 
     Prompt --generate--> Completion --score--> Rollout --group--> RolloutGroup
-           --advantages, old and reference logprobs--> TrainGroup --pack--> MicroBatch --step--> Metrics
+           --advantages, old and reference logprobs--> TrainGroup --pack--> MicroBatch --step-->
+           Metrics
 
-Each type is complete when it is made; nothing is filled in later. Every per-token list is aligned with token ids: entry
-t describes token t, and `logprobs[t] = log p(token_t | tokens_<t)`. This module imports nothing of ours.
+Types are immutable and complete when they are created. Every per-token list is aligned with the
+token ids: entry t belongs to token t, and `logprobs[t] = log p(token_t | tokens_<t)`. This module
+imports nothing else of the package.
 """
 
 from __future__ import annotations
@@ -18,29 +20,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-"""stop: the model ended the answer itself; length: the answer reached its token limit and was cut."""
+"""stop: the model ended the completion; length: the completion was cut at its token limit."""
 
 ScoreOutcome = Literal["ok", "failed", "timeout"]
-"""ok: the grader answered; failed: it raised, crashed or returned nonsense; timeout: it was killed at its limit."""
+"""How scoring ended.
 
+ok: scored. failed: the reward function raised, crashed or returned no valid scores. timeout: the
+reward worker was killed at its time limit.
+"""
 
 MediaKind = Literal["image", "video"]
-"""What a prompt shows: images or videos, never both."""
+"""The kind of media in a prompt: images or videos, never both."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
-    """The images of one prompt, or its videos, after the one pass through a processor that a step pays for.
+    """The images or videos of one prompt as pixel values, the output of the processor.
 
-    pixel_values: [patches, channels * temporal * patch * patch] float32, CPU; the patches of all of them, in order.
-    grid_thw: [images or videos, 3] int64, CPU; (time, height, width) of each in patches, before merging. Time is 1 for
-    an image; for a video it counts temporal patches, each of which merges two frames; for an image that is seen in
-    tiles of one size, the tiles.
-    hashes: one content hash for each (of its pixel values), by which engines key their caches.
-    temporal_patch_seconds: how many seconds of each video a temporal patch covers; none for images.
+    pixel_values: [patches, channels * temporal * patch * patch] float32 on the CPU; the patches of
+    all images or videos, in order.
+    grid_thw: [images or videos, 3] int64 on the CPU; (time, height, width) of each in patches,
+    before merging. time is 1 for an image, the number of tiles for an image split into tiles of one
+    size, and the number of temporal patches for a video, each of which merges two frames.
+    hashes: the content hash of each image or video (of its pixel values), the key of engine caches.
+    temporal_patch_seconds: seconds covered by a temporal patch of each video; empty for images.
 
-    Example: two 56 x 56 images, patch 14: pixel_values [32, 1176], grid_thw [[1, 4, 4], [1, 4, 4]], two hashes.
-    Example: a 56 x 56 video of 4 seconds, 8 frames: pixel_values [64, 1176], grid_thw [[4, 4, 4]], one hash, (1.0,).
+    Example: two 56 x 56 images, patch 14: pixel_values [32, 1176], grid_thw [[1, 4, 4], [1, 4, 4]],
+    two hashes.
+    Example: a 56 x 56 video of 4 seconds, 8 frames: pixel_values [64, 1176], grid_thw [[4, 4, 4]],
+    one hash, (1.0,).
     """
 
     pixel_values: Tensor
@@ -52,9 +60,9 @@ class Vision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedMedia:
-    """The images of one prompt, or its videos, as files, before any processor: what travels between processes.
+    """The images or videos of one prompt as encoded files, the form that is sent between processes.
 
-    encoded: each file's bytes, in order; at least one. hashes: the SHA-256 of each, in hexadecimal.
+    encoded: the bytes of each file, in order; at least one. hashes: the SHA-256 of each, as hex.
     """
 
     encoded: tuple[bytes, ...]
@@ -64,16 +72,16 @@ class EncodedMedia:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One question, ready to be fed to either engine.
+    """One prompt, as rollout engine and trainer take it.
 
-    prompt_id: names the dataset row, stable across runs: "train:17".
-    token_ids: the chat-templated prompt with every media placeholder expanded, as both engines receive it.
-    vision: its images or videos, None for a text-only prompt: processed, as engines need them, or, where prompts travel
-    and each process makes pixels itself, still as files.
-    text: the prompt as a person reads it (one marker for each image or video).
-    ground_truth: of the row, whatever the dataset holds.
-    row: the other columns of the row, less its images and videos; handed to the reward function.
-    image_refs: where each image or video came from ("train:17/images/0 (figure.png)"), for reports.
+    prompt_id: identifies the dataset row, stable across runs: "train:17".
+    token_ids: the chat-templated prompt with every media placeholder expanded.
+    vision: images or videos, None for a text-only prompt. Vision is what engines need; EncodedMedia
+    where prompts are sent to workers, each of which computes the pixel values.
+    text: the prompt as text, with one marker per image or video.
+    ground_truth: the ground truth of the row, of any type.
+    row: the other columns of the row without images and videos, passed to the reward function.
+    image_refs: the source of each image or video, for reports: "train:17/images/0 (figure.png)".
     """
 
     prompt_id: str
@@ -85,18 +93,20 @@ class Prompt:
     image_refs: tuple[str, ...]
 
     def pixels(self) -> Vision | None:
-        """Return what it shows to those who need pixels, which must be there by now. None for a text-only prompt."""
-        assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are files, not processed yet"
+        """Return the processed media, None for a text-only prompt. They must be processed."""
+        assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are not processed yet"
         return self.vision
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How completions are drawn. Seeds are derived from (seed, step, prompt_id, sample) by the engine's caller.
+    """How completions are sampled.
 
-    n: completions for each prompt. temperature: 0 is greedy. top_k: -1 is off. max_tokens: the response limit.
-    ignore_eos: sample on after an end-of-sequence token, up to max_tokens.
-    seed: the run's sampling seed.
+    n: completions per prompt. temperature: 0 is greedy. top_p: probability mass; 1 is off.
+    top_k: number of most likely tokens; -1 is off. max_tokens: maximum tokens of a completion.
+    ignore_eos: continue after an end-of-sequence token, up to max_tokens.
+    seed: seed of the run. The caller of the engine derives the seed of each completion from (seed,
+    step, prompt_id, sample).
     """
 
     n: int
@@ -110,13 +120,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer as an engine sampled it.
+    """One completion, as sampled by the rollout engine.
 
-    token_ids: R ids, the end-of-sequence token included when it was sampled; at least one.
-    sampling_logprobs: R floats, log-probabilities under the very distribution sampled from (after temperature, top-p
-    and top-k). 0.0 everywhere for greedy decoding.
-    text: token_ids decoded, without special tokens when the reward asks so.
-    policy_version: number of the optimizer step whose weights sampled it.
+    token_ids: R ids, at least one; the end-of-sequence token is included if it was sampled.
+    sampling_logprobs: R floats, log-probabilities under the distribution sampled from, after
+    temperature, top-p and top-k. All 0.0 for greedy decoding.
+    text: token_ids decoded, without special tokens if worker.reward.skip_special_tokens.
+    policy_version: the optimizer step whose weights sampled it.
     """
 
     token_ids: tuple[int, ...]
@@ -128,11 +138,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one answer is worth.
+    """The scores of one completion.
 
-    overall: the reward. parts: every number the reward function returned, "overall" among them.
-    outcome: anything but "ok" means that the grader, not the answer, failed; overall is then 0.0, parts is empty, and
-    the rollout is left out of its group's statistics and of the loss. error: one line saying why, empty when ok.
+    overall: the reward. parts: all scores that the reward function returned, including "overall".
+    outcome: anything but "ok" means that scoring failed. Then overall is 0.0, parts is empty, and
+    the rollout is excluded from the statistics of its group and from the loss.
+    error: one line with the reason, empty if outcome is "ok".
     """
 
     overall: float
@@ -151,7 +162,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """A prompt with its n scored completions: the unit in which everything travels. All groups of a step share n."""
+    """A prompt with its n scored completions. n is the same for all groups of a step."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -159,14 +170,13 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One completion as the loss sees it. R is the number of its tokens; every tensor is float32 [R] on the CPU.
+    """One completion of R tokens with the inputs of the loss. Tensors are float32 [R] on the CPU.
 
-    loss_mask: 1 where the token trains, 0 where not.
-    advantages: A_t of each token.
-    sampling_logprobs: by the rollout engine.
-    old_logprobs: by the trainer before the update, or None when the policy cannot have changed since sampling, so that
-    the loss takes the current log-probabilities, detached, instead.
-    ref_logprobs: by the reference policy, or None when no term of the loss needs them.
+    loss_mask: 1 for trainable tokens, 0 for others. advantages: of each token.
+    sampling_logprobs: log-probabilities by the rollout engine.
+    old_logprobs: by the trainer before the update. None if the policy has not changed since
+    sampling; the loss then uses the current log-probabilities, detached.
+    ref_logprobs: by the reference policy. None if no term of the loss needs them.
     """
 
     token_ids: tuple[int, ...]
@@ -179,7 +189,7 @@ class TrainSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainGroup:
-    """A prompt with its completions as the loss sees them."""
+    """A prompt with the training data of its completions."""
 
     prompt: Prompt
     sequences: tuple[TrainSequence, ...]
@@ -187,9 +197,9 @@ class TrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """Where one group lies in a packed row: half-open token ranges.
+    """The position of one group in a packed row, as half-open token ranges.
 
-    prompt: (start, end). completions: one (start, end) each, contiguous, right after the prompt.
+    prompt: (start, end). completions: (start, end) of each, contiguous, directly after the prompt.
 
     Example: a prompt of 3 tokens with completions of 2 and 4 at the start of the row:
     GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 9))).
@@ -201,17 +211,19 @@ class GroupSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedGroups:
-    """Groups laid end to end in one row without padding: what the policy's forward takes.
+    """Groups concatenated to one row without padding, the input of the policy's forward pass.
 
         row     [ p p p | a a | b b b b ][ q q | c c c ]
         spans     prompt  completions     prompt completion
 
-    token_ids: [T] int64. position_ids: [3, T] int64 for m-RoPE models, [1, T] otherwise; completions continue their
-    prompt's positions. spans: one for each group, in row order. Responses are counted along the row: S is the total
-    number of completion tokens, and every [S] tensor of a micro-batch lists them in row order.
-    pixel_values, grid_thw: the groups' Vision concatenated ([patches, D] and [images and videos, 3]), or None when no
-    group has one. They stay on the CPU until the policy looks at them.
-    vision_hashes: the content hash of each image or video; empty: not known, so that nothing can be remembered of them.
+    token_ids: [T] int64. position_ids: [3, T] int64 for m-RoPE models, [1, T] for others; the
+    positions of each completion continue those of its prompt.
+    spans: one per group, in row order. S is the number of completion tokens of the row; every [S]
+    tensor of a micro-batch lists them in row order.
+    pixel_values, grid_thw: the Vision of all groups concatenated ([patches, D] float32, [images or
+    videos, 3] int64), on the CPU; None if no group has any.
+    vision_hashes: the content hash of each image or video; empty if unknown, which disables the
+    cache of image features.
     """
 
     token_ids: Tensor
@@ -224,10 +236,10 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """A packed row with what the loss needs of each of its S completion tokens (float32 [S], row order).
+    """A packed row with the inputs of the loss for its S completion tokens, in row order.
 
-    sequence_index: [S] int64, the completion (0 .. num_sequences - 1, row order) to which a token belongs.
-    old_logprobs, ref_logprobs: None as in TrainSequence.
+    num_sequences: number of completions. sequence_index: [S] int64, the completion of each token
+    (0 .. num_sequences - 1, in row order). All other tensors are float32 [S], as in TrainSequence.
     """
 
     packed: PackedGroups
@@ -242,10 +254,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """What the policy says of each of the S completion tokens of a packed row. All [S] float32.
+    """The policy's output for the S completion tokens of a packed row. All [S] float32.
 
-    logprobs carry gradient; entropy (of the whole distribution, in nats) carries it only when asked for. kl: of the
-    whole distribution from another one, with gradient; None where there is no other.
+    logprobs: log-probability of the token, with gradient.
+    entropy: of the next-token distribution, in nats; with gradient only if requested.
+    kl: exact KL of the next-token distribution from a second policy's, in nats, with gradient; None
+    without a second policy.
     """
 
     logprobs: Tensor
@@ -254,12 +268,33 @@ class TokenLogprobs:
 
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]
-"""Weights on their way to the rollout engine: (Hugging Face checkpoint name, tensor), one at a time."""
+"""Weights as (Hugging Face checkpoint name, tensor), one at a time."""
+
+
+class WeightsHandle:
+    """A policy's weights, as a train engine offers them to a rollout engine.
+
+    A subclass says where the weights are: LocalWeights, or distributed.engines.WorkerWeights. A
+    rollout engine accepts one of them and raises EngineError for the other.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalWeights(WeightsHandle):
+    """Weights in this process.
+
+    read: returns a new iterator over all tensors, for one sync. A train engine may free memory once
+    the iterator is exhausted. In a sharded policy all ranks must iterate together.
+    """
+
+    read: Callable[[], NamedTensors]
 
 
 class Phase(Protocol):
-    """Announces a stretch of work: shows its progress and adds its wall-clock time to the step's timings."""
+    """Marks a phase of a step, to show its progress and measure its wall-clock time."""
 
     def __call__(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
-        """Return a context that yields advance(k), to be called as k more of total are done."""
+        """Return a context that yields advance(k), to be called when k more of total are done."""
         ...

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-3B on the geometry problems of GeoQA (8,000, prepared by R1-V) by GRPO, on eight GPUs: 16 bytes for each
-# weight, about 8 GB on each, besides activations.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# Qwen2.5-VL-3B on the geometry problems of GeoQA (8,000, prepared by R1-V) with GRPO, on eight
+# GPUs: 16 bytes per weight, about 8 GB on each, plus activations.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/baselines/qwen2_5_vl_3b_geoqa8k.sh trainer.max_steps=10
 set -euo pipefail
 

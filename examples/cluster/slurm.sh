@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Trigon on several machines of a SLURM cluster: a Ray node on each, the training on the first, and nothing left at the end.
+# Trigon on several machines of a SLURM cluster: starts a Ray node on each, trains from the first,
+# and stops all of them at the end.
 #
 #     export MODEL_PATH=/shared/models/Qwen2.5-VL-7B-Instruct RUNS=/shared/runs
 #     sbatch --nodes=2 --gpus-per-node=8 examples/cluster/slurm.sh trainer.max_steps=100
 #
-# Submit from the top of the repository, in the environment that Trigon is installed in; both must be on a disk that all
-# machines share, as must MODEL_PATH and RUNS. Options of sbatch come before the script, key=value after it. The same command
-# again, or a requeue, goes on from the last checkpoint.
+# Submit from the top of the repository, in the environment in which Trigon is installed. Both must
+# be on a disk that all machines share, and so must MODEL_PATH and RUNS. Options of sbatch come
+# before the script, key=value after it. Running the same command again, or a requeue, resumes from
+# the last checkpoint.
 #SBATCH --job-name=trigon
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -20,22 +22,24 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-MODEL_PATH=${MODEL_PATH:?name the model folder, which all machines see: export MODEL_PATH=/shared/models/...}
-RUNS=${RUNS:?name the folder for runs, which all machines see: export RUNS=/shared/runs}
-WAIT_SECONDS=${WAIT_SECONDS:-300} # for the machines to come
+MODEL_PATH=${MODEL_PATH:?set the model folder, on a disk that all machines share: export MODEL_PATH=/shared/models/...}
+RUNS=${RUNS:?set the folder for runs, on a disk that all machines share: export RUNS=/shared/runs}
+WAIT_SECONDS=${WAIT_SECONDS:-300} # how long to wait for the other machines
 
-# This script runs on the first machine, whose address the others need. A name would not do: many machines take their own
-# for 127.0.1.1. Where the first address is not that of the network between the machines: export HEAD_ADDRESS=...
+# This script runs on the first machine, whose address the others need. A host name is not enough:
+# many machines resolve their own name to 127.0.1.1. If the first address is not the one of the
+# network between the machines: export HEAD_ADDRESS=...
 read -r first _ <<<"$(hostname --all-ip-addresses)"
 head=${HEAD_ADDRESS:-$first}
 
-# Ray runs what anybody sends who has the token: a new one for each job, which SLURM hands to the machines of this job alone.
+# Ray executes code from anyone who has the token, so each job creates a new one. SLURM passes it to
+# the machines of this job only.
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0
 
-start_ray() { # on some machines, in the background: options of srun -- options of ray start
+start_ray() { # in the background; arguments: options of srun -- options of ray start
     local where=()
     while [[ $1 != -- ]]; do
         where+=("$1")
@@ -50,15 +54,15 @@ wait_for_nodes() {
 import sys, time
 import ray
 
-ray.init(logging_level="ERROR", log_to_driver=False)  # waits for the head
+ray.init(logging_level="ERROR", log_to_driver=False)  # waits for the head node
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
     time.sleep(1)
 WAIT
-    echo "Ray does not have $1 nodes at $RAY_ADDRESS after $WAIT_SECONDS s: look above for what srun says" >&2
+    echo "Ray does not have $1 nodes at $RAY_ADDRESS after $WAIT_SECONDS s: see the messages of srun above" >&2
     exit 1
 }
 
-trap 'kill $(jobs -p)' EXIT # ends Ray everywhere
+trap 'kill $(jobs -p)' EXIT # stops Ray on all machines
 start_ray --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" -- --head --node-ip-address="$head" --port=6379
 export RAY_ADDRESS=$head:6379
 wait_for_nodes 1

@@ -1,10 +1,11 @@
-"""Fetches Geometry3K and writes it as two files that train without a network.
+"""Downloads Geometry3K and writes it as two Parquet files, for training without a network.
 
     python3 examples/data_preprocess/geo3k.py --local_dir ~/data/geo3k
 
-writes train.parquet and test.parquet, with columns `problem`, `answer` and `images`, the images themselves inside.
-`--source DIR_OR_ID` reads a local folder, or another dataset of the hub, with these columns and splits instead. Every
-image is decoded once; a row that training could not use is named and left out.
+writes train.parquet and test.parquet, with columns `problem`, `answer` and `images`; the files
+contain the images. `--source DIR_OR_ID` reads a local folder, or another dataset of the hub, with
+these columns and splits instead. Every image is decoded once; rows that training could not use are
+printed and skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SCHEMA = pa.schema(
         "answer": pa.string(),
         "images": pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
     },
-    # What `datasets` writes beside a table, so that it reads the column back as images.
+    # The metadata that `datasets` writes, so that it reads the column back as images.
     metadata={
         "huggingface": json.dumps(
             {
@@ -55,8 +56,8 @@ SCHEMA = pa.schema(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write Geometry3K as train.parquet and test.parquet.")
-    parser.add_argument("--local_dir", type=Path, default=Path("~/data/geo3k"), help="where to (%(default)s)")
-    parser.add_argument("--source", default="hiyouga/geometry3k", help="a folder, or a hub id (%(default)s)")
+    parser.add_argument("--local_dir", type=Path, default=Path("~/data/geo3k"), help="output folder (%(default)s)")
+    parser.add_argument("--source", default="hiyouga/geometry3k", help="folder or hub id to read (%(default)s)")
     chosen = parser.parse_args(arguments)
     folder = chosen.local_dir.expanduser()
     try:
@@ -71,14 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(source: Source, path: Path) -> int:
-    """Write the usable rows of a split and return their number; the file is there as a whole or not at all."""
+    """Write the usable rows of a split and return their number; the file is complete or absent."""
     missing = [column for column in COLUMNS if column not in source.rows.column_names]
     if missing:
         raise DataError(f"{source.name} has no column {missing[0]!r}, only {', '.join(source.rows.column_names)}")
-    aside = path.with_name(f".{path.name}.part")
+    partial = path.with_name(f".{path.name}.part")
     num_written, batch = 0, []
-    with pq.ParquetWriter(aside, SCHEMA) as writer:
-        for row in usable(source):
+    with pq.ParquetWriter(partial, SCHEMA) as writer:
+        for row in usable_rows(source):
             batch.append(row)
             num_written += 1
             if len(batch) == ROWS_AT_A_TIME:
@@ -87,25 +88,26 @@ def write(source: Source, path: Path) -> int:
         writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
     num_bad = len(source.rows) - num_written
     if num_bad > MAX_BAD_FRACTION * len(source.rows):
-        aside.unlink()
+        partial.unlink()
         raise DataError(f"{source.name}: {num_bad} of {len(source.rows)} rows cannot be used; see above")
-    aside.replace(path)
+    partial.replace(path)
     return num_written
 
 
-def usable(source: Source) -> Iterator[dict[str, Any]]:
-    """Yield the rows that can be used, and name the others."""
+def usable_rows(source: Source) -> Iterator[dict[str, Any]]:
+    """Yield the rows that can be used, and print the reason for each of the others."""
     for index, row in enumerate(source.rows):
         try:
             yield converted(row, f"{source.name}:{index}", source.folder)
         except UnusableRow as problem:
-            print(f"left out: {problem}", file=sys.stderr)
+            print(f"skipped: {problem}", file=sys.stderr)
 
 
 def converted(row: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    """Return a row with its images as encoded bytes. Raises: UnusableRow."""
     problem, answer, images = (row[column] for column in COLUMNS)
     if not isinstance(problem, str) or answer is None:
-        raise UnusableRow("prompt", f"{name}: the problem is no text, or there is no answer")
+        raise UnusableRow("prompt", f"{name}: the problem is not a text, or the answer is missing")
     images = images or []
     if problem.count("<image>") != len(images):
         raise UnusableRow("markers", f"{name}: {problem.count('<image>')} <image> markers, {len(images)} images")

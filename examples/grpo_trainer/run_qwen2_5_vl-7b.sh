@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Qwen2.5-VL-7B on Geometry3K by GRPO, on eight GPUs, from files that were prepared before:
+# Qwen2.5-VL-7B on Geometry3K with GRPO, on eight GPUs, from local files. Prepare them first:
 #     python3 examples/data_preprocess/geo3k.py --local_dir ~/data/geo3k
-# The settings of verl's script of this name, under the names they have here.
-# Run from the top of the repository; further key=value arguments are passed on, and the last one counts:
+# The settings are those of verl's script of this name, with Trigon's keys.
+# Run from the top of the repository; appended key=value arguments take precedence:
 #     bash examples/grpo_trainer/run_qwen2_5_vl-7b.sh trainer.max_steps=10
 set -euo pipefail
 

@@ -1,9 +1,10 @@
-"""The next action on a screen, as JSON in `<answer>`; a click must land in its box. Copy this file and make it yours.
+"""Actions on a screen, as JSON in `<answer>`. A template to copy and modify.
 
     worker.reward.reward_function=examples/reward_function/android_gui.py:compute_score
     worker.reward.reward_function_kwargs='{response_scale: 1000, truth_scale: 1}'
 
-docs/rewards.md says what a reward function gets and what it may return, and which ground truths this one understands.
+docs/rewards.md describes the arguments and the return value of a reward function, and the ground
+truths of this one.
 """
 
 from typing import Any

@@ -1,9 +1,12 @@
-"""DAPO: +1 or -1 for the last `Answer: ...`, less a punishment near the length limit. Copy this file and make it yours.
+"""DAPO: +1 or -1 for the last `Answer: ...`, minus a penalty near the length limit.
+
+A template to copy and modify.
 
     worker.reward.reward_function=examples/reward_function/dapo.py:compute_score
-    worker.reward.reward_function_kwargs='{max_response_length: 20480, overlong_buffer_length: 4096}'
+    worker.reward.reward_function_kwargs='{max_response_length: 20480, overlong_buffer_length:
+    4096}'
 
-docs/rewards.md says what a reward function gets and what it may return.
+docs/rewards.md describes the arguments and the return value of a reward function.
 """
 
 from typing import Any

@@ -1,8 +1,10 @@
-r"""Mathematics in the format `<think> ... </think> ... \boxed{answer}`. Copy this file and make it yours.
+r"""Mathematics in the format `<think> ... </think> ... \boxed{answer}`.
+
+A template to copy and modify.
 
     worker.reward.reward_function=examples/reward_function/math.py:compute_score
 
-docs/rewards.md says what a reward function gets and what it may return.
+docs/rewards.md describes the arguments and the return value of a reward function.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ def compute_score(reward_inputs: list[dict[str, Any]], format_weight: float = 0.
     for reward_input in reward_inputs:
         response = tidy(reward_input["response"])
         accuracy = accuracy_reward(response, reward_input["ground_truth"])
-        form = format_reward(response)
-        overall = (1 - format_weight) * accuracy + format_weight * form
-        scores.append({"overall": overall, "format": form, "accuracy": accuracy})
+        format_score = format_reward(response)
+        overall = (1 - format_weight) * accuracy + format_weight * format_score
+        scores.append({"overall": overall, "format": format_score, "accuracy": accuracy})
     return scores

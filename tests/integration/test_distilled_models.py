@@ -1,7 +1,7 @@
-"""Models as DeepSeek-R1's distills are: Qwen2's or Llama 3's network, tokens and a chat layout of their own.
+"""Models like DeepSeek-R1's distills: Qwen2 or Llama 3 with another chat template.
 
-The tokenizer is byte-level, yet its config names the class of Llama 2. The layout opens the thinking, so that a
-response begins inside it.
+They have special tokens of their own. The tokenizer is byte-level, although its config names the
+class of Llama 2. The chat template ends with <think>, so that a completion begins inside it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from support.builders import make_builder
 from support.oracle import group_of, load_hugging_face, padded_logprobs
+from support.rollout import make_transformers_engine
 from trigon.data.packing import by_group, pack_rollouts
 from trigon.data.prompts import PromptBuilder
 from trigon.errors import ModelError
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.rollout.transformers import TransformersEngine
-from trigon.types import SamplingParams
+from trigon.types import LocalWeights, SamplingParams
 
 BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
 USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
@@ -49,7 +49,7 @@ def distilled(request: pytest.FixtureRequest, tiny_model: Callable[..., Path], t
     for token in tokenizer["added_tokens"]:
         token["content"] = NAMES.get(token["content"], token["content"])
     bos_id = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == BOS)
-    tokenizer["post_processor"] = {  # which would begin every text with a BOS, and the layout brings one already
+    tokenizer["post_processor"] = {  # adds a BOS to every text; the chat template has one already
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
@@ -77,16 +77,16 @@ def builder_of(processors: Processors) -> PromptBuilder:
     return make_builder(processors, max_prompt_length=256)
 
 
-def test_nothing_of_a_text_is_lost(distilled: Path) -> None:
+def test_decoding_the_tokens_of_a_text_returns_the_text(distilled: Path) -> None:
     tokenizer = load_processors(str(distilled)).tokenizer
     text = "How many  sides?\n\n\tIt's 12, caf\u00e9."
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_a_tokenizer_that_cannot_be_loaded_as_it_was_written_is_refused(
+def test_a_tokenizer_that_loads_differently_from_its_file_raises(
     distilled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_processors(str(distilled))  # declares what transformers wants
+    load_processors(str(distilled))  # sets up what transformers needs
     import transformers
 
     def lowercase_only(*_: object, **__: object) -> object:
@@ -94,11 +94,11 @@ def test_a_tokenizer_that_cannot_be_loaded_as_it_was_written_is_refused(
 
     for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lowercase_only)
-    with pytest.raises(ModelError, match=r"does not spell as its tokenizer\.json says"):
+    with pytest.raises(ModelError, match=r"does not match its tokenizer\.json"):
         load_processors(str(distilled))
 
 
-def test_a_prompt_is_laid_out_in_their_own_tokens_with_one_beginning(distilled: Path) -> None:
+def test_a_prompt_has_the_special_tokens_of_the_chat_template_and_one_bos(distilled: Path) -> None:
     processors = load_processors(str(distilled))
     prompt = builder_of(processors).build({"problem": "How many sides?", "answer": "3"}, "train:0")
     tokenizer = processors.tokenizer
@@ -109,7 +109,7 @@ def test_a_prompt_is_laid_out_in_their_own_tokens_with_one_beginning(distilled: 
     assert processors.banned_token_ids == ()
 
 
-def test_earlier_answers_lose_their_thinking_as_the_layout_says(distilled: Path) -> None:
+def test_the_chat_template_removes_the_thinking_of_earlier_turns(distilled: Path) -> None:
     processors = load_processors(str(distilled))
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -123,7 +123,7 @@ def test_earlier_answers_lose_their_thinking_as_the_layout_says(distilled: Path)
     )
 
 
-def test_what_it_samples_is_scored_as_it_was_sampled(distilled: Path) -> None:
+def test_trainer_and_transformers_compute_the_sampling_logprobs(distilled: Path) -> None:
     processors = load_processors(str(distilled))
     prompt = builder_of(processors).build({"problem": "How many sides?", "answer": "3"}, "train:0")
     policy = Policy(
@@ -132,30 +132,21 @@ def test_what_it_samples_is_scored_as_it_was_sampled(distilled: Path) -> None:
         temperature=1.0,
         banned_token_ids=(),
     )
-    engine = TransformersEngine(
-        model_path=str(distilled),
-        processors=processors,
-        device="cpu",
-        dtype=torch.float32,
-        max_model_len=256,
-        trust_remote_code=False,
-        override_config={},
-        skip_special_tokens=True,
-    )
+    engine = make_transformers_engine(distilled, processors)
     sampling = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
-    with engine.awake(policy.named_weights(), version=0):
-        [answers] = engine.generate([prompt], sampling, step=1)
-    completions = [answer.token_ids for answer in answers]
+    with engine.awake(LocalWeights(policy.named_weights), version=0):
+        [completions] = engine.generate([prompt], sampling, step=1)
+    token_ids = [completion.token_ids for completion in completions]
     rows = pack_rollouts(
-        [group_of(prompt, completions)],
+        [group_of(prompt, token_ids)],
         max_tokens=1000,
         positions=positions_of(processors.family, processors.hf_config),
     )
     with torch.no_grad():
-        [scores] = by_group(rows, [policy(row.packed).logprobs for row in rows])
-        plain, _ = padded_logprobs(
-            load_hugging_face(distilled, torch.float32), prompt, completions, temperature=1.0, banned_token_ids=()
+        [logprobs] = by_group(rows, [policy(row.packed).logprobs for row in rows])
+        expected, _ = padded_logprobs(
+            load_hugging_face(distilled, torch.float32), prompt, token_ids, temperature=1.0, banned_token_ids=()
         )
-    sampled = torch.tensor([logprob for answer in answers for logprob in answer.sampling_logprobs])
-    torch.testing.assert_close(torch.cat(scores), sampled, atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.cat(scores), plain, atol=1e-5, rtol=0)
+    sampled = torch.tensor([logprob for completion in completions for logprob in completion.sampling_logprobs])
+    torch.testing.assert_close(torch.cat(logprobs), sampled, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(logprobs), expected, atol=1e-5, rtol=0)

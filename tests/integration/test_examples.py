@@ -1,7 +1,8 @@
-"""Every recipe of examples/ trains two steps: its own command line, with another model, other files, smaller sizes.
+"""Every recipe of examples/ trains two steps: its command line, a tiny model, small sizes.
 
-Stand-ins have the form of the datasets that the recipes name; models give the right answer now and then, so that groups
-teach something and online filtering finds what it looks for.
+Generated data has the columns of the datasets that the recipes name. The models are warmed up to be
+correct about half of the time, so that the rewards of a group differ and online filtering keeps
+groups.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from support.recipes import RECIPES, ROOT, arguments_of, name_of
-from trigon.build import open_builder, open_processors
+from trigon.build.data import open_builder, open_processors
 from trigon.cli.main import main
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
@@ -41,27 +42,27 @@ from trigon.training.optim import Schedule
 
 STEPS = 2
 NUM_TRAIN, NUM_TEST = 8, 4
-PROMPT_TOKENS, ANSWER_TOKENS = 640, 64
+PROMPT_TOKENS, COMPLETION_TOKENS = 640, 64
 
 
-# -- data: the columns that each hub dataset has -------------------------------------------------------------------
+# -- data: the columns of each hub dataset ---------------------------------------------------------
 
 
-def drawing(rng: random.Random) -> bytes:
+def png_bytes(rng: random.Random) -> bytes:
     image = Image.new("RGB", (84, 56), tuple(rng.randrange(256) for _ in range(3)))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def questions(text: str, answer: str, *, images: int = 0) -> Callable[[random.Random, int], datasets.Dataset]:
-    """Return what makes rows of problem and answer, and of images where there are any."""
+def question_rows(text: str, answer: str, *, images: int = 0) -> Callable[[random.Random, int], datasets.Dataset]:
+    """Return a function that generates rows of problem, answer and `images` images."""
 
     def make(rng: random.Random, count: int) -> datasets.Dataset:
         columns = {"problem": [f"{text} ({number})" for number in range(count)], "answer": [answer] * count}
         features = {"problem": datasets.Value("string"), "answer": datasets.Value("string")}
         if images:
-            files = [[{"bytes": drawing(rng), "path": None} for _ in range(images)] for _ in range(count)]
+            files = [[{"bytes": png_bytes(rng), "path": None} for _ in range(images)] for _ in range(count)]
             columns["images"] = files
             features["images"] = datasets.List(datasets.Image())
         return datasets.Dataset.from_dict(columns, datasets.Features(features))
@@ -69,10 +70,10 @@ def questions(text: str, answer: str, *, images: int = 0) -> Callable[[random.Ra
     return make
 
 
-def screens(rng: random.Random, count: int) -> datasets.Dataset:
+def screen_rows(rng: random.Random, count: int) -> datasets.Dataset:
     return datasets.Dataset.from_dict(
         {
-            "image": [{"bytes": drawing(rng)} for _ in range(count)],
+            "image": [{"bytes": png_bytes(rng)} for _ in range(count)],
             "instruction": [f"open the settings ({number})" for number in range(count)],
             "id": [f"row{number}" for number in range(count)],
             "gt_action": ["click"] * count,
@@ -84,18 +85,18 @@ def screens(rng: random.Random, count: int) -> datasets.Dataset:
     )
 
 
-STAND_INS = {
-    "hiyouga/geometry3k": questions("<image>Find x.", "48", images=1),
-    "hiyouga/math12k": questions("What is half of 96?", "48"),
-    "Saigyouji-Yuyuko1000/dapo17k": questions("What is half of 96?", "48"),
-    "BUAADreamer/clevr_count_70k": questions("<image>How many items are there?", "3", images=1),
-    "leonardPKU/GEOQA_8K_R1V": questions("<image>∠A = 35°; what is ∠B?", "145°", images=1),
-    "hiyouga/journeybench-multi-image-vqa": questions("<image>\n<image>\nHow many cups in both?", "5", images=2),
-    "datasets/GUI-R1": screens,
+DATASETS = {
+    "hiyouga/geometry3k": question_rows("<image>Find x.", "48", images=1),
+    "hiyouga/math12k": question_rows("What is half of 96?", "48"),
+    "Saigyouji-Yuyuko1000/dapo17k": question_rows("What is half of 96?", "48"),
+    "BUAADreamer/clevr_count_70k": question_rows("<image>How many items are there?", "3", images=1),
+    "leonardPKU/GEOQA_8K_R1V": question_rows("<image>∠A = 35°; what is ∠B?", "145°", images=1),
+    "hiyouga/journeybench-multi-image-vqa": question_rows("<image>\n<image>\nHow many cups in both?", "5", images=2),
+    "datasets/GUI-R1": screen_rows,
 }
-"""A hub dataset, or a folder that a recipe wants to be filled: what makes rows in its form."""
+"""A hub dataset, or the folder that a recipe reads -> the function that generates its rows."""
 
-ANSWERS = {
+COMPLETIONS = {
     "math": ("<think>I see.</think>\\boxed{48}", "<think>I see.</think>\\boxed{47}"),
     "dapo": ("Answer: 48", "Answer: 47"),
     "counting": ("<think>I see.</think><answer>3</answer>", "<think>I see.</think><answer>4</answer>"),
@@ -106,12 +107,12 @@ ANSWERS = {
         '<think>.</think><answer>{"action": "click", "point": [900, 300]}</answer>',
     ),
 }
-"""By reward: a right answer in the right format, and a wrong one. Models are warmed up to give each half the time."""
+"""Reward -> a correct and a wrong completion, both well formatted; models are warmed up to both."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _short_collections() -> Iterator[None]:
-    """vLLM collects garbage several times for each engine; what was imported before need not be looked at again."""
+def _frozen_garbage() -> Iterator[None]:
+    """Freeze imported objects: vLLM collects garbage several times per engine."""
     gc.collect()
     gc.freeze()
     yield
@@ -120,9 +121,9 @@ def _short_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a stand-in for each dataset, and with what geo3k.py makes of Geometry3K's."""
+    """Return a folder with the generated datasets and the output of geo3k.py for Geometry3K."""
     folder = tmp_path_factory.mktemp("home")
-    for name, make in STAND_INS.items():
+    for name, make in DATASETS.items():
         (folder / name).mkdir(parents=True)
         for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
             make(random.Random(f"{name} {split}"), count).to_parquet(folder / name / f"{split}.parquet")
@@ -133,7 +134,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# -- models --------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 MODEL_TYPES = (
     ("Qwen/Qwen2.5-VL-", "qwen2_5_vl"),
@@ -142,31 +143,31 @@ MODEL_TYPES = (
     ("Qwen/Qwen2.5-", "qwen2"),
     ("Qwen/Qwen3-", "qwen3"),
 )
-"""Beginning of a model's name: its family, first match wins."""
+"""Prefix of a model's name -> its family; the first match counts."""
 
-Warm = Callable[[Config], Path]
+WarmModel = Callable[[Config], Path]
 
 
 @pytest.fixture(scope="module")
-def warm(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Warm:
-    """Return a function that warms a tiny model up to a recipe's prompts and answers, once for each kind of them."""
-    made: dict[tuple[str, str], Path] = {}
+def warm_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> WarmModel:
+    """Return a function that warms up a tiny model for a recipe, once per model type and reward."""
+    models: dict[tuple[str, str], Path] = {}
 
-    def make(config: Config) -> Path:
+    def warm_up_once(config: Config) -> Path:
         model_type = model_type_of(config)
         key = model_type, reward_of(config)
-        if key not in made:
-            made[key] = warmed_up(config, tiny_model(model_type), tmp_path_factory.mktemp("-".join(key)))
-        return made[key]
+        if key not in models:
+            models[key] = warm_up(config, tiny_model(model_type), tmp_path_factory.mktemp("-".join(key)))
+        return models[key]
 
-    return make
+    return warm_up_once
 
 
 def model_type_of(config: Config) -> str:
     path = str(config.worker.actor.model.model_path)
     model_type = next(family for beginning, family in MODEL_TYPES if path.startswith(beginning))
     if model_type == "qwen3_vl_moe" and model_type not in get_args(TinyModelType):
-        return "qwen3_vl"  # the nearest family that is here
+        return "qwen3_vl"  # the most similar tiny model
     return model_type
 
 
@@ -174,8 +175,8 @@ def reward_of(config: Config) -> str:
     return Path(str(config.worker.reward.reward_function).partition(":")[0]).stem
 
 
-def warmed_up(config: Config, source: Path, folder: Path) -> Path:
-    """Write a model that gives a right and a wrong answer about equally often, both in the right format."""
+def warm_up(config: Config, source: Path, folder: Path) -> Path:
+    """Write a model that is correct about half of the time, and return its folder."""
     model = config.worker.actor.model.model_copy(update={"model_path": str(source)})
     actor = config.worker.actor.model_copy(update={"model": model})
     config = config.model_copy(update={"worker": config.worker.model_copy(update={"actor": actor})})
@@ -188,11 +189,11 @@ def warmed_up(config: Config, source: Path, folder: Path) -> Path:
         num_workers=1,
     )
     examples = [
-        (prompts[index], (*processors.tokenizer.encode(answer), processors.stop_token_ids[0]))
+        (prompts[index], (*processors.tokenizer.encode(text), processors.stop_token_ids[0]))
         for index in range(len(prompts))
-        for answer in ANSWERS[reward_of(config)]
+        for text in COMPLETIONS[reward_of(config)]
     ]
-    assert max(len(answer) for _, answer in examples) <= ANSWER_TOKENS
+    assert max(len(token_ids) for _, token_ids in examples) <= COMPLETION_TOKENS
     policy = Policy(
         load_model(str(source), dtype=torch.float32, device="cpu"),
         processors.family,
@@ -204,7 +205,7 @@ def warmed_up(config: Config, source: Path, folder: Path) -> Path:
         examples.__getitem__,
         num_examples=len(examples),
         max_updates=100,
-        enough_skill=0.35,
+        target_accuracy=0.35,
         batch_size=4,
         schedule=Schedule(3e-3, "constant", 5, 100, 0.0),
         positions=positions_of(processors.family, processors.hf_config),
@@ -217,27 +218,27 @@ def warmed_up(config: Config, source: Path, folder: Path) -> Path:
     return folder
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
-def files(config: Config, home: Path) -> list[str]:
-    """Return the overrides that put stand-ins in the place of hub datasets; local files are there already."""
-    found = []
+def file_overrides(config: Config, home: Path) -> list[str]:
+    """Return the overrides that replace hub datasets by generated ones; local files exist."""
+    overrides = []
     for key, specs in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         [spec] = specs
-        place, _, split = spec.partition("@")
-        if not Path(place).exists():
-            assert place in STAND_INS, f"{place}: which columns has it? Add a stand-in."
-            found.append(f"{key}={home / place / f'{split}.parquet'}")
-    return found
+        location, _, split = spec.partition("@")
+        if not Path(location).exists():
+            assert location in DATASETS, f"{location}: add a function that generates its rows to DATASETS"
+            overrides.append(f"{key}={home / location / f'{split}.parquet'}")
+    return overrides
 
 
-def sizes(config: Config) -> list[str]:
-    """Return the overrides that make a recipe small. Nothing here changes what is computed."""
+def size_overrides(config: Config) -> list[str]:
+    """Return the overrides that make a recipe small, without changing the algorithm."""
     updates = min(config.data.rollout_batch_size // config.worker.actor.global_batch_size, 2)
     small: dict[str, object] = {
         "data.max_prompt_length": PROMPT_TOKENS,
-        "data.max_response_length": ANSWER_TOKENS,
+        "data.max_response_length": COMPLETION_TOKENS,
         "data.rollout_batch_size": 2 * updates,
         "data.val_batch_size": NUM_TEST,
         "data.min_pixels": "null",
@@ -262,12 +263,13 @@ def sizes(config: Config) -> list[str]:
     if "max_response_length" in config.worker.reward.reward_function_kwargs:
         kwargs = config.worker.reward.reward_function_kwargs
         small["worker.reward.reward_function_kwargs"] = json.dumps(
-            {**kwargs, "max_response_length": ANSWER_TOKENS, "overlong_buffer_length": ANSWER_TOKENS // 4}
+            {**kwargs, "max_response_length": COMPLETION_TOKENS, "overlong_buffer_length": COMPLETION_TOKENS // 4}
         )
     return [f"{key}={value}" for key, value in small.items()]
 
 
-def leaves(config: Config) -> Iterator[tuple[str, object]]:
+def option_values(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield the name and the value of every option."""
     for option in options().values():
         value: object = config
         for key in option.path:
@@ -276,7 +278,9 @@ def leaves(config: Config) -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_a_recipe_trains(recipe: Path, home: Path, warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_trains(
+    recipe: Path, home: Path, warm_model: WarmModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     environment = {"HOME": str(home)}
     if "datasets/GUI-R1" in recipe.read_text(encoding="utf-8"):
@@ -286,12 +290,12 @@ def test_a_recipe_trains(recipe: Path, home: Path, warm: Warm, tmp_path: Path, m
         arguments = arguments_of(recipe, tmp_path / "bin", *overrides, environment=environment)
         return load_config(*split_arguments(arguments)).config, arguments
 
-    told, _ = configured()
+    original, _ = configured()
     run = tmp_path / "run"
-    overrides = [*files(told, home), *sizes(told), f"trainer.save_checkpoint_path={run}"]
-    if not {"console", "file"}.issuperset(told.trainer.logger):
-        overrides.append("trainer.logger=[console,file]")  # the others want an account
-    model = warm(configured(*overrides)[0])
+    overrides = [*file_overrides(original, home), *size_overrides(original), f"trainer.save_checkpoint_path={run}"]
+    if not {"console", "file"}.issuperset(original.trainer.logger):
+        overrides.append("trainer.logger=[console,file]")  # the other loggers need an account
+    model = warm_model(configured(*overrides)[0])
     overrides.append(f"worker.actor.model.model_path={model}")
     config, arguments = configured(*overrides)
 
@@ -303,11 +307,11 @@ def test_a_recipe_trains(recipe: Path, home: Path, warm: Warm, tmp_path: Path, m
     for line in lines:
         assert all(math.isfinite(value) for value in line["metrics"].values()), line
         assert "actor/pg_loss" in line["metrics"]
-    assert max(line["metrics"]["actor/grad_norm"] for line in lines) > 1e-4, "no group taught anything"
+    assert max(line["metrics"]["actor/grad_norm"] for line in lines) > 1e-4, "no group had a gradient"
     assert (run / f"global_step_{STEPS}").is_dir()
 
-    # What was saved is what the recipe says, but for what was made small or replaced.
-    ran = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    assert ran == config
-    before, after = dict(leaves(told)), dict(leaves(ran))
+    # The saved configuration is that of the recipe, except for the overrides.
+    saved = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    assert saved == config
+    before, after = dict(option_values(original)), dict(option_values(saved))
     assert {key for key in before if before[key] != after[key]} <= {text.partition("=")[0] for text in overrides}

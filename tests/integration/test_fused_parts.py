@@ -1,4 +1,4 @@
-"""Compiled and fused parts compute what the model computes; names stay, and what cannot run is refused."""
+"""Compiled and fused modules compute what the model computes and keep the names of weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_policy(folder: Path) -> Policy:
 
 
 def make_rows(folder: Path) -> list[PackedGroups]:
-    """Two rows, unlike in length."""
+    """Return two rows of different lengths."""
     processors = load_processors(str(folder))
     image = [(4, 6)] if processors.family.has_vision else []
 
@@ -58,11 +58,11 @@ def scores_and_gradients(policy: Policy, rows: list[PackedGroups]) -> tuple[Tens
     return torch.cat(scores), gradients
 
 
-def check_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> None:
-    torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=0)
-    assert ours[1].keys() == theirs[1].keys()
-    for name, gradient in theirs[1].items():
-        assert float((ours[1][name] - gradient).norm()) <= 1e-5 * (float(gradient.norm()) or 1.0), name
+def check_same(result: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=0)
+    assert result[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert float((result[1][name] - gradient).norm()) <= 1e-5 * (float(gradient.norm()) or 1.0), name
 
 
 def with_adapters(policy: Policy) -> Policy:
@@ -74,15 +74,15 @@ def with_adapters(policy: Policy) -> Policy:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
-# Of torch's own, while it compiles.
+# torch's own warnings while it compiles.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("model_type", "adapted"),
-    [("qwen3_moe", False), ("qwen2", True)],  # one of two layers is dense
+    [("qwen3_moe", False), ("qwen2", True)],  # one of its two layers is dense
     ids=["all weights", "LoRA"],
 )
-def test_compiled_parts_change_nothing_under_gradient_checkpointing(
+def test_compiled_modules_compute_the_same_under_gradient_checkpointing(
     tiny_model: TinyModel, model_type: str, adapted: bool
 ) -> None:
     folder = tiny_model(model_type)
@@ -101,7 +101,7 @@ def test_compiled_parts_change_nothing_under_gradient_checkpointing(
     assert [name for name, _ in compiled.saved_tensors()] == [name for name, _ in plain.saved_tensors()]
 
 
-def test_norms_and_dense_mlps_are_what_is_compiled(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_dense_mlps_are_compiled(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
 
     def compile_nothing(function, *, dynamic):
@@ -128,13 +128,13 @@ def test_norms_and_dense_mlps_are_what_is_compiled(tiny_model: TinyModel, monkey
 
 
 def liger_functions(calls: list[str]) -> ModuleType:
-    """What liger-kernel's functions compute, in torch: its own run on GPUs alone."""
+    """Return liger-kernel's functions written in torch, since its kernels need a GPU."""
 
     def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
         assert not in_place
         calls.append(casting_mode)
-        wide = X.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        X32 = X.float()
+        normed = X32 * torch.rsqrt(X32.pow(2).mean(-1, keepdim=True) + eps)
         if casting_mode == "llama":
             return (offset + W) * normed.to(X.dtype)
         return ((offset + W.float()) * normed).to(X.dtype)
@@ -157,7 +157,9 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-# (norms, gated MLPs) in each: two layers, a tower of three blocks and its merger; norms of queries and keys; Gemma's.
+# Number of norms and gated MLPs. Qwen2.5-VL: two decoder layers, three vision blocks and the
+# merger.
+# Qwen3: norms of queries and keys too. Gemma 3: six norms in each layer.
 @pytest.mark.parametrize(
     ("model_type", "norms", "mlps", "casting"),
     [
@@ -167,7 +169,7 @@ def liger_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("gemma3_text", 2 * 6 + 1, 0, "gemma"),
     ],
 )
-def test_fused_functions_change_nothing(
+def test_fused_functions_compute_the_same(
     tiny_model: TinyModel, liger_calls: list[str], model_type: str, norms: int, mlps: int, casting: str
 ) -> None:
     folder = tiny_model(model_type)
@@ -182,12 +184,12 @@ def test_fused_functions_change_nothing(
     assert (liger_calls.count(casting), liger_calls.count("swiglu")) == (norms, mlps)
 
 
-def test_a_model_without_anything_to_fuse_is_refused(liger_calls: list[str]) -> None:
+def test_a_model_without_norms_and_mlps_is_an_error(liger_calls: list[str]) -> None:
     with pytest.raises(ModelError, match="A Linear has neither RMS norms nor MLPs"):
         use_liger(nn.Linear(2, 2))
 
 
-def test_liger_kernel_is_refused_where_it_cannot_run() -> None:
+def test_requiring_liger_kernel_where_it_cannot_run_is_an_error() -> None:
     with pytest.raises(ModelError, match="needs a GPU, but this run trains on 'cpu'"):
         require_liger(torch.device("cpu"))
     with pytest.raises(ModelError, match="pip install liger-kernel"):

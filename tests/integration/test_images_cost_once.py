@@ -1,4 +1,4 @@
-"""A prompt's images go through the image processor once a step, whatever is sampled, scored and learned from."""
+"""A step processes each prompt's images once, for sampling, scoring and the update together."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 from support.builders import make_builder
 from support.engines import TERMS
+from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.data.dataset import open_prompts
 from trigon.data.stream import PromptStream
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.rollout.transformers import TransformersEngine
-from trigon.rollout.vllm import VllmEngine
 from trigon.tiny.drawings import make_dataset
 from trigon.train_groups import build_train_groups
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
+from trigon.training.settings import Placement, TrainSettings
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 
-class Counting:
-    """Hugging Face's image processor, counting how often anybody calls it."""
+class CountingProcessor:
+    """A Hugging Face image processor that counts its calls."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -39,12 +39,12 @@ class Counting:
         return getattr(self.processor, name)
 
 
-@pytest.mark.parametrize("engine_class", [VllmEngine, TransformersEngine])
+@pytest.mark.parametrize("engine_name", ["vllm", "transformers"])
 @pytest.mark.parametrize("n", [2, 5])
-def test_one_image_processor_call_for_each_prompt_of_a_step(engine_class, n, tiny_vlm, tmp_path):
-    plain = load_processors(str(tiny_vlm))
-    counting = Counting(plain.image_processor)
-    processors = dataclasses.replace(plain, image_processor=counting)
+def test_one_image_processor_call_for_each_prompt_of_a_step(engine_name, n, tiny_vlm, tmp_path):
+    loaded = load_processors(str(tiny_vlm))
+    counting = CountingProcessor(loaded.image_processor)
+    processors = dataclasses.replace(loaded, image_processor=counting)
     builder = make_builder(processors, max_prompt_length=128, limit_images=1)
     train_file, _ = make_dataset(tmp_path, num_train=6, num_validation=1, seed=0)
     prompts = open_prompts(
@@ -58,57 +58,38 @@ def test_one_image_processor_call_for_each_prompt_of_a_step(engine_class, n, tin
             temperature=1.0,
             banned_token_ids=processors.banned_token_ids,
         ),
-        terms=TERMS,
-        strategy="adamw",
-        schedule=Schedule(1e-4, "constant", 0, 10, 0.0),
-        betas=(0.9, 0.999),
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        TrainSettings(
+            terms=TERMS,
+            strategy="adamw",
+            schedule=Schedule(1e-4, "constant", 0, 10, 0.0),
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            update_max_tokens=80,  # so that groups are split over several micro-batches
+            score_max_tokens=80,
+        ),
+        Placement(device=torch.device("cpu"), compute_dtype=torch.float32),
         positions=positions_of(processors.family, processors.hf_config),
-        update_max_tokens=80,  # several micro-batches, groups split
-        score_max_tokens=80,
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        offload_params=False,
-        offload_optimizer=False,
     )
-    options = {
-        "model_path": str(tiny_vlm),
-        "processors": processors,
-        "device": "cpu",
-        "dtype": torch.float32,
-        "max_model_len": 160,
-        "trust_remote_code": False,
-        "override_config": {},
-        "skip_special_tokens": True,
-    }
-    if engine_class is VllmEngine:
-        options |= {
-            "max_num_batched_tokens": 512,
-            "gpu_memory_utilization": 0.5,
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "enable_prefix_caching": True,
-            "limit_images": 1,
-            "seed": 0,
-            "disable_log_stats": True,
-        }
-    engine = engine_class(**options)
+    if engine_name == "vllm":
+        engine = make_vllm_engine(tiny_vlm, processors, max_model_len=160, max_num_batched_tokens=512)
+    else:
+        engine = make_transformers_engine(tiny_vlm, processors, max_model_len=160)
     sampling = SamplingParams(n=n, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=False, seed=0)
     before = counting.calls
-    taken = stream.take(3)
+    prompts_of_step = stream.take(3)
     with engine.awake(trainer.weights(), version=0):
-        completions = engine.generate(taken, sampling, step=1)
+        completions = engine.generate(prompts_of_step, sampling, step=1)
     groups = [
         RolloutGroup(
             prompt,
             tuple(Rollout(completion, Score(float(i), {}, "ok", "")) for i, completion in enumerate(row)),
         )
-        for prompt, row in zip(taken, completions, strict=True)
+        for prompt, row in zip(prompts_of_step, completions, strict=True)
     ]
     old = trainer.logprobs(groups)
     advantages = [[torch.ones(len(tokens)) for tokens in row] for row in old]
     trainer.step(build_train_groups(groups, advantages, torch.ones(len(groups), n, dtype=torch.bool), old=old, ref=old))
-    assert counting.calls - before == len(taken)
+    assert counting.calls - before == len(prompts_of_step)
     engine.close()
     stream.close()

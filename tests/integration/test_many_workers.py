@@ -1,4 +1,4 @@
-"""Several workers, with real Ray, FSDP2 and vLLM: the numbers of one, whatever their number and whoever dies."""
+"""Runs with several workers (Ray, FSDP2, vLLM) have the numbers of one, also after a resume."""
 
 from __future__ import annotations
 
@@ -21,49 +21,50 @@ from support.runs import assert_learned, finish, lines, log_of, num_lines, rollo
 pytestmark = pytest.mark.alone
 
 STEPS = 4
-# what must differ where rows are packed apart
-OF_PACKING = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "moved/")
+# Metrics that depend on the packing, which differs between numbers of workers.
+PACKING_KEYS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "moved/")
 MARK = "TRIGON_TEST_RUN"
 
 
 def train(
     made: Path, folder: Path, *overrides: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a run without validation, which tells nothing new here and takes time."""
+    """Start a run without validation."""
     no_validation = ("data.val_files=", "trainer.val_before_train=false", "trainer.val_freq=-1")
     return start(made, folder, *no_validation, *overrides, steps=steps, environment=environment)
 
 
 @pytest.fixture(scope="module")
-def alone(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone") / "run"
+def one_worker(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one_worker") / "run"
     finish(train(made, folder), folder)
     assert_learned(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def pair(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two workers that nothing happened to, with all of its checkpoints."""
-    folder = tmp_path_factory.mktemp("pair") / "run"
+def two_workers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an uninterrupted run of two workers, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("two_workers") / "run"
     finish(train(made, folder, "trainer.n_gpus_per_node=2", "trainer.save_limit=-1"), folder)
     return folder
 
 
-def assert_close(ours: list[dict], theirs: list[dict], *, tolerance: float) -> None:
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    far = {
+def assert_close(actual: list[dict], expected: list[dict], *, tolerance: float) -> None:
+    """Assert that the metrics of two runs are equal within a relative and absolute tolerance."""
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    different = {
         (line["step"], key): (line["metrics"].get(key), value)
-        for line, other in zip(ours, theirs, strict=True)
+        for line, other in zip(actual, expected, strict=True)
         for key, value in other["metrics"].items()
-        if not key.startswith(OF_PACKING)
+        if not key.startswith(PACKING_KEYS)
         and not math.isclose(line["metrics"].get(key, math.nan), value, rel_tol=tolerance, abs_tol=tolerance)
     }
-    assert far == {}
+    assert different == {}
 
 
 def from_step(folder: Path, step: int, destination: Path) -> Path:
-    """Return a copy of a run's folder as if it had been killed right after the checkpoint of this step."""
+    """Return a copy of a run folder, as if the run had been killed after saving this step."""
     shutil.copytree(folder, destination)
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(destination / f"global_step_{later}", ignore_errors=True)
@@ -71,21 +72,21 @@ def from_step(folder: Path, step: int, destination: Path) -> Path:
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Return the command lines of all processes that descend from a run, by process number."""
-    found = {}
+    """Return the command lines of the processes with this mark in their environment, by id."""
+    processes = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                processes[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return found
+    return processes
 
 
 def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, method: str, after: int) -> None:
-    """Kill a worker while it is in this method, once the run has written so many lines."""
+    """Kill a worker that executes this method, after `after` steps are in metrics.jsonl."""
     workers: list[int] = []
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -93,10 +94,10 @@ def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, meth
         if num_lines(folder) >= after and workers:
             for pid in workers:
                 try:
-                    doing = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    title = Path(f"/proc/{pid}/cmdline").read_bytes()
                 except FileNotFoundError:
                     continue
-                if f"ray::Worker.{method}".encode() in doing:
+                if f"ray::Worker.{method}".encode() in title:
                     os.kill(pid, signal.SIGKILL)
                     return
             time.sleep(0.001)
@@ -106,36 +107,39 @@ def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, meth
     raise AssertionError(f"no worker was seen in {method}")
 
 
-def test_two_workers_give_the_numbers_of_one(alone, pair):
-    assert_close(lines(pair), lines(alone), tolerance=1e-5)
-    assert rollouts(pair).keys() == rollouts(alone).keys()
-    # Four small drawings and some hundred tokens, three times; neither pixels (677 kB each time) nor weights (3 MB).
-    moved = [line["metrics"]["moved/sent_bytes"] for line in lines(pair)[1:3]]
+def test_two_workers_have_the_numbers_of_one(one_worker, two_workers):
+    assert_close(lines(two_workers), lines(one_worker), tolerance=1e-5)
+    assert rollouts(two_workers).keys() == rollouts(one_worker).keys()
+    # Three times four small drawings and some hundred tokens, but no pixels (677 kB each time) and
+    # no weights (3 MB).
+    moved = [line["metrics"]["moved/sent_bytes"] for line in lines(two_workers)[1:3]]
     assert all(0 < sent < 30_000 for sent in moved), moved
 
 
-def test_one_worker_goes_on_from_a_checkpoint_of_two(made, pair, tmp_path):
-    folder = from_step(pair, 2, tmp_path / "run")
+def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path):
+    folder = from_step(two_workers, 2, tmp_path / "run")
     finish(train(made, folder), folder)
     assert "resuming after step 2" in log_of(folder).read_text()
-    assert_close(lines(folder), lines(pair), tolerance=1e-5)
+    assert_close(lines(folder), lines(two_workers), tolerance=1e-5)
 
 
-def test_four_workers_with_tensor_parallelism_and_two_copies_go_on_from_a_checkpoint_of_two(made, pair, tmp_path):
-    folder = from_step(pair, 2, tmp_path / "run")
+def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_checkpoint_of_two(
+    made, two_workers, tmp_path
+):
+    folder = from_step(two_workers, 2, tmp_path / "run")
     sizes = ("trainer.n_gpus_per_node=4", "worker.rollout.tensor_parallel_size=2", "worker.actor.fsdp.fsdp_size=2")
     finish(train(made, folder, *sizes), folder)
-    assert_close(lines(folder), lines(pair), tolerance=1e-4)
+    assert_close(lines(folder), lines(two_workers), tolerance=1e-4)
 
 
-@pytest.mark.timeout(1200)  # it starts two workers five times
-def test_a_worker_killed_in_any_phase_ends_the_run_at_once_and_the_next_goes_on_exactly(made, pair, tmp_path):
+@pytest.mark.timeout(1200)  # starts two workers five times
+def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exactly(made, two_workers, tmp_path):
     folder = tmp_path / "run"
-    for lived, (method, phase) in enumerate(
+    for num_steps, (method, phase) in enumerate(
         [("generate", "rollout"), ("logprobs", "logprobs"), ("step", "update"), ("write_state", "save (writing)")]
     ):
         mark = secrets.token_hex(8)
-        # One step further each time, the first of them in the first.
+        # Each run is killed one step later than the one before; the first in its first step.
         process = train(
             made,
             folder,
@@ -143,36 +147,36 @@ def test_a_worker_killed_in_any_phase_ends_the_run_at_once_and_the_next_goes_on_
             "trainer.save_freq=1",
             environment={MARK: mark},
         )
-        kill_worker(process, folder, mark, method=method, after=lived)
-        killed = time.monotonic()
+        kill_worker(process, folder, mark, method=method, after=num_steps)
+        kill_time = time.monotonic()
         assert process.wait(timeout=60) == 1
-        said = log_of(folder).read_text()
-        assert "WorkerError: rank " in said
-        assert f"in {phase}: the process died" in said
-        assert "the same command goes on from the last checkpoint" in said
-        while time.monotonic() - killed < 60 and marked(mark):
+        log = log_of(folder).read_text()
+        assert "WorkerError: rank " in log
+        assert f"in {phase}: the process died" in log
+        assert "the same command goes on from the last checkpoint" in log
+        while time.monotonic() - kill_time < 60 and marked(mark):
             time.sleep(0.1)
         assert marked(mark) == {}
     finish(train(made, folder, "trainer.n_gpus_per_node=2", "trainer.save_freq=1"), folder)
-    assert_same(lines(folder), lines(pair))
-    assert rollouts(folder) == rollouts(pair)
+    assert_same(lines(folder), lines(two_workers))
+    assert rollouts(folder) == rollouts(two_workers)
 
 
-def assert_same(ours: list[dict], theirs: list[dict]) -> None:
-    """Bit for bit, but for the bytes of messages, of which a kill repeats some."""
+def assert_same(actual: list[dict], expected: list[dict]) -> None:
+    """Assert equal metrics, except the bytes of messages, which a kill repeats."""
 
-    def less(found: list[dict]) -> list[dict]:
+    def without_moved_bytes(found: list[dict]) -> list[dict]:
         return [
             {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if not k.startswith("moved/")}}
             for line in found
         ]
 
-    assert less(ours) == less(theirs)
+    assert without_moved_bytes(actual) == without_moved_bytes(expected)
 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Two Ray nodes on this machine, with one CPU each; returns what a run has to know to find them."""
+    """Start two Ray nodes with one CPU each, and yield the environment of a run on them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -180,40 +184,40 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     ray = str(Path(sys.executable).with_name("ray"))
     common = ["--num-cpus=1", "--disable-usage-stats", "--block"]
-    where = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+    head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
     environment = {**os.environ, **token, MARK: mark}
     folder = tmp_path_factory.mktemp("nodes")
     nodes: list[subprocess.Popen[bytes]] = []
     try:
-        for number, place in enumerate((where, [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.2"])):
+        for number, role in enumerate((head, [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.2"])):
             log = folder / f"{number}.log"
             with log.open("w") as output:
-                command = [ray, "start", *place, *common]
+                command = [ray, "start", *role, *common]
                 nodes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
             while "Ray runtime started" not in log.read_text():
                 assert nodes[-1].poll() is None, log.read_text()
                 time.sleep(0.1)
         yield {**token, "RAY_ADDRESS": f"127.0.0.1:{port}"}
     finally:
-        while left := marked(mark):
-            for pid in left:
+        while remaining := marked(mark):
+            for pid in remaining:
                 os.kill(pid, signal.SIGKILL)
             for node in nodes:
                 node.wait()
             time.sleep(0.1)
 
 
-def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_worker(made, alone, two_nodes, tmp_path):
+def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, two_nodes, tmp_path):
     folder = tmp_path / "run"
     sizes = ("trainer.nnodes=2", "worker.rollout.tensor_parallel_size=2")
     finish(train(made, folder, *sizes, steps=2, environment=two_nodes), folder)
-    assert_close(lines(folder), lines(alone)[:2], tolerance=1e-5)
+    assert_close(lines(folder), lines(one_worker)[:2], tolerance=1e-5)
 
 
-def test_a_cluster_that_is_too_small_is_told_what_was_asked_and_what_is_there(made, two_nodes, tmp_path):
+def test_the_error_of_a_cluster_that_is_too_small_names_what_is_required_and_available(made, two_nodes, tmp_path):
     folder = tmp_path / "run"
     process = train(made, folder, "trainer.nnodes=2", "trainer.n_gpus_per_node=3", environment=two_nodes)
     assert process.wait(timeout=120) == 1
-    said = log_of(folder).read_text()
-    assert "ConfigError: trainer.nnodes=2 and trainer.n_gpus_per_node=3 ask for 2 nodes with 3 CPUs" in said
-    assert "has 1 CPUs" in said
+    log = log_of(folder).read_text()
+    assert "ConfigError: trainer.nnodes=2 and trainer.n_gpus_per_node=3 ask for 2 nodes with 3 CPUs" in log
+    assert "has 1 CPUs" in log

@@ -1,4 +1,4 @@
-"""What is particular to vLLM: it shares a process with the trainer, and might take weights or images wrongly."""
+"""Behaviour of VllmEngine alone: the state of its process, and its checks of weights and images."""
 
 import os
 import random
@@ -10,35 +10,13 @@ import torch
 
 pytest.importorskip("vllm")
 
+from support.rollout import handle_of, make_vllm_engine
 from trigon.errors import EngineError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.rollout.vllm import VllmEngine
-from trigon.types import Prompt, SamplingParams, Vision
+from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
-
-
-def open_engine(folder, processors, **changes):
-    wishes = {
-        "model_path": str(folder),
-        "processors": processors,
-        "device": "cpu",
-        "dtype": torch.float32,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 1024,
-        "gpu_memory_utilization": 0.5,
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "enable_prefix_caching": True,
-        "limit_images": 1,
-        "trust_remote_code": False,
-        "override_config": {},
-        "skip_special_tokens": True,
-        "seed": 0,
-        "disable_log_stats": True,
-    }
-    return VllmEngine(**(wishes | changes))
 
 
 def weights_of(folder, processors):
@@ -46,7 +24,7 @@ def weights_of(folder, processors):
     return dict(Policy(model, processors.family, temperature=1.0, banned_token_ids=()).named_weights())
 
 
-def state_of_the_process():
+def process_state():
     python, (name, keys, *rest) = random.getstate(), np.random.get_state()
     return {
         "torch": torch.get_rng_state().tolist(),
@@ -63,7 +41,7 @@ def state_of_the_process():
 
 
 def vision(seed, images=1):
-    """Return pixels for images of 6 x 6 patches, which make 9 tokens each."""
+    """Return images of 6 x 6 patches, 9 tokens each."""
     pixels = torch.randn(36 * images, 1176, generator=torch.Generator().manual_seed(seed))
     return Vision(pixels, torch.tensor([[1, 6, 6]] * images), tuple(f"{seed}.{image}" for image in range(images)))
 
@@ -75,10 +53,10 @@ def processors(tiny_vlm):
 
 @pytest.fixture(scope="module")
 def started(tiny_vlm, processors):
-    """Return the engine, the trainer's weights, and what starting changed in the process."""
-    before = state_of_the_process()
-    engine = open_engine(tiny_vlm, processors)
-    after = state_of_the_process()
+    """Return the engine, the trainer's weights, and the keys of process_state that changed."""
+    before = process_state()
+    engine = make_vllm_engine(tiny_vlm, processors)
+    after = process_state()
     yield engine, weights_of(tiny_vlm, processors), {name for name in before if before[name] != after[name]}
     engine.close()
 
@@ -95,7 +73,7 @@ def weights(started):
 
 @pytest.fixture(scope="module")
 def prompts(processors):
-    """Return prompts that differ by their images alone, and one without any."""
+    """Return two prompts that differ only in their images, and one without images."""
     start, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
     pad = processors.family.image_token_id(processors.hf_config)
     question = processors.tokenizer("Which number does the dot stand on? " * 4)["input_ids"]
@@ -106,70 +84,70 @@ def prompts(processors):
     ]
 
 
-def test_starting_leaves_the_process_as_it_was(started):
+def test_starting_the_engine_does_not_change_the_process(started):
     assert started[2] == set()
 
 
-def test_sampling_leaves_the_random_numbers_of_the_process_alone(engine, weights, prompts):
-    before = state_of_the_process()
-    with engine.awake(iter(weights.items()), version=0):
+def test_sampling_does_not_change_the_process_or_its_random_generators(engine, weights, prompts):
+    before = process_state()
+    with engine.awake(handle_of(weights), version=0):
         engine.generate(prompts, SAMPLING, step=1)
-    assert state_of_the_process() == before
+    assert process_state() == before
 
 
-def test_images_are_never_processed_again(engine, weights, prompts, processors, monkeypatch):
+def test_the_image_processor_is_not_called(engine, weights, prompts, processors, monkeypatch):
     calls = []
     kind = type(processors.image_processor)
     monkeypatch.setattr(kind, "preprocess", lambda *args, **kwargs: calls.append(args))
-    with engine.awake(iter(weights.items()), version=0):
+    with engine.awake(handle_of(weights), version=0):
         engine.generate(prompts, SAMPLING, step=1)
     assert calls == []
 
 
-def test_the_same_words_behind_other_images_are_answered_otherwise(engine, weights, prompts):
-    same_name = [replace(prompts[0], prompt_id="x"), replace(prompts[1], prompt_id="x")]
-    with engine.awake(iter(weights.items()), version=0):
-        first, second = engine.generate(same_name, SAMPLING, step=1)
+def test_the_same_text_with_another_image_has_other_log_probabilities(engine, weights, prompts):
+    same_id = [replace(prompts[0], prompt_id="x"), replace(prompts[1], prompt_id="x")]
+    with engine.awake(handle_of(weights), version=0):
+        first, second = engine.generate(same_id, SAMPLING, step=1)
     assert all(a.sampling_logprobs[0] != b.sampling_logprobs[0] for a, b in zip(first, second, strict=True))
 
 
-def test_answers_share_all_but_the_last_block_of_even_a_short_prompt(engine, weights, prompts, monkeypatch):
-    step, shared = engine._engine.step, {}
+def test_completions_of_a_group_share_the_full_blocks_of_a_short_prompt(engine, weights, prompts, monkeypatch):
+    step, shared = engine._llm_engine.step, {}
 
-    def watched_step():
+    def recording_step():
         outputs = step()
         shared.update({output.request_id: output.num_cached_tokens for output in outputs})
         return outputs
 
-    monkeypatch.setattr(engine._engine, "step", watched_step)
-    with engine.awake(iter(weights.items()), version=0):
+    monkeypatch.setattr(engine._llm_engine, "step", recording_step)
+    with engine.awake(handle_of(weights), version=0):
         engine.generate(prompts, SAMPLING, step=1)
     for row, prompt in enumerate(prompts):
-        whole_blocks = 32 * ((len(prompt.token_ids) - 1) // 32)
-        assert whole_blocks > 0
-        assert [shared[f"{row}.{sample}.1"] for sample in range(SAMPLING.n)] == [0, whole_blocks, whole_blocks]
+        full_blocks = 32 * ((len(prompt.token_ids) - 1) // 32)
+        assert full_blocks > 0
+        assert [shared[f"{row}.{sample}.1"] for sample in range(SAMPLING.n)] == [0, full_blocks, full_blocks]
 
 
-def test_many_more_requests_than_run_at_once(engine, weights, prompts):
+def test_more_requests_than_run_at_a_time(engine, weights, prompts):
     many = [replace(prompts[number % 3], prompt_id=str(number)) for number in range(150)]
-    with engine.awake(iter(weights.items()), version=0):
-        everything = engine.generate(many, SAMPLING, step=1)
+    with engine.awake(handle_of(weights), version=0):
+        completions = engine.generate(many, SAMPLING, step=1)
         last = engine.generate(many[-1:], SAMPLING, step=1)
-    assert [[c.token_ids for c in row] for row in everything[-1:]] == [[c.token_ids for c in row] for row in last]
-    assert {len(row) for row in everything} == {3}
+    assert [[c.token_ids for c in row] for row in completions[-1:]] == [[c.token_ids for c in row] for row in last]
+    assert {len(row) for row in completions} == {3}
 
 
-def test_its_cache_holds_all_sequences_that_it_runs_at_once_and_is_no_gigabyte(engine):
-    config = engine._engine.vllm_config
+def test_the_cache_holds_all_sequences_that_run_at_a_time_in_less_than_a_gibibyte(engine):
+    config = engine._llm_engine.vllm_config
     blocks = config.cache_config.num_gpu_blocks
     each = -(-256 // config.cache_config.block_size)
     assert blocks > config.scheduler_config.max_num_seqs * each
     assert config.cache_config.kv_cache_memory_bytes < 2**30
 
 
-def giving_up(engine, monkeypatch, *, prompt, times):
-    """Let vLLM report this prompt's first requests to finish, so many of them, as failed for a reason of its own."""
-    step, left = engine._engine.step, times
+def fail_requests(engine, monkeypatch, *, prompt, times):
+    """Let vLLM report the first requests of a prompt that finish, `times` of them, as failed."""
+    step, left = engine._llm_engine.step, times
 
     def failing_step():
         nonlocal left
@@ -180,130 +158,130 @@ def giving_up(engine, monkeypatch, *, prompt, times):
                 left -= 1
         return outputs
 
-    monkeypatch.setattr(engine._engine, "step", failing_step)
+    monkeypatch.setattr(engine._llm_engine, "step", failing_step)
 
 
-def test_a_request_that_vllm_gives_up_is_tried_again_and_leaves_no_trace(engine, weights, prompts, monkeypatch):
-    with engine.awake(iter(weights.items()), version=0):
-        untroubled = engine.generate(prompts, SAMPLING, step=1)
-        giving_up(engine, monkeypatch, prompt=1, times=3)
-        again = engine.generate(prompts, SAMPLING, step=1)
-    ids = [[completion.token_ids for completion in row] for row in untroubled]
-    assert [[completion.token_ids for completion in row] for row in again] == ids
+def test_a_failed_request_is_repeated_with_the_same_result(engine, weights, prompts, monkeypatch):
+    with engine.awake(handle_of(weights), version=0):
+        expected = engine.generate(prompts, SAMPLING, step=1)
+        fail_requests(engine, monkeypatch, prompt=1, times=3)
+        repeated = engine.generate(prompts, SAMPLING, step=1)
+    ids = [[completion.token_ids for completion in row] for row in expected]
+    assert [[completion.token_ids for completion in row] for row in repeated] == ids
 
 
-def test_a_prompt_whose_request_fails_twice_comes_back_empty_and_the_others_whole(
+def test_a_prompt_whose_request_fails_twice_has_no_completions_and_others_have_all(
     engine, weights, prompts, monkeypatch
 ):
-    with engine.awake(iter(weights.items()), version=0):
-        giving_up(engine, monkeypatch, prompt=1, times=100)
-        heard = []
-        rows = engine.generate(prompts, SAMPLING, step=1, on_group=lambda *group: heard.append(group))
+    with engine.awake(handle_of(weights), version=0):
+        fail_requests(engine, monkeypatch, prompt=1, times=100)
+        groups = []
+        rows = engine.generate(prompts, SAMPLING, step=1, on_group=lambda *group: groups.append(group))
         assert [len(row) for row in rows] == [3, 0, 3]
-        assert len(heard) == 3
-        assert dict(heard) == dict(enumerate(rows))
+        assert len(groups) == 3
+        assert dict(groups) == dict(enumerate(rows))
         monkeypatch.undo()
         assert [len(row) for row in engine.generate(prompts, SAMPLING, step=1)] == [3, 3, 3]
 
 
-def test_another_version_has_to_wait_until_it_sleeps(engine, weights):
+def test_an_awake_engine_rejects_another_version(engine, weights):
     with (
-        engine.awake(iter(weights.items()), version=0),
+        engine.awake(handle_of(weights), version=0),
         pytest.raises(EngineError, match="awake with the weights of step 0"),
-        engine.awake(iter(weights.items()), version=1),
+        engine.awake(handle_of(weights), version=1),
     ):
         pass
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.1])
-def test_a_temperature_that_vllm_would_change_or_refuse(engine, weights, prompts, temperature):
-    with engine.awake(iter(weights.items()), version=0), pytest.raises(EngineError, match="temperature"):
+def test_an_unsupported_temperature_raises(engine, weights, prompts, temperature):
+    with engine.awake(handle_of(weights), version=0), pytest.raises(EngineError, match="temperature"):
         engine.generate(prompts, replace(SAMPLING, temperature=temperature), step=1)
 
 
-def test_too_many_images(engine, weights, prompts):
+def test_too_many_images_raise(engine, weights, prompts):
     two = replace(prompts[0], token_ids=prompts[0].token_ids * 2, vision=vision(0, images=2))
-    with engine.awake(iter(weights.items()), version=0), pytest.raises(EngineError, match=r"train:0: it has 2 images"):
+    with engine.awake(handle_of(weights), version=0), pytest.raises(EngineError, match=r"train:0: it has 2 images"):
         engine.generate([two], SAMPLING, step=1)
 
 
 WRONG_PLACEHOLDERS = {
     "one too few": lambda ids: ids[:5] + ids[6:],
     "one too many": lambda ids: (*ids, ids[1]),
-    "interrupted": lambda ids: ids[:5] + ids[-1:] + ids[5:],
-    "none at all": lambda ids: ids[12:],
+    "not contiguous": lambda ids: ids[:5] + ids[-1:] + ids[5:],
+    "none": lambda ids: ids[12:],
 }
 
 
 @pytest.mark.parametrize("token_ids", WRONG_PLACEHOLDERS.values(), ids=WRONG_PLACEHOLDERS.keys())
-def test_placeholders_must_be_those_of_the_images(engine, weights, prompts, token_ids):
+def test_placeholders_that_do_not_match_the_images_raise(engine, weights, prompts, token_ids):
     wrong = replace(prompts[0], token_ids=token_ids(prompts[0].token_ids))
-    with engine.awake(iter(weights.items()), version=0):
+    with engine.awake(handle_of(weights), version=0):
         with pytest.raises(EngineError, match=r"train:0: \d+ image placeholders do not match images of \[9\] tokens"):
             engine.generate([wrong], SAMPLING, step=1)
-        assert len(engine.generate(prompts, SAMPLING, step=1)) == 3  # nothing of it was left behind
+        assert len(engine.generate(prompts, SAMPLING, step=1)) == 3  # the engine is still usable
 
 
-def test_a_fresh_engine_repeats_every_bit_and_a_closed_one_refuses(tiny_model, prompts):
+def test_a_new_engine_gives_the_same_bits_and_a_closed_one_raises(tiny_model, prompts):
     folder = tiny_model("qwen2", tie_word_embeddings=True)
     processors = load_processors(str(folder))
     weights = weights_of(folder, processors)
-    answers = []
+    runs = []
     for _ in range(2):
-        engine = open_engine(folder, processors)
-        with engine.awake(iter(weights.items()), version=0):
-            answers.append(engine.generate(prompts[2:], SAMPLING, step=1))
+        engine = make_vllm_engine(folder, processors)
+        with engine.awake(handle_of(weights), version=0):
+            runs.append(engine.generate(prompts[2:], SAMPLING, step=1))
         engine.close()
         engine.close()
-        with pytest.raises(EngineError, match="closed"), engine.awake(iter(weights.items()), version=0):
+        with pytest.raises(EngineError, match="closed"), engine.awake(handle_of(weights), version=0):
             pass
-    assert answers[0] == answers[1]
+    assert runs[0] == runs[1]
 
 
-def missing(weights):
+def with_a_missing_tensor(weights):
     return ((name, tensor) for name, tensor in weights.items() if "layers.1.self_attn.k_proj.weight" not in name)
 
 
-def unknown(weights):
+def with_an_unknown_tensor(weights):
     yield from weights.items()
-    yield "model.layers.1.self_attn.o_proj.bias", torch.zeros(128)  # has none, which vLLM would pass over in silence
+    yield "model.layers.1.self_attn.o_proj.bias", torch.zeros(128)  # the layer has no bias; vLLM ignores it
 
 
-def misshapen(weights):
+def with_other_shapes(weights):
     return ((name, tensor[..., :-1]) for name, tensor in weights.items())
 
 
-def twice(weights):
+def with_a_repeated_tensor(weights):
     yield from weights.items()
     yield from list(weights.items())[:1]
 
 
-def broken_off(weights):
+def with_an_error(weights):
     yield from list(weights.items())[:5]
     raise EngineError("the trainer died")
 
 
 @pytest.mark.parametrize(
-    ("handed_over", "complaint"),
+    ("read", "message"),
     [
-        (missing, r"1 missing \['model.layers.1.self_attn.k_proj.weight'\]"),
-        (unknown, r"1 unexpected \['model.layers.1.self_attn.o_proj.bias'\]"),
-        (twice, "1 repeated"),
-        (misshapen, "could not take the weights of step 1"),
-        (broken_off, "the trainer died"),
+        (with_a_missing_tensor, r"1 missing \['model.layers.1.self_attn.k_proj.weight'\]"),
+        (with_an_unknown_tensor, r"1 unexpected \['model.layers.1.self_attn.o_proj.bias'\]"),
+        (with_a_repeated_tensor, "1 repeated"),
+        (with_other_shapes, "could not load the weights of step 1"),
+        (with_an_error, "the trainer died"),
     ],
 )
-def test_wrong_weights_are_noticed_and_spoil_the_engine(tiny_model, prompts, handed_over, complaint):
+def test_wrong_weights_raise_and_make_the_engine_unusable(tiny_model, prompts, read, message):
     folder = tiny_model("qwen2", tie_word_embeddings=True)
     processors = load_processors(str(folder))
     weights = weights_of(folder, processors)
-    engine = open_engine(folder, processors)
+    engine = make_vllm_engine(folder, processors)
     try:
-        with engine.awake(iter(weights.items()), version=0):
+        with engine.awake(handle_of(weights), version=0):
             engine.generate(prompts[2:], SAMPLING, step=1)
-        with pytest.raises(EngineError, match=complaint), engine.awake(handed_over(weights), version=1):
+        with pytest.raises(EngineError, match=message), engine.awake(LocalWeights(lambda: read(weights)), version=1):
             pass
-        with pytest.raises(EngineError, match="did not finish"), engine.awake(iter(weights.items()), version=2):
+        with pytest.raises(EngineError, match="did not finish"), engine.awake(handle_of(weights), version=2):
             pass
         with pytest.raises(EngineError, match="did not finish"):
             engine.generate(prompts[2:], SAMPLING, step=1)
@@ -312,7 +290,7 @@ def test_wrong_weights_are_noticed_and_spoil_the_engine(tiny_model, prompts, han
 
 
 def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, prompts):
-    """Published folders differ from what save_pretrained writes today; the weights of both are the same."""
+    """Published folders name tensors differently from what save_pretrained writes today."""
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -327,14 +305,14 @@ def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, p
     renamed["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     processors = load_processors(str(folder))
-    engine = open_engine(folder, processors)
+    engine = make_vllm_engine(folder, processors)
     weights = weights_of(folder, processors)
-    with engine.awake(iter(weights.items()), version=0):
+    with engine.awake(handle_of(weights), version=0):
         assert len(engine.generate(prompts, SAMPLING, step=1)) == 3
     engine.close()
 
 
-def test_it_says_so_when_the_installed_vllm_is_for_another_device(tiny_model):
+def test_a_vllm_that_is_built_for_another_device_raises(tiny_model):
     folder = tiny_model("qwen2")
     with pytest.raises(EngineError, match=r"built for cpu, but the rollout engine is to run on cuda"):
-        open_engine(folder, load_processors(str(folder)), device="cuda")
+        make_vllm_engine(folder, load_processors(str(folder)), device="cuda")

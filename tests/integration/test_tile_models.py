@@ -1,4 +1,4 @@
-"""Models whose tower sees tiles: prompts and pixels are those of their own processors; strange parts are refused."""
+"""Models that split images into tiles: prompts and pixels equal their own processors'."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from test_model_families import (
     SAMPLING,
     changed_policy,
-    disagreement,
     make_groups,
     make_prompts,
+    max_difference,
     open_engine,
     oracle_logprobs,
     packed_logprobs,
@@ -32,10 +32,10 @@ from trigon.errors import ModelError
 from trigon.models.families import family_named
 from trigon.models.load import auto_class, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.types import Vision
+from trigon.types import LocalWeights, Vision
 
 TILE_TYPES = ["internvl", "llava"]
-# One tile; several, wide and high, with a thumbnail of the whole; small and odd ones.
+# One tile; several, wide and high, with a thumbnail; small and odd sizes.
 SIZES = [(56, 56), (300, 60), (60, 200), (120, 110), (1, 1), (17, 90), (500, 400)]
 
 TinyModel = Callable[..., Path]
@@ -69,7 +69,7 @@ def folder(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Path:
 def test_prompts_equal_those_of_the_hugging_face_processor(
     folder: Path, problem: str, sizes: list[tuple[int, int]]
 ) -> None:
-    processors = load_processors(str(folder), min_pixels=100, max_pixels=200)  # for which a tile has no use
+    processors = load_processors(str(folder), min_pixels=100, max_pixels=200)  # tiles do not use these limits
     from transformers import AutoProcessor
 
     images = [noise(size, seed) for seed, size in enumerate(sizes)]
@@ -78,7 +78,7 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
     prompt = builder.build(row, "train:0")
     assert builder.count(row) == len(prompt.token_ids)
 
-    theirs = AutoProcessor.from_pretrained(folder)
+    hugging_face = AutoProcessor.from_pretrained(folder)
     content: list[dict[str, str]] = []
     for number, text in enumerate(problem.split("<image>")):
         content += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
@@ -86,25 +86,25 @@ def test_prompts_equal_those_of_the_hugging_face_processor(
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": content},
     ]
-    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    expected = theirs(text=[text], images=images or None, return_tensors="pt")
+    text = hugging_face.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = hugging_face(text=[text], images=images or None, return_tensors="pt")
     assert list(prompt.token_ids) == expected["input_ids"][0].tolist()
     if not images:
         assert prompt.vision is None
         return
     assert isinstance(prompt.vision, Vision)
-    cut = [
+    patches = [
         tile[:, row : row + 14, column : column + 14].reshape(-1)
         for tile in expected["pixel_values"]
         for row in range(0, 56, 14)
         for column in range(0, 56, 14)
     ]
-    assert torch.equal(prompt.vision.pixel_values, torch.stack(cut))
+    assert torch.equal(prompt.vision.pixel_values, torch.stack(patches))
     assert int(prompt.vision.grid_thw[:, 0].sum()) == len(expected["pixel_values"])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_size_alone_tells_the_number_of_tokens(folder: Path, size: tuple[int, int]) -> None:
+def test_the_number_of_tokens_follows_from_the_size_of_the_image(folder: Path, size: tuple[int, int]) -> None:
     processor = image_processor_of(load_processors(str(folder)))
     assert isinstance(processor, TileProcessor)
     vision = processor.process([noise(size)])
@@ -112,14 +112,14 @@ def test_a_size_alone_tells_the_number_of_tokens(folder: Path, size: tuple[int, 
     assert processor.calls == 1
 
 
-def test_hashes_are_of_the_content(folder: Path) -> None:
+def test_hashes_depend_on_the_content_only(folder: Path) -> None:
     processor = image_processor_of(load_processors(str(folder)))
     assert processor is not None
     first, again, other = processor.process([noise((60, 200)), noise((60, 200)), noise((60, 200), seed=1)]).hashes
     assert first == again != other
 
 
-def test_freezing_holds_tower_and_projector(folder: Path) -> None:
+def test_freezing_the_vision_tower_freezes_its_projector(folder: Path) -> None:
     processors = load_processors(str(folder))
     policy = Policy(
         load_model(str(folder), dtype=torch.float32, device="cpu"),
@@ -137,7 +137,7 @@ def test_freezing_holds_tower_and_projector(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "inside"), [("internvl", "qwen3"), ("internvl", "llama"), ("llava", "qwen2")])
-def test_another_known_language_model_inside_is_scored_and_sampled_alike(
+def test_another_supported_language_model_gives_the_same_log_probabilities_in_all_engines(
     tiny_model: TinyModel, tmp_path: Path, model_type: str, inside: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_model(model_type), tmp_path / "model"))
@@ -147,8 +147,8 @@ def test_another_known_language_model_inside_is_scored_and_sampled_alike(
     family = family_named(model_type)
     weights = {
         name: tensor.detach().contiguous()
-        for here, parameter in random_model(folder).named_parameters()
-        for name, tensor in family.checkpoint_tensors(here, parameter)
+        for parameter_name, parameter in random_model(folder).named_parameters()
+        for name, tensor in family.checkpoint_tensors(parameter_name, parameter)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -162,57 +162,59 @@ def test_another_known_language_model_inside_is_scored_and_sampled_alike(
         torch.testing.assert_close(packed_logprobs(policy, processors, groups), expected, atol=1e-5, rtol=0)
     engine = open_engine("vllm", folder, processors)
     try:
-        with engine.awake(policy.named_weights(), version=1):
-            answers = engine.generate(prompts, SAMPLING, step=1)
+        with engine.awake(LocalWeights(policy.named_weights), version=1):
+            completions = engine.generate(prompts, SAMPLING, step=1)
     finally:
         engine.close()
-    assert disagreement(policy, processors, prompts, answers) <= 1e-4
+    assert max_difference(policy, processors, prompts, completions) <= 1e-4
 
 
 def random_model(folder: Path) -> Any:
-    """Return a model of the folder's config with weights drawn by chance, under transformers' names."""
+    """Return a model of the folder's config with random weights, under transformers' names."""
     processors = load_processors(str(folder))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return auto_class(processors.family).from_config(processors.hf_config, dtype=torch.float32)
 
 
-def refused(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> str:
-    """Return why a model with a changed config is refused."""
+def load_error(folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> str:
+    """Return the message of the error that loading a model with a changed config raises."""
     copied = Path(shutil.copytree(folder, tmp_path / "model"))
     config = json.loads((copied / "config.json").read_text())
     change(config)
     (copied / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError) as refusal:
+    with pytest.raises(ModelError) as error:
         load_model(str(copied), dtype=torch.float32, device="meta")
-    return str(refusal.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("inside", ["qwen3_moe", "mistral", "gemma", "gpt2"])
-def test_another_language_model_inside_is_refused(folder: Path, tmp_path: Path, inside: str) -> None:
-    why = refused(folder, tmp_path, lambda config: config.update(text_config={"model_type": inside}))
-    assert f"'{inside}'" in why
+def test_an_unsupported_language_model_raises(folder: Path, tmp_path: Path, inside: str) -> None:
+    message = load_error(folder, tmp_path, lambda config: config.update(text_config={"model_type": inside}))
+    assert f"'{inside}'" in message
 
 
-def test_another_vision_tower_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_an_unsupported_vision_tower_raises(tiny_model: TinyModel, tmp_path: Path) -> None:
     siglip = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
-    why = refused(tiny_model("llava"), tmp_path, lambda config: config.update(vision_config=siglip))
-    assert "is a 'siglip_vision_model'; known is only 'clip_vision_model'" in why
+    message = load_error(tiny_model("llava"), tmp_path, lambda config: config.update(vision_config=siglip))
+    assert "is a 'siglip_vision_model'; only 'clip_vision_model' is supported" in message
 
 
 @pytest.mark.parametrize(
     "change", [{"vision_feature_layer": [-2, -1]}, {"vision_feature_select_strategy": "full"}], ids=str
 )
-def test_features_taken_in_another_way_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    assert "vision_feature_select_strategy = " in refused(folder, tmp_path, lambda config: config.update(change))
+def test_an_unsupported_selection_of_vision_features_raises(
+    folder: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert "vision_feature_select_strategy = " in load_error(folder, tmp_path, lambda config: config.update(change))
 
 
-def test_dropout_in_the_tower_is_refused(folder: Path, tmp_path: Path) -> None:
-    why = refused(folder, tmp_path, lambda config: config["vision_config"].update(attention_dropout=0.1))
-    assert "attention_dropout = 0.1" in why
+def test_dropout_in_the_vision_tower_raises(folder: Path, tmp_path: Path) -> None:
+    message = load_error(folder, tmp_path, lambda config: config["vision_config"].update(attention_dropout=0.1))
+    assert "attention_dropout = 0.1" in message
 
 
-def test_a_tile_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_tile_size_other_than_the_models_raises(folder: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(folder, tmp_path / "model"))
     path = copied / "processor_config.json"
     config = json.loads(path.read_text())

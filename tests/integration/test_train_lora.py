@@ -1,4 +1,4 @@
-"""A run with LoRA as a user starts it: the reference has no adapters, vLLM samples from merged weights."""
+"""A run with LoRA: the reference has no adapters, and vLLM samples from the merged weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(made: Path, folder: Path) -> None:
         "worker.actor.model.lora.rank=4",
         "worker.actor.model.lora.alpha=8",
         "worker.actor.model.lora.exclude_modules=.*visual.*",
-        "worker.actor.global_batch_size=4",  # one update a step: the first is made by a policy that is the reference
+        "worker.actor.global_batch_size=4",  # one update per step: before the first the policy equals the reference
         "worker.actor.optim.lr=1e-2",
         "trainer.save_freq=1",
         "trainer.save_limit=-1",
@@ -41,7 +41,7 @@ def run(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_reference_is_the_policy_until_adapters_have_learned(run: Path) -> None:
+def test_the_kl_is_zero_before_the_first_update(run: Path) -> None:
     metrics = [line["metrics"] for line in lines(run)[1:]]
     kl = [step["actor/kl_loss"] for step in metrics]
     assert len(kl) == STEPS
@@ -50,31 +50,33 @@ def test_the_reference_is_the_policy_until_adapters_have_learned(run: Path) -> N
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0 for step in metrics)
 
 
-def test_vllm_samples_from_the_merged_weights(run: Path) -> None:
-    for line in lines(run)[1:]:  # after the first step's, weights that have learned
+def test_the_logprobs_of_vllm_are_those_of_the_merged_weights(run: Path) -> None:
+    for line in lines(run)[1:]:  # from step 2 on with trained adapters
         assert line["metrics"]["parity/logprobs_diff_max"] < 1e-4
         assert line["metrics"]["mismatch/logprobs_diff_max"] < 1e-4
 
 
-def test_a_checkpoint_holds_adapters_alone_and_a_run_goes_on_from_it(made: Path, run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_adapters_only_and_a_run_resumes_from_it(made: Path, run: Path, tmp_path: Path) -> None:
     actor = run / f"global_step_{STEPS}" / "actor"
     assert not (actor / "weights").exists()
     assert json.loads((actor / "adapter_config.json").read_text())["base_model_name_or_path"] == str(made / "model")
 
-    resumed = tmp_path / "run"  # as if killed right after the second save
+    resumed = tmp_path / "run"  # as if killed after the second save
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / f"global_step_{STEPS}")
     train(made, resumed)
     assert lines(resumed) == lines(run)
     assert rollouts(resumed) == rollouts(run)
     for part in ("adapter", "optimizer"):
-        here, there = (tensors_in(root / f"global_step_{STEPS}" / "actor" / part) for root in (resumed, run))
-        assert here.keys() == there.keys()
-        assert len(here) > 0
-        assert all(torch.equal(here[name], there[name]) for name in here)
+        resumed_tensors, tensors = (
+            tensors_in(root / f"global_step_{STEPS}" / "actor" / part) for root in (resumed, run)
+        )
+        assert resumed_tensors.keys() == tensors.keys()
+        assert len(tensors) > 0
+        assert all(torch.equal(resumed_tensors[name], tensors[name]) for name in tensors)
 
 
-def test_what_was_learned_is_exported_merged_and_as_an_adapter(made: Path, run: Path, tmp_path: Path) -> None:
+def test_the_export_is_a_merged_model_or_an_adapter(made: Path, run: Path, tmp_path: Path) -> None:
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
     assert main([str(run), "--output", str(merged)]) == 0
     assert main([str(run), "--output", str(adapter), "--adapter"]) == 0
@@ -84,11 +86,11 @@ def test_what_was_learned_is_exported_merged_and_as_an_adapter(made: Path, run: 
 
     weights = load_file(merged / "model.safetensors")
     base = AutoModelForImageTextToText.from_pretrained(made / "model")
-    theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    peft_merged = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     loaded = AutoModelForImageTextToText.from_pretrained(merged).state_dict()
-    assert loaded.keys() == theirs.keys()
+    assert loaded.keys() == peft_merged.keys()
     for name, tensor in loaded.items():
-        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=0)
+        torch.testing.assert_close(tensor, peft_merged[name], atol=1e-6, rtol=0)
     before = load_file(made / "model" / "model.safetensors")
     changed = {name for name, tensor in weights.items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in weights if name.startswith("model.layers.") and name.endswith("proj.weight")}

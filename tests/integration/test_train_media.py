@@ -1,4 +1,4 @@
-"""Whole runs, with real vLLM, on datasets of videos and on datasets that mix text with one and several images."""
+"""Runs with vLLM on datasets of videos, of mixed text and images, and of several files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def train(made: Path, folder: Path, train_file: Path, *overrides: str) -> None:
     assert [line["step"] for line in lines(folder) if line["step"] > 0] == [1, 2]
 
 
-def sampled(folder: Path) -> list[dict[str, Any]]:
-    """Return every recorded rollout of training."""
-    recorded = rollouts(folder).items()
-    return [json.loads(line) for name, text in recorded if name.startswith("step") for line in text.splitlines()]
+def train_rollouts(folder: Path) -> list[dict[str, Any]]:
+    """Return the training rollouts of a run."""
+    files = rollouts(folder).items()
+    return [json.loads(line) for name, text in files if name.startswith("step") for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -49,12 +49,18 @@ def test_a_run_on_videos(made: Path, tmp_path: Path, workers: int) -> None:
         rows.append({"problem": "<video>How many sides?", "answer": "3", "videos": f"clips/{number}.mp4"})
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = () if workers == 1 else ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=1")
+    worker_options = () if workers == 1 else ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=1")
     train(
-        made, tmp_path / "run", path, "data.video_fps=5", "data.max_video_frames=6", "data.max_prompt_length=200", *more
+        made,
+        tmp_path / "run",
+        path,
+        "data.video_fps=5",
+        "data.max_video_frames=6",
+        "data.max_prompt_length=200",
+        *worker_options,
     )
-    seen = {name for answer in sampled(tmp_path / "run") for name in answer["images"]}
-    assert seen == {f"train:{number}/videos/0 ({number}.mp4)" for number in range(4)}
+    sources = {name for row in train_rollouts(tmp_path / "run") for name in row["images"]}
+    assert sources == {f"train:{number}/videos/0 ({number}.mp4)" for number in range(4)}
 
 
 def test_a_run_on_text_one_image_and_three(made: Path, tmp_path: Path) -> None:
@@ -71,7 +77,7 @@ def test_a_run_on_text_one_image_and_three(made: Path, tmp_path: Path) -> None:
     rows = [{**row, "images": [{"bytes": each, "path": None} for each in row["images"]]} for row in rows]
     datasets.Dataset.from_list(rows, features=features).to_parquet(path)
     train(made, tmp_path / "run", path, "data.max_prompt_length=200")
-    assert sorted({len(answer["images"]) for answer in sampled(tmp_path / "run")}) == [0, 1, 3]
+    assert sorted({len(row["images"]) for row in train_rollouts(tmp_path / "run")}) == [0, 1, 3]
 
 
 def test_a_run_on_two_files_with_weights(made: Path, tmp_path: Path) -> None:
@@ -86,6 +92,6 @@ def test_a_run_on_two_files_with_weights(made: Path, tmp_path: Path) -> None:
         "data.train_weights=[2,0.5]",
         f"data.val_files=[{tmp_path / 'one.jsonl'},{tmp_path / 'two.jsonl'}]",
     )
-    asked = {answer["prompt_id"] for answer in sampled(tmp_path / "run")}
-    assert {name for name in asked if name.startswith("one")} == {"one:0", "one:1", "one:0#2", "one:1#2"}
-    assert len({name for name in asked if name.startswith("two")}) == 4
+    prompt_ids = {row["prompt_id"] for row in train_rollouts(tmp_path / "run")}
+    assert {name for name in prompt_ids if name.startswith("one")} == {"one:0", "one:1", "one:0#2", "one:1#2"}
+    assert len({name for name in prompt_ids if name.startswith("two")}) == 4

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a run writes the numbers that it would have written uninterrupted."""
+"""A run that is killed and started again has the numbers of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from support.runs import STEPS, assert_learned, finish, kill, lines, log_of, num
 
 @pytest.fixture(scope="module")
 def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     finish(start(made, folder), folder)
     assert [line["step"] for line in lines(folder)] == list(range(STEPS + 1))
     assert_learned(folder)
     return folder
 
 
-def test_a_run_killed_three_times_equals_one_that_never_was(made, uninterrupted, tmp_path):
+def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder)
-    wait_for(lambda: num_lines(folder) >= 2, process, folder)  # after step 1: before any checkpoint
+    wait_for(lambda: num_lines(folder) >= 2, process, folder)  # after step 1, before the first checkpoint
     kill(process)
     process = start(made, folder)
     wait_for(lambda: any(folder.glob(".saving_global_step_2")) or num_lines(folder) >= 3, process, folder)
-    kill(process)  # about the first save
+    kill(process)  # during or shortly after the first save
     process = start(made, folder)
-    wait_for(lambda: num_lines(folder) >= 6, process, folder)  # after step 5, which is in no checkpoint
+    wait_for(lambda: num_lines(folder) >= 6, process, folder)  # after step 5, which has no checkpoint
     kill(process)
     finish(start(made, folder), folder)
     assert lines(folder) == lines(uninterrupted)
     assert rollouts(folder) == rollouts(uninterrupted)
 
 
-def test_a_finished_run_started_again_changes_nothing(made, uninterrupted):
+def test_starting_a_finished_run_again_changes_nothing(made, uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     finish(start(made, uninterrupted), uninterrupted)
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
-def test_sigterm_saves_the_step_in_hand_and_says_so(made, uninterrupted, tmp_path):
+def test_sigterm_saves_the_current_step_and_exits_with_status_143(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder, "trainer.save_freq=-1")
     wait_for(lambda: num_lines(folder) >= 2, process, folder)
@@ -52,7 +52,7 @@ def test_sigterm_saves_the_step_in_hand_and_says_so(made, uninterrupted, tmp_pat
     assert lines(folder) == lines(uninterrupted)
 
 
-def test_a_damaged_checkpoint_is_passed_over_loudly(made, uninterrupted, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     finish(start(made, folder, "trainer.save_limit=-1", steps=STEPS - 2), folder)
     [weights] = (folder / f"global_step_{STEPS - 2}" / "actor" / "weights").iterdir()

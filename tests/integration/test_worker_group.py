@@ -1,22 +1,26 @@
-"""What the driver hears of workers, and says of those that fail, with real Ray processes that do as they are told.
+"""WorkerGroup and WorkersRolloutEngine over real Ray processes: progress and error reports.
 
-They are started once and serve one test after the other, in the order of this file; the last one kills.
+The workers are started once and serve the tests in the order of this file; the tests at its end
+kill one.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
-from trigon.distributed.cluster import Layout, Placed, cluster, workers
-from trigon.distributed.engines import WorkersRolloutEngine
+from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
+from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
 from trigon.distributed.serialization import encode_completions
-from trigon.distributed.worker import Worker, WorkerEngines, actor_of
+from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, TrigonError, WorkerError
 from trigon.types import Completion, Prompt, SamplingParams
@@ -26,96 +30,134 @@ pytestmark = pytest.mark.alone
 SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=20, ignore_eos=False, seed=7)
 
 
+class EchoEngine:
+    """A rollout engine that repeats each prompt once a file with the prompt's name exists."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version: int | None = None
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        self.version = version
+        yield
+        self.version = None
+
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        rows = []
+        for index, prompt in enumerate(prompts):
+            while not (self.folder / prompt.prompt_id).exists():
+                time.sleep(0.05)
+            ids = (*prompt.token_ids, step)
+            is_lost = prompt.prompt_id == "lost"
+            rows.append([] if is_lost else [Completion(ids, (-0.5,) * len(ids), "stop", "é", 3)] * sampling.n)
+            if on_progress is not None:
+                on_progress(sampling.n)
+            if on_group is not None:
+                on_group(index, rows[-1])
+        return rows
+
+
+class StubTrainer:
+    """A trainer without weights."""
+
+    def weights(self):
+        return iter(())
+
+
+class TestWorker(Worker):
+    """A worker that fails on request, or samples with an EchoEngine."""
+
+    __test__ = False
+
+    def open_echo_engine(self, folder: Path, replica_size: int) -> None:
+        replica_rank = self._rank % replica_size
+        self._engines = WorkerEngines(StubTrainer(), None, EchoEngine(folder), None, replica_rank=replica_rank)
+
+    def awake_version(self) -> int | None:
+        return self._require_engines.rollout.version
+
+    def rank(self) -> int:
+        return int(os.environ["RANK"])
+
+    def double(self, number: int, offset: int) -> int:
+        return 2 * number + offset
+
+    def fail(self, how: str, until: Path) -> None:
+        match how, self._rank:
+            case "trigon error", 1:
+                raise CheckpointError("there is no weights/")
+            case "other error", 1:
+                raise KeyError("surprise")
+            case "hang", 1:
+                self.wait_for(until)
+            case "peer dies", 0:
+                raise RuntimeError("connection closed by peer")
+            case "peer dies", 1:
+                time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for(self, path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
-def placed() -> Iterator[list[Placed]]:
-    with cluster(nodes=1, workers_per_node=2):
-
-        class Echo:
-            """A rollout engine that repeats prompts, waiting for each until there is a file of this name."""
-
-            def __init__(self, folder: Path) -> None:
-                self.folder = folder
-
-            def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
-                rows = []
-                for index, prompt in enumerate(prompts):
-                    while not (self.folder / prompt.prompt_id).exists():
-                        time.sleep(0.05)
-                    ids = (*prompt.token_ids, step)
-                    is_lost = prompt.prompt_id == "lost"
-                    rows.append([] if is_lost else [Completion(ids, (-0.5,) * len(ids), "stop", "é", 3)] * sampling.n)
-                    if on_progress is not None:
-                        on_progress(sampling.n)
-                    if on_group is not None:
-                        on_group(index, rows[-1])
-                return rows
-
-        class Odd(Worker):
-            """A worker that fails as it is told, or samples what it is asked."""
-
-            def sample_with(self, folder: Path, ranks_each: int) -> None:
-                self._engines = WorkerEngines(None, None, Echo(folder), None, replica_rank=self._rank % ranks_each)
-
-            def rank(self) -> int:
-                return int(os.environ["RANK"])
-
-            def fail(self, how: str, until: Path) -> None:
-                match how, self._rank:
-                    case "ours", 1:
-                        raise CheckpointError("there is no weights/")
-                    case "theirs", 1:
-                        raise KeyError("surprise")
-                    case "hang", 1:
-                        self.wait_for(until)
-                    case "notice", 0:
-                        raise RuntimeError("connection closed by peer")
-                    case "notice", 1:
-                        time.sleep(1.0)
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            def wait_for(self, path: Path) -> None:
-                while not path.exists():
-                    time.sleep(0.1)
-
-        with workers(Layout(nodes=1, workers_per_node=2, device="cpu"), actor_of(Odd)) as started:
+def workers() -> Iterator[list[WorkerHandle]]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
+    with open_cluster(nodes=1, workers_per_node=2):
+        layout = Layout(nodes=1, workers_per_node=2, device="cpu")
+        with start_workers(layout, ray_actor_class(TestWorker)) as started:
             yield started
         assert not any(Path(f"/proc/{worker.pid}").exists() for worker in started)
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def fail(placed: list[Placed], how: str, *, until: Path = Path("/"), deadline_seconds: float = 60.0) -> TrigonError:
-    """Let workers fail, and return what the driver makes of it."""
+@pytest.fixture
+def worker_group(workers: list[WorkerHandle]) -> WorkerGroup:
+    return WorkerGroup(workers, "cpu", deadline_seconds=60.0)
+
+
+def failure(
+    workers: list[WorkerHandle], how: str, *, until: Path = Path("/"), deadline_seconds: float = 60.0
+) -> TrigonError:
+    """Make workers fail in the phase "update", and return the error that the driver raises."""
     with pytest.raises(TrigonError) as caught:
-        WorkerGroup(placed, "cpu", deadline_seconds).call_all(
-            lambda actor, _: actor.fail.remote(how, until), phase="update"
-        )
+        WorkerGroup(workers, "cpu", deadline_seconds).call_all(TestWorker.fail, how, until, phase="update")
     return caught.value
 
 
-def test_ranks_know_who_they_are(placed):
-    assert WorkerGroup(placed, "cpu", 60.0).call_all(lambda actor, _: actor.rank.remote(), phase="rank") == [0, 1]
+def test_results_are_in_the_order_of_ranks(worker_group):
+    assert worker_group.call_all(TestWorker.rank, phase="rank") == [0, 1]
 
 
-def asked(*names: str) -> list[Prompt]:
+def test_arguments_are_the_same_for_all_ranks_or_one_for_each(worker_group):
+    assert worker_group.call_all(TestWorker.double, 3, 1, phase="double") == [7, 7]
+    assert worker_group.call_all(TestWorker.double, 1, per_rank=[3, 5], phase="double") == [7, 11]
+    with pytest.raises(AssertionError):
+        worker_group.call_all(TestWorker.double, 1, per_rank=[3], phase="double")
+
+
+def make_prompts(*names: str) -> list[Prompt]:
     return [
         Prompt(name, (number, 2, 3), None, text="", ground_truth="", row={}, image_refs=())
         for number, name in enumerate(names, 1)
     ]
 
 
-@pytest.mark.parametrize("ranks_each", [1, 2])
-def test_groups_are_heard_of_while_others_are_still_sampled(placed, tmp_path, ranks_each):
-    worker_group = WorkerGroup(placed, "cpu", 60.0)
-    worker_group.call_all(lambda actor, _: actor.sample_with.remote(tmp_path, ranks_each), phase="open")
-    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=ranks_each)
-    prompts = asked("first", "second", "lost", "late", "last", "very last")
+@pytest.mark.parametrize("replica_size", [1, 2])
+def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp_path, replica_size):
+    worker_group.call_all(TestWorker.open_echo_engine, tmp_path, replica_size, phase="open")
+    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size)
+    prompts = make_prompts("first", "second", "lost", "late", "last", "very last")
     for name in ("first", "second", "lost"):
         (tmp_path / name).touch()
-    heard, progress = {}, []
+    received, progress = {}, []
 
     def on_group(index, row):
-        assert index not in heard
-        heard[index] = row
-        if {0, 1, 2} <= heard.keys():  # what is waited for is not sampled before it is heard that the others are
+        assert index not in received
+        received[index] = row
+        if {0, 1, 2} <= received.keys():  # the other prompts are only sampled after these have arrived
             for name in ("late", "last", "very last"):
                 (tmp_path / name).touch()
 
@@ -123,62 +165,103 @@ def test_groups_are_heard_of_while_others_are_still_sampled(placed, tmp_path, ra
     assert [[completion.token_ids for completion in row] for row in rows] == [
         [] if number == 3 else [(number, 2, 3, 7)] * 2 for number in range(1, 7)
     ]
-    assert heard == dict(enumerate(rows))
+    assert received == dict(enumerate(rows))
     assert sum(progress) == 12
-    # Each group has travelled once, and costs the same however it is put together with others.
-    received = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
-    assert received == sum(len(encode_completions([row])) for row in rows)
-    # Who asks for a generation that has not begun is not told of the one before.
-    later = worker_group.call_all(lambda actor, _: actor.heartbeat.remote(generation=2), phase="look")
-    assert [(heartbeat.samples, heartbeat.groups) for heartbeat in later] == [(0, ())] * 2
-    again = engine.generate(prompts[:3], SAMPLING, step=8)
-    assert [[completion.token_ids[-1] for completion in row] for row in again] == [[8, 8], [8, 8], []]
+    # Each group was sent once, and its size does not depend on the groups sent with it.
+    num_bytes = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
+    assert num_bytes == sum(len(encode_completions([row])) for row in rows)
+    # A heartbeat for a generation that has not begun does not include the previous one.
+    heartbeats = worker_group.call_all(Worker.heartbeat, HeartbeatRequest(generation=2), phase="heartbeat")
+    assert [(heartbeat.num_samples, heartbeat.groups) for heartbeat in heartbeats] == [(0, ())] * 2
+    second_rows = engine.generate(prompts[:3], SAMPLING, step=8)
+    assert [[completion.token_ids[-1] for completion in row] for row in second_rows] == [[8, 8], [8, 8], []]
 
 
-def test_who_does_not_want_to_hear_any_more_ends_the_call(placed, tmp_path):
-    worker_group = WorkerGroup(placed, "cpu", 60.0)
-    worker_group.call_all(lambda actor, _: actor.sample_with.remote(tmp_path, 1), phase="open")
+def test_an_error_in_on_group_ends_the_call(worker_group, tmp_path):
+    worker_group.call_all(TestWorker.open_echo_engine, tmp_path, 1, phase="open")
     (tmp_path / "first").touch()
 
-    def refuse(index, row):
-        raise EngineError(f"enough of {index}")
+    def on_group(index, row):
+        raise EngineError(f"stopped at {index}")
 
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=1)
-    with pytest.raises(EngineError, match="enough of 0"):
-        engine.generate(asked("first", "second", "third"), SAMPLING, step=1, on_group=refuse)
+    with pytest.raises(EngineError, match="stopped at 0"):
+        engine.generate(make_prompts("first", "second", "third"), SAMPLING, step=1, on_group=on_group)
     for name in ("second", "third"):
-        (tmp_path / name).touch()  # or they would wait for ever
-    rows = engine.generate(asked("third", "second"), SAMPLING, step=2)
+        (tmp_path / name).touch()  # otherwise the workers would wait for ever
+    rows = engine.generate(make_prompts("third", "second"), SAMPLING, step=2)
     assert [[completion.token_ids for completion in row] for row in rows] == [[(1, 2, 3, 2)] * 2, [(2, 2, 3, 2)] * 2]
 
 
-def test_an_error_of_ours_keeps_its_type_and_gets_the_rank(placed):
-    error = fail(placed, "ours")
+def open_engine(worker_group: WorkerGroup, folder: Path) -> tuple[WorkersRolloutEngine, WorkersTrainEngine]:
+    worker_group.call_all(TestWorker.open_echo_engine, folder, 1, phase="open")
+    return (
+        WorkersRolloutEngine(worker_group, tensor_parallel_size=1),
+        WorkersTrainEngine(worker_group, regularized=False),
+    )
+
+
+def test_workers_sleep_after_the_context(worker_group, tmp_path):
+    engine, trainer = open_engine(worker_group, tmp_path)
+    with engine.awake(trainer.weights(), version=5):
+        assert worker_group.call_all(TestWorker.awake_version, phase="version") == [5, 5]
+    assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
+
+
+def test_workers_sleep_after_an_error_in_the_context(worker_group, tmp_path):
+    engine, trainer = open_engine(worker_group, tmp_path)
+    with pytest.raises(ZeroDivisionError), engine.awake(trainer.weights(), version=5):
+        raise ZeroDivisionError
+    assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
+
+
+def test_an_error_in_the_context_does_not_wait_for_a_busy_worker(worker_group, tmp_path):
+    engine, trainer = open_engine(worker_group, tmp_path)
+
+    def on_group(index, row):
+        raise ZeroDivisionError
+
+    (tmp_path / "first").touch()
+    with pytest.raises(ZeroDivisionError), engine.awake(trainer.weights(), version=5):
+        engine.generate(make_prompts("first", "second", "third"), SAMPLING, step=1, on_group=on_group)
+    for name in ("second", "third"):  # until now, both workers were sampling
+        (tmp_path / name).touch()
+    assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
+
+
+def test_a_trigon_error_keeps_its_type_and_gets_the_rank(workers):
+    error = failure(workers, "trigon error")
     assert type(error) is CheckpointError
-    host = f"{placed[1].host} (process {placed[1].pid})"
+    host = f"{workers[1].host} (process {workers[1].pid})"
     assert str(error) == f"rank 1 on {host}, in update: there is no weights/"
 
 
-def test_an_error_that_nobody_expected_comes_with_its_traceback(placed):
-    error = fail(placed, "theirs")
+def test_any_other_error_includes_its_traceback(workers):
+    error = failure(workers, "other error")
     assert type(error) is WorkerError
     assert str(error).startswith("rank 1 on ")
     assert "in fail" in str(error)
     assert "KeyError: 'surprise'" in str(error)
 
 
-def test_a_hang_ends_at_the_deadline_with_the_stack_of_who_hangs(placed, tmp_path):
+def test_a_call_that_hangs_ends_at_the_deadline_with_the_stack_of_the_worker(workers, tmp_path):
     started = time.monotonic()
-    said = str(fail(placed, "hang", until=tmp_path / "released", deadline_seconds=3.0))
+    message = str(failure(workers, "hang", until=tmp_path / "released", deadline_seconds=3.0))
     (tmp_path / "released").touch()
     assert time.monotonic() - started < 30
-    assert said.startswith("update was not done after 3 s (trainer.worker_timeout_seconds); ranks [1] of 2 hang:")
-    assert "in wait_for\n" in said
+    assert message.startswith("update was not done after 3 s (trainer.worker_timeout_seconds); ranks [1] of 2 hang:")
+    assert "in wait_for\n" in message
 
 
-def test_who_died_is_named_not_who_noticed_first(placed):
-    error = fail(placed, "notice")
+def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(worker_group, workers, tmp_path):
+    engine, trainer = open_engine(worker_group, tmp_path)
+    # Within awake(): that the dead worker cannot be put to sleep does not replace the first error.
+    with pytest.raises(WorkerError) as caught, engine.awake(trainer.weights(), version=5):
+        worker_group.call_all(TestWorker.fail, "peer dies", Path("/"), phase="update")
+    error = caught.value
     assert type(error) is WorkerError
     assert str(error).startswith("rank 1 on ")
     assert "in update: the process died" in str(error)
-    assert "Failing with it: rank 0" in str(error)
+    assert "Also failed: rank 0" in str(error)
+    survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=60.0)
+    assert survivor.call_all(TestWorker.awake_version, phase="version") == [None]

@@ -1,4 +1,7 @@
-"""A save that is killed at any moment leaves a complete checkpoint."""
+"""A save that is killed at any time leaves a complete checkpoint.
+
+The next run removes the remains of the save.
+"""
 
 import json
 import subprocess
@@ -7,9 +10,9 @@ import textwrap
 
 import pytest
 
-# A process saves step 3 after steps 1 (the best) and 2, and is killed by SIGKILL at its k-th file
-# system operation; this is repeated with k + 1 until it survives. Each try is a fork, which takes
-# milliseconds.
+# A process saves step 3 when steps 1 (the best) and 2 exist, and is killed by SIGKILL at its k-th
+# file system operation; k increases until the save finishes. The process is forked, so each attempt
+# takes milliseconds.
 KILL_AT_EVERY_OPERATION = """
     import json, os, shutil, signal, sys
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""A policy scores the same, with the same gradients, by whichever kernel its layers attend."""
+"""All attention kernels give a policy the same log-probabilities and gradients."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TinyModel = Callable[..., Path]
 def make_policy(folder: Path, kernel: Kernel, dtype: torch.dtype = torch.float64) -> tuple[Policy, Processors]:
     processors = load_processors(str(folder))
     model = load_model(str(folder), dtype=dtype, device="cpu", attention_kernel=kernel)
-    model.set_experts_implementation("eager")  # the other one has no kernel for float64
+    model.set_experts_implementation("eager")  # the default has no float64 kernel
     policy = Policy(model, processors.family, temperature=TEMPERATURE, banned_token_ids=processors.banned_token_ids)
     return policy, processors
 
 
 @pytest.fixture
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return what grows by (heads of queries, heads of keys) with every call of a varlen kernel."""
+    """Return a list to which every call of a varlen kernel appends (query heads, key heads)."""
     calls: list[tuple[int, int]] = []
 
     def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
@@ -55,7 +55,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kernel", ["varlen", "flash"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
-def test_one_call_a_row_equals_the_padded_oracle_in_float64(
+def test_one_kernel_call_per_row_equals_the_padded_forward_in_float64(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str, kernel: Kernel
 ) -> None:
     policy, processors = make_policy(tiny_model(model_type), kernel)
@@ -69,11 +69,12 @@ def test_one_call_a_row_equals_the_padded_oracle_in_float64(
     some_loss(expected, expected_entropy).backward()
     torch.testing.assert_close(flat(logprobs), expected, atol=1e-13, rtol=0)
     torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-13, rtol=0)
-    # transformers' norms work in float32 whatever the model's dtype, so their gradients are no better than that
+    # transformers computes norms in float32 for every model dtype, which limits the precision of
+    # gradients
     assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-6
 
 
-# Windows in all layers and in one of two; image windows, with and without deepstack; experts.
+# Sliding windows in all layers and in one of two; image windows, with and without deepstack; MoE.
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_varlen_equals_sdpa_with_and_without_gradient_checkpointing(
     tiny_model: TinyModel, count_calls: list[tuple[int, int]], model_type: str
@@ -87,7 +88,7 @@ def test_varlen_equals_sdpa_with_and_without_gradient_checkpointing(
     policy, _ = make_policy(tiny_model(model_type), "varlen")
     layers = len(policy.layers())
     logprobs, _ = packed_scores(policy, processors, groups, ONE_ROW)
-    assert len(count_calls) == layers  # one call each for the whole row, of all decoder layers and vision blocks
+    assert len(count_calls) == layers  # one call per row in each decoder layer and vision block
     assert {keys < queries for queries, keys in count_calls} == (
         {True, False} if processors.family.has_vision else {True}
     )
@@ -102,7 +103,7 @@ def test_varlen_equals_sdpa_with_and_without_gradient_checkpointing(
     assert all(torch.equal(recomputed[name], gradients[name]) for name in gradients)
 
 
-def test_varlen_of_torch_2_10_leaves_windows_to_sdpa(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_windows_use_sdpa_on_torch_2_10(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, return_aux=None):
@@ -116,7 +117,7 @@ def test_varlen_of_torch_2_10_leaves_windows_to_sdpa(tiny_model: TinyModel, monk
     policy, _ = make_policy(tiny_model("gemma3_text"), "varlen")
     logprobs, _ = packed_scores(policy, processors, groups, ONE_ROW)
     torch.testing.assert_close(flat(logprobs), flat(expected), atol=1e-13, rtol=0)
-    assert calls == [True]  # one of its two layers has a window
+    assert calls == [True]  # one of its two layers has a sliding window
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen2_5_vl", "qwen3"])
@@ -131,14 +132,17 @@ def test_flex_equals_sdpa(tiny_model: TinyModel, model_type: str) -> None:
     torch.testing.assert_close(flat(logprobs), flat(expected), atol=1e-13, rtol=0)
 
 
-def test_under_autocast_a_kernel_is_given_what_autocast_computes_in(
+def test_under_autocast_a_kernel_gets_inputs_of_the_autocast_dtype(
     tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotary positions of a float32 model turn queries and keys, but not values, back into float32."""
-    given: set[tuple[torch.dtype, ...]] = set()
+    """Rotary embeddings of a float32 model return float32.
+
+    Queries and keys pass through them, values do not.
+    """
+    dtypes: set[tuple[torch.dtype, ...]] = set()
 
     def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        given.add((query.dtype, key.dtype, value.dtype))
+        dtypes.add((query.dtype, key.dtype, value.dtype))
         return TORCH_VERSIONS["2.13"](
             query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=enable_gqa
         )
@@ -150,11 +154,11 @@ def test_under_autocast_a_kernel_is_given_what_autocast_computes_in(
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs, _ = packed_scores(policy, processors, groups, ONE_ROW)
         expected, _ = packed_scores(exact, processors, groups, ONE_ROW)
-    assert given == {(torch.bfloat16,) * 3}
+    assert dtypes == {(torch.bfloat16,) * 3}
     assert (flat(logprobs) - flat(expected)).abs().max() < 0.1
 
 
-def test_a_model_says_by_which_kernel_it_attends(tiny_vlm: Path) -> None:
+def test_the_configuration_of_a_model_names_its_attention_kernel(tiny_vlm: Path) -> None:
     policy, processors = make_policy(tiny_vlm, "varlen", torch.float32)
     family, model = processors.family, policy.model
     assert family.language_model(model).config._attn_implementation == "trigon_groups_varlen"

@@ -1,4 +1,4 @@
-"""The packed forward computes what a padded Hugging Face forward computes, however groups are packed."""
+"""The packed forward equals a padded Hugging Face forward, for every packing of groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trigon.models.positions import prompt_positions
 from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
-# One of each kind of network; tests/integration/test_model_families.py goes through all families.
+# One family of each architecture; tests/integration/test_model_families.py has all families.
 VISION_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"]
 FAMILIES = [*VISION_FAMILIES, "qwen2", "qwen3", "qwen3_moe", "llama"]
 ONE_ROW = 1_000_000
@@ -33,13 +33,13 @@ def make_policy(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Polic
         processors.family,
         temperature=TEMPERATURE,
         banned_token_ids=processors.banned_token_ids,
-        logprob_chunk=7,  # several chunks, the last one short
+        logprob_chunk=7,  # several chunks, of which the last is not full
     )
     return policy, processors
 
 
 def make_groups(processors: Processors) -> list[RolloutGroup]:
-    """Two images of unlike shape with text between, then one image, then text alone; completions of one token too."""
+    """Return three groups: two images of different shapes, one image, and text only."""
     images = processors.family.has_vision
     return [
         make_group(make_prompt(processors, [(6, 10), (4, 4)] if images else [], seed=1), [3, 7, 7, 1, 5, 7], seed=11),
@@ -84,7 +84,7 @@ def flat(values: list[list[Tensor]]) -> Tensor:
 
 
 def some_loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
-    """Weigh every token differently, so that a gradient in the wrong place shows."""
+    """Return a loss with a different weight for every token, which reveals misplaced gradients."""
     weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(0)).to(logprobs.dtype)
     return weights[0] @ logprobs + weights[1] @ entropy
 
@@ -93,10 +93,10 @@ def gradients_of(model) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def largest_relative_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    differences = {name: float((ours[name] - theirs[name]).norm()) for name in theirs}
-    return max(difference / (float(theirs[name].norm()) or 1.0) for name, difference in differences.items())
+def largest_relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    differences = {name: float((actual[name] - expected[name]).norm()) for name in expected}
+    return max(difference / (float(expected[name].norm()) or 1.0) for name, difference in differences.items())
 
 
 def packed_gradients(policy: Policy, processors: Processors, groups, max_tokens: int) -> dict[str, Tensor]:
@@ -124,7 +124,8 @@ def test_packed_equals_padded_in_values_and_gradients(tiny_model: TinyModel, mod
     assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-5
     if processors.family.has_vision:
         tower = processors.family.vision_tower(policy.model)
-        # The tiny Qwen3-VL has two layers, and what is added behind the last one reaches no completion.
+        # The tiny Qwen3-VL has two layers; features added after the last one do not affect
+        # completions.
         reached = [name for name, p in tower.named_parameters() if not name.startswith("deepstack_merger_list.1.")]
         assert all(tower.get_parameter(name).grad.abs().max() > 0 for name in reached)
 
@@ -133,7 +134,7 @@ def test_packed_equals_padded_in_values_and_gradients(tiny_model: TinyModel, mod
 def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)
     policy, processors = make_policy(folder, torch.float64)
-    policy.model.set_experts_implementation("eager")  # the other one has no kernel for float64
+    policy.model.set_experts_implementation("eager")  # the default has no float64 kernel
     groups = make_groups(processors)
     logprobs, entropy = packed_scores(policy, processors, groups, ONE_ROW)
     some_loss(flat(logprobs), flat(entropy)).backward()
@@ -145,12 +146,13 @@ def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_ty
 
     torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=1e-13, rtol=0)
     torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-13, rtol=0)
-    # transformers' norms work in float32 whatever the model's dtype, so their gradients are no better than that
+    # transformers computes norms in float32 for every model dtype, which limits the precision of
+    # gradients
     assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-6
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_perturbing_one_completion_leaves_every_other_value_untouched(tiny_model: TinyModel, model_type: str) -> None:
+def test_changing_one_completion_changes_no_other_value(tiny_model: TinyModel, model_type: str) -> None:
     policy, processors = make_policy(tiny_model(model_type))
     groups = make_groups(processors)
     completions = [rollout.completion.token_ids for rollout in groups[0].rollouts]
@@ -161,14 +163,14 @@ def test_perturbing_one_completion_leaves_every_other_value_untouched(tiny_model
             policy, processors, [group_of(groups[0].prompt, changed), *groups[1:]], ONE_ROW
         )
     for group, index in ((g, i) for g in range(len(groups)) for i in range(len(before[g]))):
-        untouched = (group, index) != (0, 1)
-        assert torch.equal(before[group][index], after[group][index]) == untouched
-        if untouched:
+        unchanged = (group, index) != (0, 1)
+        assert torch.equal(before[group][index], after[group][index]) == unchanged
+        if unchanged:
             assert torch.equal(entropy_before[group][index], entropy_after[group][index])
 
 
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
-def test_changing_an_image_changes_its_own_group_only(tiny_model: TinyModel, model_type: str) -> None:
+def test_changing_an_image_changes_only_its_group(tiny_model: TinyModel, model_type: str) -> None:
     policy, processors = make_policy(tiny_model(model_type))
     groups = make_groups(processors)
     other = make_prompt(processors, [(8, 6)], seed=99).vision
@@ -184,7 +186,7 @@ def test_changing_an_image_changes_its_own_group_only(tiny_model: TinyModel, mod
     assert (flat(before[1:2]) - flat(after[1:2])).abs().min() > 0
 
 
-@pytest.mark.parametrize("max_tokens", [100, 45, 1], ids=["two rows", "split groups", "one completion a row"])
+@pytest.mark.parametrize("max_tokens", [100, 45, 1], ids=["two rows", "split groups", "one completion per row"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packing_does_not_change_values_or_gradients(tiny_model: TinyModel, model_type: str, max_tokens: int) -> None:
     policy, processors = make_policy(tiny_model(model_type))
@@ -194,12 +196,12 @@ def test_packing_does_not_change_values_or_gradients(tiny_model: TinyModel, mode
     torch.testing.assert_close(flat(logprobs), flat(expected), atol=1e-5, rtol=0)
     torch.testing.assert_close(flat(entropy), flat(expected_entropy), atol=1e-5, rtol=0)
 
-    whole = packed_gradients(policy, processors, groups, ONE_ROW)
-    assert largest_relative_error(packed_gradients(policy, processors, groups, max_tokens), whole) <= 1e-5
+    expected_gradients = packed_gradients(policy, processors, groups, ONE_ROW)
+    assert largest_relative_error(packed_gradients(policy, processors, groups, max_tokens), expected_gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_gradient_checkpointing_changes_nothing(tiny_model: TinyModel, model_type: str) -> None:
+def test_gradient_checkpointing_does_not_change_gradients(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)
     policy, processors = make_policy(folder)
     groups = make_groups(processors)
@@ -212,7 +214,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: TinyModel, model_typ
     recomputed: list[bool] = []
     layer.mlp.register_forward_pre_hook(lambda *_: recomputed.append(True))
     some_loss(flat(logprobs), flat(entropy)).backward()
-    assert recomputed, "the layers were not recomputed, so nothing was checkpointed"
+    assert recomputed, "no layer was recomputed"
     for name, gradient in gradients_of(policy.model).items():
         assert torch.equal(gradient, kept[name]), name
 
@@ -231,25 +233,25 @@ def test_freezing_the_vision_tower_changes_no_other_gradient(tiny_model: TinyMod
 
 
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
-def test_touching_the_vision_tower_gives_it_gradients_of_zero_and_nothing_else(
+def test_a_dummy_run_of_the_vision_tower_only_gives_it_gradients_of_zero(
     tiny_model: TinyModel, model_type: str
 ) -> None:
     policy, processors = make_policy(tiny_model(model_type))
     (row,) = pack([make_groups(processors)[2]], processors, ONE_ROW)
     tower = processors.family.vision_tower(policy.model)
 
-    untouched = policy(row.packed)
-    untouched.logprobs.sum().backward()
+    without_vision = policy(row.packed)
+    without_vision.logprobs.sum().backward()
     assert all(parameter.grad is None for parameter in tower.parameters())
 
     policy.zero_grad()
-    touched = policy(row.packed, run_dummy_vision=True)
-    touched.logprobs.sum().backward()
-    assert torch.equal(touched.logprobs, untouched.logprobs)
+    with_vision = policy(row.packed, run_dummy_vision=True)
+    with_vision.logprobs.sum().backward()
+    assert torch.equal(with_vision.logprobs, without_vision.logprobs)
     assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in tower.parameters())
 
 
-def test_a_bfloat16_model_scores_in_float32_close_to_its_float32_self(tiny_vlm: Path) -> None:
+def test_a_bfloat16_model_returns_float32_scores_close_to_those_of_the_float32_model(tiny_vlm: Path) -> None:
     policy, processors = make_policy(tiny_vlm, torch.bfloat16)
     exact, _ = make_policy(tiny_vlm)
     groups = make_groups(processors)

@@ -1,4 +1,4 @@
-"""The model that the learning tests start from: one that can answer, and has not learned what it is asked here."""
+"""The tiny model that the learning tests start from, after its warm start."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def with_gradient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the embedded model, as `trigon tiny` makes it, with its data. Do not write into either."""
-    folder = tmp_path_factory.mktemp("taught")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with model and data, made by `trigon tiny`. Do not change either."""
+    folder = tmp_path_factory.mktemp("tiny")
     command = [sys.executable, "-m", "trigon.cli", "tiny", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

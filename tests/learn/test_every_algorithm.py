@@ -1,6 +1,6 @@
-"""Every algorithm raises the reward: through the real configuration, real vLLM, real graders, in this process.
+"""Every algorithm raises the reward, with real configuration, vLLM and reward workers.
 
-The task is easy, so that a few steps show it: to answer every question with a 1.
+The task is easy enough for a few steps: completions with a 1 are rewarded.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ from typing import get_args
 
 import pytest
 
-from trigon.algorithms.advantages import AdvantageEstimator
-from trigon.algorithms.importance import CorrectionKind
-from trigon.algorithms.kl import SampledKl
-from trigon.algorithms.losses import PolicyLossType
-from trigon.algorithms.reduce import Averaging
 from trigon.cli.train import train
 from trigon.config.load import load_config
+from trigon.names import AdvantageEstimator, CorrectionKind, KlEstimator, LossAveraging, PolicyLossType
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -26,20 +22,20 @@ REWARD = """
 REWARD_TYPE = "sequential"
 
 
-def compute_score(answer):
-    says_one = float("1" in answer["response"])
-    brief = float(answer["response_length"] < 20)
-    return {"overall": 0.9 * says_one + 0.1 * brief, "accuracy": says_one, "brief": brief}
+def compute_score(reward_input):
+    has_one = float("1" in reward_input["response"])
+    brief = float(reward_input["response_length"] < 20)
+    return {"overall": 0.9 * has_one + 0.1 * brief, "accuracy": has_one, "brief": brief}
 """
 
 KL_IN_LOSS = ("algorithm.disable_kl=false", "algorithm.use_kl_loss=true", "algorithm.kl_coef=0.01")
 KL_IN_REWARD = ("algorithm.disable_kl=false", "algorithm.use_kl_loss=false", "algorithm.kl_coef=0.01")
-TWO_UPDATES = ("worker.actor.global_batch_size=4",)  # so that ratios leave 1, and bounds act
+TWO_UPDATES = ("worker.actor.global_batch_size=4",)  # in the second update the ratios are not 1
 
-# Each has an advantage of its own or a loss of its own, and most a KL, an averaging or a correction besides.
+# Each tests an advantage estimator or a policy loss, most also a KL, an averaging or a correction.
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo, default": ("algorithm.adv_estimator=grpo", "worker.actor.loss_type=default", *TWO_UPDATES),
-    "grpo, gspo, by answer": (
+    "grpo, gspo, averaged by sequence": (
         *("algorithm.adv_estimator=grpo", "worker.actor.loss_type=gspo", "worker.actor.loss_avg_mode=seq"),
         *TWO_UPDATES,
     ),
@@ -70,34 +66,34 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "remax, k3 in the loss": (*KL_IN_LOSS, "algorithm.adv_estimator=remax", "algorithm.kl_penalty=low_var_kl"),
     "opo, abs in the loss": (*KL_IN_LOSS, "algorithm.adv_estimator=opo", "algorithm.kl_penalty=abs"),
     "gdpo, full KL in the loss": (*KL_IN_LOSS, "algorithm.adv_estimator=gdpo", "algorithm.kl_penalty=full"),
-    "full KL in the reward, adaptive; masked answers": (
+    "full KL in the reward, adaptive; masked sequences": (
         *(*KL_IN_REWARD, "algorithm.kl_penalty=full", "algorithm.kl_type=adaptive"),
         *("algorithm.mismatch_correction=mask", "algorithm.mismatch_level=sequence"),
     ),
-    "online filtering; rejected answers": (
+    "online filtering; rejected sequences": (
         *("algorithm.online_filtering=true", "algorithm.filter_key=accuracy", "data.mini_rollout_batch_size=6"),
         *("algorithm.filter_surplus=keep", "algorithm.overlong_filtering=true", "trainer.max_try_make_batch=3"),
         *("algorithm.mismatch_correction=reject", "algorithm.mismatch_level=sequence"),
     ),
 }
-"""What is switched on: the overrides."""
+"""The overrides of each."""
 
 OTHER_STEPS = {
     "grpo_passk": 8,  # its signal is weak: only the best of a group has an advantage
-    "online filtering; rejected answers": 4,  # later every answer is right, and no group is left to learn from
+    "online filtering; rejected sequences": 4,  # later all completions are correct, and all groups are filtered
 }
 
 CHOICES = {
     "algorithm.adv_estimator": get_args(AdvantageEstimator),
     "worker.actor.loss_type": get_args(PolicyLossType),
-    "worker.actor.loss_avg_mode": get_args(Averaging),
-    "algorithm.kl_penalty": (*get_args(SampledKl), "full"),
+    "worker.actor.loss_avg_mode": get_args(LossAveraging),
+    "algorithm.kl_penalty": get_args(KlEstimator),
     "algorithm.mismatch_correction": get_args(CorrectionKind),
 }
 
 
 def run(made: Path, folder: Path, steps: int, *overrides: str) -> dict[str, list[float]]:
-    """Train, and return each metric's course."""
+    """Train, and return the values of each metric by step."""
     (folder / "reward.py").write_text(REWARD)
     loaded = load_config(
         ROOT / "trigon" / "tiny" / "quickstart.yaml",
@@ -125,17 +121,17 @@ def run(made: Path, folder: Path, steps: int, *overrides: str) -> dict[str, list
     return {key: [line[key] for line in lines if key in line] for key in lines[-1]}
 
 
-def test_every_choice_is_tried():
-    tried = {override for overrides in ALGORITHMS.values() for override in overrides}
-    wanted = {f"{key}={choice}" for key, choices in CHOICES.items() for choice in choices}
-    assert wanted - tried == set()
+def test_every_choice_of_the_configuration_is_tested():
+    tested = {override for overrides in ALGORITHMS.values() for override in overrides}
+    required = {f"{key}={choice}" for key, choices in CHOICES.items() for choice in choices}
+    assert required - tested == set()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_raises_the_reward(with_gradient, tmp_path, name):
+def test_the_reward_rises(tiny_folder, tmp_path, name):
     steps = OTHER_STEPS.get(name, STEPS)
-    course = run(with_gradient, tmp_path, steps, *ALGORITHMS[name])
-    accuracy = course["reward/accuracy"]
+    metrics = run(tiny_folder, tmp_path, steps, *ALGORITHMS[name])
+    accuracy = metrics["reward/accuracy"]
     assert len(accuracy) == steps
     assert accuracy[-1] >= accuracy[0] + 0.25, accuracy
-    assert sum(course["actor/skipped_updates"]) == 0
+    assert sum(metrics["actor/skipped_updates"]) == 0

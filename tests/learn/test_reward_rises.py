@@ -1,4 +1,4 @@
-"""GRPO teaches the tiny model to see: through the real command line, real vLLM, real graders."""
+"""GRPO raises the accuracy of the tiny model, with real command line, vLLM and rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 40
 
 
 def run(*arguments: str) -> str:
-    """Run a command of ours and return what it printed."""
+    """Run a trigon command and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "trigon.cli", *arguments], capture_output=True, text=True, timeout=590, check=False
     )
@@ -23,14 +23,14 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(with_gradient: Path) -> Path:
-    folder = with_gradient / "run"
+def trained(tiny_folder: Path) -> Path:
+    folder = tiny_folder / "run"
     run(
         "train",
         str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
-        f"data.train_files={with_gradient / 'data' / 'train.parquet'}",
-        f"data.val_files={with_gradient / 'data' / 'validation.parquet'}",
-        f"worker.actor.model.model_path={with_gradient / 'model'}",
+        f"data.train_files={tiny_folder / 'data' / 'train.parquet'}",
+        f"data.val_files={tiny_folder / 'data' / 'validation.parquet'}",
+        f"worker.actor.model.model_path={tiny_folder / 'model'}",
         f"trainer.save_checkpoint_path={folder}",
         f"trainer.max_steps={STEPS}",
         "trainer.val_freq=-1",
@@ -50,25 +50,25 @@ def test_the_reward_rises(trained):
     assert after >= before + 0.15, accuracy
 
 
-def test_engine_and_trainer_agree_all_the_way(trained):
+def test_engine_and_trainer_have_equal_logprobs_in_every_step(trained):
     assert max(metric(trained, "parity/logprobs_diff_max")) < 1e-4
     assert max(metric(trained, "mismatch/logprobs_diff_max")) < 1e-4
 
 
-def test_without_the_drawings_the_trained_model_is_at_chance(with_gradient, trained):
-    exported = with_gradient / "exported"
+def test_on_blank_images_the_trained_model_has_the_accuracy_of_chance(tiny_folder, trained):
+    exported = tiny_folder / "exported"
     run("export", str(trained), "--output", str(exported))
-    folder = with_gradient / "blank"
+    folder = tiny_folder / "blank"
     run(
         "train",
         str(ROOT / "trigon" / "tiny" / "quickstart.yaml"),
-        f"data.train_files={with_gradient / 'data' / 'train.parquet'}",
-        f"data.val_files={with_gradient / 'data' / 'validation_blank.parquet'}",
+        f"data.train_files={tiny_folder / 'data' / 'train.parquet'}",
+        f"data.val_files={tiny_folder / 'data' / 'validation_blank.parquet'}",
         f"worker.actor.model.model_path={exported}",
         f"trainer.save_checkpoint_path={folder}",
         "trainer.val_only=true",
     )
-    answers = [json.loads(line) for line in (folder / "rollouts" / "validation_000000.jsonl").read_text().splitlines()]
-    accuracy = sum(answer["parts"]["accuracy"] for answer in answers) / len(answers)
-    # Chance is 1/6. Of 192 guesses, more than 54 right has a probability below 1 in 10,000.
+    rows = [json.loads(line) for line in (folder / "rollouts" / "validation_000000.jsonl").read_text().splitlines()]
+    accuracy = sum(row["parts"]["accuracy"] for row in rows) / len(rows)
+    # Chance is 1/6. More than 54 correct of 192 guesses have a probability below 1 in 10,000.
     assert accuracy <= 54 / 192

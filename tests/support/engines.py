@@ -1,4 +1,7 @@
-"""Train engines on tiny genuine models, alone or as one rank of several, and groups for them to learn from."""
+"""Train engines on tiny real models, and groups to train on.
+
+Engines run in a single process or as one of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from torch import Tensor
 
 from support.oracle import make_group, make_prompt
 from trigon.algorithms.losses import LossSettings
-from trigon.models.features import FeatureMemory
+from trigon.models.features import VisionFeatureCache
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
-from trigon.training.local import LocalScorer, LocalTrainEngine
+from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.parallel import SingleProcess
+from trigon.training.scorer import LocalScorer
+from trigon.training.settings import Placement, TrainSettings
 from trigon.training.state import ShardedFiles
 from trigon.training.step import LossTerms
 from trigon.types import RolloutGroup, TrainGroup, TrainSequence
@@ -60,11 +65,16 @@ def make_engine(
     vision_cache_bytes: int = 2**20,
     logprob_chunk: int = 1024,
 ) -> LocalTrainEngine:
-    """compared_with: the model that is the reference of the full KL.
+    """Return the engine of a model folder.
 
-    sharding: None in a process that is alone; else this process is one of the ranks of its process group.
-    dtype: of the weights. compute_dtype: the same if None; a sharded policy knows its own.
-    vision_cache_bytes: where the vision tower is frozen.
+    Args:
+        dtype: of the weights.
+        compute_dtype: of the forward pass; None for dtype. With sharding it is
+        sharding.param_dtype.
+        sharding: None for a single process; otherwise this process is a rank of the default process
+        group.
+        compared_with: model folder of the reference of the full KL.
+        vision_cache_bytes: size of the feature cache, for a frozen vision tower.
     """
     processors = processors_of(folder)
 
@@ -87,43 +97,40 @@ def make_engine(
             policy.enable_gradient_checkpointing()
         return policy
 
-    ranks = SingleProcess() if sharding is None else TorchProcessGroup(CPU)
+    process_group = SingleProcess() if sharding is None else TorchProcessGroup(CPU)
 
-    def placed(make: Callable[[torch.device], Policy]) -> Policy:
-        return make(CPU) if sharding is None else open_sharded(make, ranks, sharding, CPU)
+    def place(make: Callable[[torch.device], Policy]) -> Policy:
+        return make(CPU) if sharding is None else open_sharded(make, process_group, sharding, CPU)
 
     positions = positions_of(processors.family, processors.hf_config)
-    computed = (compute_dtype or dtype) if sharding is None else None
+    placement = Placement(
+        device=CPU,
+        compute_dtype=(compute_dtype or dtype) if sharding is None else None,
+        process_group=process_group,
+    )
     reference = None
     if compared_with is not None:
         reference = LocalScorer(
-            placed(partial(open_policy, compared_with)),
-            positions=positions,
-            max_tokens=max_tokens,
-            device=CPU,
-            compute_dtype=computed,
-            offload_params=False,
-            process_group=ranks,
+            place(partial(open_policy, compared_with)), placement, positions=positions, max_tokens=max_tokens
         )
-    policy = placed(make_policy)
-    return LocalTrainEngine(
-        policy,
+    policy = place(make_policy)
+    settings = TrainSettings(
         terms=terms,
         strategy=strategy,
         schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
         betas=(0.9, 0.999),
         weight_decay=0.01,
         max_grad_norm=1.0,
-        positions=positions,
         update_max_tokens=max_tokens,
         score_max_tokens=max_tokens,
-        device=CPU,
-        compute_dtype=computed,
-        offload_params=False,
-        offload_optimizer=False,
-        process_group=ranks,
+    )
+    return LocalTrainEngine(
+        policy,
+        settings,
+        placement,
+        positions=positions,
         reference=reference,
-        features=FeatureMemory(vision_cache_bytes) if policy.has_frozen_vision else None,
+        features=VisionFeatureCache(vision_cache_bytes) if policy.has_frozen_vision else None,
     )
 
 
@@ -133,12 +140,16 @@ def processors_of(folder: Path) -> Processors:
 
 
 def make_rollouts(folder: Path, *, seed: int = 0, images: bool = True) -> list[RolloutGroup]:
-    """Three groups of three answers: with an image, with another one, and text alone. No images for a text family."""
+    """Return three groups of three completions.
+
+    Two prompts have an image each, the third is text only.
+    images: False for text only in all groups, as for a family without vision.
+    """
     processors = processors_of(folder)
-    seen = images and processors.family.has_vision
+    has_images = images and processors.family.has_vision
     return [
-        make_group(make_prompt(processors, [(4, 6)] if seen else [], seed=seed + 1), [3, 7, 1], seed=seed + 11),
-        make_group(make_prompt(processors, [(4, 4)] if seen else [], seed=seed + 2), [5, 2, 4], seed=seed + 12),
+        make_group(make_prompt(processors, [(4, 6)] if has_images else [], seed=seed + 1), [3, 7, 1], seed=seed + 11),
+        make_group(make_prompt(processors, [(4, 4)] if has_images else [], seed=seed + 2), [5, 2, 4], seed=seed + 12),
         make_group(make_prompt(processors, [], seed=seed + 3), [6, 3, 2], seed=seed + 13),
     ]
 
@@ -151,7 +162,10 @@ def to_train(
     old: Sequence[Sequence[Tensor]] | None = None,
     ref: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[TrainGroup]:
-    """Give answer i of every group the advantage i. masked: (group, answer) that do not train."""
+    """Return the groups with advantages[i] for completion i.
+
+    masked: (group, completion) without trainable tokens.
+    """
     return [
         TrainGroup(
             group.prompt,
@@ -173,10 +187,10 @@ def to_train(
 
 
 def weights_of(engine: LocalTrainEngine) -> dict[str, Tensor]:
-    return {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in engine.weights()}
+    return {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in engine.weights().read()}
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Return the whole tensors of a folder that any number of ranks wrote."""
+    """Return the full tensors of a folder that any number of ranks wrote."""
     files = ShardedFiles(folder)
     return {name: files.read(name) for name in files.tensors}

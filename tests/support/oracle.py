@@ -1,7 +1,8 @@
-"""The padded Hugging Face forward, which the packed forward must equal, and prompts to hold against each other.
+"""The padded Hugging Face forward, and random prompts and groups.
 
-The forward runs every completion on its own, behind its own copy of the prompt and its images. It uses nothing of
-ours but the types: transformers lays out positions, masks, images and logits, and autograd goes through all of it.
+The packed forward must equal the padded one, which repeats the prompt and its images for every
+completion. Of trigon it uses only the types: transformers computes positions, masks, image features
+and logits, with gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Visio
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype):
-    """Return the plain model of a folder, with transformers' own attention."""
+    """Return the transformers model of a folder, with its own SDPA attention."""
     declare_operators()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -35,9 +36,9 @@ def padded_logprobs(
     temperature: float,
     banned_token_ids: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs, entropy), [sum of R] each, of the completions' tokens one after another.
+    """Return (logprobs, entropy), each [sum of R]: the tokens of all completions, concatenated.
 
-    The batch is padded on the right to [N, T], and its logits are a whole [N, R, V].
+    The batch is padded on the right to [N, T]; all logits [N, R, V] are in memory at once.
     """
     longest = max(len(completion) for completion in completions)
     start = len(prompt.token_ids)
@@ -49,7 +50,7 @@ def padded_logprobs(
         attention_mask[row, : len(sequence)] = 1
     images = {}
     if prompt.vision is not None and not hasattr(model.config, "vision_start_token_id"):
-        patches, size, side = prompt.vision.pixel_values, 14, 4  # of the tiny models
+        patches, size, side = prompt.vision.pixel_values, 14, 4  # those of the tiny models
         tiles = patches.view(-1, side, side, 3, size, size).permute(0, 3, 1, 4, 2, 5)
         images = {"pixel_values": tiles.reshape(-1, 3, side * size, side * size).repeat(len(completions), 1, 1, 1)}
     elif prompt.vision is not None:
@@ -77,17 +78,21 @@ def padded_logprobs(
 
 
 def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, seed: int) -> Prompt:
-    """Return a prompt of random words, with a random image of (height, width) patches for each grid, text between."""
+    """Return a prompt of random words and images of random pixels, with words in between.
+
+    grids: (height, width) of each image, in patches.
+    """
     generator = torch.Generator().manual_seed(seed)
     token_ids = random_words(6, generator)
     vision = None
     if grids:
         family, config = processors.family, processors.hf_config
         side = family.patches_per_side(config)
-        # A tower that sees tiles gets as many as would show some such grid, where an image can be several.
-        several = hasattr(processors.image_processor, "crop_to_patches")
+        # For a vision tower of tiles, a grid becomes a number of tiles; 1 if the processor does not
+        # split images.
+        splits_images = hasattr(processors.image_processor, "crop_to_patches")
         sizes = [
-            (height // side if several else 1, side, side) if family.tiles else (1, height, width)
+            (height // side if splits_images else 1, side, side) if family.tiles else (1, height, width)
             for height, width in grids
         ]
         begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
@@ -140,5 +145,5 @@ def group_of(prompt: Prompt, completions: Sequence[tuple[int, ...]]) -> RolloutG
 
 
 def random_words(count: int, generator: torch.Generator) -> list[int]:
-    """Return ordinary tokens: below every tiny vocabulary's special ones."""
+    """Return random token ids below the special tokens of every tiny vocabulary."""
     return torch.randint(0, 900, (count,), generator=generator).tolist()

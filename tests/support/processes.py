@@ -1,4 +1,4 @@
-"""What tests ask of processes that others started."""
+"""Helpers for tests that start processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process is there and not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

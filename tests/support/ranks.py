@@ -1,4 +1,7 @@
-"""Real processes that stand for ranks: started once, and joined anew by gloo for each call that is run on them."""
+"""Processes that run functions as ranks.
+
+They are started once; every call makes a new gloo process group.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,43 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_PATIENCE_SECONDS = 300
+_TIMEOUT_SECONDS = 300
 
 
 class RankProcesses:
-    """Up to `most` processes. A function that runs on them must stand in a module, for they import it."""
+    """Up to max_ranks processes.
 
-    def __init__(self, most: int, folder: Path) -> None:
-        """folder: an empty one, where the processes find each other."""
+    A function that runs on them has to be importable from a module.
+    """
+
+    def __init__(self, max_ranks: int, folder: Path) -> None:
+        """Start the processes. folder: empty; for the rendezvous files of the process groups."""
         self._folder = folder
         self._calls = itertools.count()
         context = multiprocessing.get_context("spawn")
         self._processes, self._connections = [], []
-        for _ in range(most):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        for _ in range(max_ranks):
+            connection, child_connection = context.Pipe()
+            process = context.Process(target=_serve, args=(child_connection,), daemon=True)
             process.start()
             self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(connection)
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
-        """Return what function(*args) returned on each rank; fail with the first traceback if it raised on any."""
-        meeting = self._folder / str(next(self._calls))
+        """Return what function(*args) returns on each rank.
+
+        Fails with the first traceback if it raises on any rank.
+        """
+        rendezvous = self._folder / str(next(self._calls))
         connections = self._connections[:ranks]
         for rank, connection in enumerate(connections):
-            connection.send((function, args, meeting, rank, ranks))
+            connection.send((function, args, rendezvous, rank, ranks))
         for rank, connection in enumerate(connections):
-            assert connection.poll(_PATIENCE_SECONDS), f"rank {rank} does not answer"
-        replies = [connection.recv() for connection in connections]
-        for rank, (_, problem) in enumerate(replies):
-            assert problem is None, f"rank {rank}: {problem}"
-        return [result for result, _ in replies]
+            assert connection.poll(_TIMEOUT_SECONDS), f"rank {rank} has not returned"
+        outcomes = [connection.recv() for connection in connections]
+        for rank, (_, error) in enumerate(outcomes):
+            assert error is None, f"rank {rank}: {error}"
+        return [result for result, _ in outcomes]
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -60,11 +69,11 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     while True:
-        function, args, meeting, rank, ranks = connection.recv()
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+        function, args, rendezvous, rank, ranks = connection.recv()
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
         try:
-            reply = function(*args), None
-        except BaseException:  # noqa: BLE001  (whoever called run raises it)
-            reply = None, traceback.format_exc()
+            outcome = function(*args), None
+        except BaseException:  # noqa: BLE001  (run raises it in the parent process)
+            outcome = None, traceback.format_exc()
         dist.destroy_process_group()
-        connection.send(reply)
+        connection.send(outcome)

@@ -1,4 +1,4 @@
-"""Whole training runs as a user starts them, in processes of their own, and what they leave in their folders."""
+"""Starts training runs as a user does, in processes of their own, and reads their run folders."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")  # the only keys that may differ between two equal runs
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")
+"""The prefixes of the only metrics that may differ between two equal runs."""
 
 
-# Answers of a barely trained model are all wrong; this has them differ, so that there is something to learn.
+# The completions of a barely trained model are all wrong. This reward differs between them, so
+# there is a gradient.
 REWARD = """
 REWARD_TYPE = "sequential"
 
 
-def compute_score(answer):
-    return {"overall": sum(map(ord, answer["response"])) % 7 / 7}
+def compute_score(reward_input):
+    return {"overall": sum(map(ord, reward_input["response"])) % 7 / 7}
 """
 
 
 def make_tiny(folder: Path) -> Path:
-    """Make the embedded model and data, barely warmed up since what they know does not matter, and a reward."""
+    """Make a tiny model after a minimal warm start, its data, and a reward function."""
     command = [sys.executable, "-m", "trigon.cli", "tiny", str(folder), "--max-updates", "6"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (folder / "reward.py").write_text(REWARD)
@@ -39,7 +41,9 @@ STEPS = 6
 def start(
     made: Path, folder: Path, *overrides: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a run of the model and data in `made`, which writes into `folder`; what it prints goes to folder.log."""
+    """Start a run with the model and data in `made`. It writes into `folder`, its output into
+    log_of(folder).
+    """
     command = [
         sys.executable,
         "-m",
@@ -54,13 +58,13 @@ def start(
         "trainer.val_freq=3",
         "trainer.save_freq=2",
         "data.rollout_batch_size=4",
-        "worker.actor.global_batch_size=2",  # two updates a step: old log-probabilities are really computed
+        "worker.actor.global_batch_size=2",  # two updates per step, so that old log-probabilities are computed
         "algorithm.disable_kl=false",
         "algorithm.use_kl_loss=true",
         "algorithm.kl_penalty=low_var_kl",
         "worker.ref.fsdp.torch_dtype=fp32",
         "worker.rollout.n=4",
-        "worker.actor.optim.lr_warmup_ratio=0",  # a schedule over all steps would see a changed trainer.max_steps
+        "worker.actor.optim.lr_warmup_ratio=0",  # a schedule would depend on trainer.max_steps
         "worker.actor.optim.lr_scheduler_type=constant",
         *overrides,
     ]
@@ -76,41 +80,47 @@ def start(
 
 
 def log_of(folder: Path) -> Path:
+    """Return the file with the output of a run."""
     return folder.parent / f"{folder.name}.log"
 
 
 def assert_learned(folder: Path) -> None:
-    """Equal runs prove little where nothing moves."""
+    """Assert that every step has a gradient, so that comparisons of runs are meaningful."""
     norms = [line["metrics"]["actor/grad_norm"] for line in lines(folder) if line["step"] > 0]
     assert all(norm > 1e-3 for norm in norms), norms
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait for a run, and assert that it succeeded."""
     status = process.wait(timeout=300)
     assert status == 0, log_of(folder).read_text()[-4000:]
 
 
 def lines(folder: Path) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Return the lines of metrics.jsonl without the MEASURED metrics."""
+    parsed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {
             "step": line["step"],
             "metrics": {key: value for key, value in line["metrics"].items() if not key.startswith(MEASURED)},
         }
-        for line in found
+        for line in parsed
     ]
 
 
 def rollouts(folder: Path) -> dict[str, str]:
+    """Return the rollouts files by name."""
     return {path.name: path.read_text() for path in sorted((folder / "rollouts").iterdir())}
 
 
 def kill(process: subprocess.Popen[str]) -> None:
+    """Kill a run and its child processes."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait up to 300 s for the condition, and assert that the run is still active."""
     deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, log_of(folder).read_text()[-4000:]
@@ -119,5 +129,6 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], fold
 
 
 def num_lines(folder: Path) -> int:
+    """Return the number of steps in metrics.jsonl so far."""
     path = folder / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0

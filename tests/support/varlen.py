@@ -1,6 +1,7 @@
-"""What varlen kernels compute, written out piece by piece for any device and dtype, in the signatures that they have.
+"""Varlen attention in plain torch, with the signatures of the kernels.
 
-No such kernel runs on a CPU. These stand in for that one call, so that everything around it can be tested there.
+It runs on any device with any dtype. The kernels do not run on a CPU; these functions replace them
+in tests of the code around them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ def attend(
     left: int,
     right: int,
 ) -> Tensor:
-    """Attend within pieces: query i of a piece of Q queries and K keys stands at key i + K - Q, and looks at those from
-    `left` before to `right` after it; -1 is no bound.
+    """Return the attention output of each sequence in a batch of concatenated sequences.
 
-    Args: query: [T, H, D]; key, value: [K, heads, D]. Returns: [T, H, D].
+    Query i of a sequence with Q queries and K keys is at position i + K - Q, and attends to the
+    keys from `left` before to `right` after that position; -1 is no bound.
+
+    Args: query: [sum of Q, H, D]; key, value: [sum of K, key heads, D]; query_starts, key_starts:
+    int32
+        offsets of the sequences. Returns: [sum of Q, H, D].
     """
     assert query_starts.dtype == key_starts.dtype == torch.int32
     assert query_starts[-1] == len(query)
@@ -136,13 +141,16 @@ TORCH_VERSIONS = {"2.10": torch_2_10, "2.11": torch_2_11, "2.13": torch_2_13}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, function=torch_2_13) -> None:
-    """Let this be torch's varlen_attn, for every dtype."""
+    """Replace torch's varlen_attn by a function, and allow it for every dtype."""
     monkeypatch.setattr(varlen, "varlen_attn", function)
     monkeypatch.setattr(kernels, "FLASH_DTYPES", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def stand_in_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let flash-attn be installed, from now on; where transformers looks for it too, only once models are loaded."""
+    """Install a flash-attn module with flash_attn_2.
+
+    transformers looks for it as well, so models have to be loaded first.
+    """
     stand_in(monkeypatch)
     flash_attn = ModuleType("flash_attn")
     flash_attn.flash_attn_varlen_func = flash_attn_2  # type: ignore[attr-defined]

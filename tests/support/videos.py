@@ -38,6 +38,7 @@ def make_video(
         video = output.add_stream(codec, rate=fps)
         video.width, video.height, video.pix_fmt = width, height, "yuv420p"
         video.codec_context.time_base = Fraction(1, fps)
+        video.codec_context.thread_count = 1  # with several, equal frames are not always encoded to equal bytes
         for number in range(frames):
             encoded_frame = av.VideoFrame.from_ndarray(frame(first + number, width, height), format="rgb24")
             encoded_frame.pts = number if times is None else times[number]

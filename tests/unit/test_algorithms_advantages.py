@@ -1,4 +1,4 @@
-"""Every estimator worked by hand, with the edges, and that the order of groups changes nothing."""
+"""Every advantage estimator: values by hand, edge cases and invariants."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import get_args
 import pytest
 import torch
 
-from trigon.algorithms.advantages import WITHOUT_A_GROUP, AdvantageEstimator, RewardBatch, estimate, group_relative
+from trigon.algorithms.advantages import RewardBatch, estimate_advantages, group_relative
+from trigon.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 ESTIMATORS = get_args(AdvantageEstimator)
-COMPARING = sorted(set(ESTIMATORS) - WITHOUT_A_GROUP)
-OVER_THE_BATCH = ("reinforce_plus_plus", "grpo_batch", "reinforce_plus_plus_baseline", "gdpo")
+COMPARING = sorted(set(ESTIMATORS) - set(SINGLE_COMPLETION_ESTIMATORS))
+USING_BATCH_STATISTICS = ("reinforce_plus_plus", "grpo_batch", "reinforce_plus_plus_baseline", "gdpo")
 
 
-def outcomes(rewards, *, valid=None, lengths=None, penalties=None, parts=None, baselines=None):
+def reward_batch(rewards, *, valid=None, lengths=None, penalties=None, parts=None, baselines=None):
     rewards = torch.tensor(rewards)
     return RewardBatch(
         rewards=rewards,
@@ -29,12 +30,12 @@ def outcomes(rewards, *, valid=None, lengths=None, penalties=None, parts=None, b
 
 def advantages(rewards, estimator, *, gamma=1.0, weights=None, **others):
     """Return the advantage of each token of each completion, as lists."""
-    found = estimate(outcomes(rewards, **others), estimator, gamma=gamma, weights=weights)
+    found = estimate_advantages(reward_batch(rewards, **others), estimator, gamma=gamma, weights=weights)
     return [[tokens.tolist() for tokens in row] for row in found]
 
 
-def of_completions(rewards, estimator, **others):
-    """Return one number for each completion, all of whose tokens must have it."""
+def completion_advantages(rewards, estimator, **others):
+    """Return the advantage of each completion, which all of its tokens must have."""
     rows = advantages(rewards, estimator, **others)
     assert all(len(set(tokens)) == 1 for row in rows for tokens in row)
     return [[tokens[0] for tokens in row] for row in rows]
@@ -44,63 +45,63 @@ def close(*expected):
     return [pytest.approx(list(row), rel=1e-5, abs=1e-6) for row in expected]
 
 
-# -- by hand ------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_grpo_divides_by_the_unbiased_deviation_of_the_group():
-    # mean 2, deviations -1 -1 1 1, unbiased std sqrt(4/3)
+def test_grpo_divides_by_the_unbiased_standard_deviation_of_the_group():
+    # mean 2, differences -1 -1 1 1, unbiased std sqrt(4/3)
     a = 1.0 / math.sqrt(4 / 3)
-    assert of_completions([[1.0, 1.0, 3.0, 3.0]], "grpo") == close([-a, -a, a, a])
+    assert completion_advantages([[1.0, 1.0, 3.0, 3.0]], "grpo") == close([-a, -a, a, a])
 
 
-def test_dr_grpo_only_centres():
-    assert of_completions([[0.0, 1.0, 0.0, 3.0]], "dr_grpo") == close([-1.0, 0.0, -1.0, 2.0])
+def test_dr_grpo_only_subtracts_the_mean():
+    assert completion_advantages([[0.0, 1.0, 0.0, 3.0]], "dr_grpo") == close([-1.0, 0.0, -1.0, 2.0])
 
 
-def test_grpo_batch_divides_by_the_deviation_of_all_rewards():
-    # rewards 0 2 4 6: mean 3, squares 9 1 1 9, unbiased std sqrt(20/3); centred -1 1 -1 1
+def test_grpo_batch_divides_by_the_standard_deviation_of_all_rewards():
+    # rewards 0 2 4 6: mean 3, squares 9 1 1 9, unbiased std sqrt(20/3); centered -1 1 -1 1
     a = 1.0 / math.sqrt(20 / 3)
-    assert of_completions([[0.0, 2.0], [4.0, 6.0]], "grpo_batch") == close([-a, a], [-a, a])
+    assert completion_advantages([[0.0, 2.0], [4.0, 6.0]], "grpo_batch") == close([-a, a], [-a, a])
 
 
-def test_rloo_compares_with_the_mean_of_the_others():
+def test_rloo_subtracts_the_mean_of_the_other_rewards():
     # 1 - (0 + 5) / 2, 0 - (1 + 5) / 2, 5 - (1 + 0) / 2
-    assert of_completions([[1.0, 0.0, 5.0]], "rloo") == close([-1.5, -3.0, 4.5])
+    assert completion_advantages([[1.0, 0.0, 5.0]], "rloo") == close([-1.5, -3.0, 4.5])
 
 
-def test_grpo_passk_rewards_the_best_for_its_lead():
-    # mean 2, deviations -1 -1 2, unbiased std sqrt(6/2); lead 4 - 1
-    assert of_completions([[1.0, 1.0, 4.0]], "grpo_passk") == close([0.0, 0.0, 3.0 / math.sqrt(3.0)])
-    assert of_completions([[1.0, 4.0, 4.0]], "grpo_passk") == close([0.0, 0.0, 0.0])
+def test_grpo_passk_gives_the_best_its_lead_over_the_second_best():
+    # mean 2, differences -1 -1 2, unbiased std sqrt(6/2); lead 4 - 1
+    assert completion_advantages([[1.0, 1.0, 4.0]], "grpo_passk") == close([0.0, 0.0, 3.0 / math.sqrt(3.0)])
+    assert completion_advantages([[1.0, 4.0, 4.0]], "grpo_passk") == close([0.0, 0.0, 0.0])
 
 
-def test_opo_weighs_its_baseline_by_length():
+def test_opo_weights_its_baseline_by_length():
     # baseline (1 x 1 + 3 x 0) / 4
-    assert of_completions([[1.0, 0.0]], "opo", lengths=[[1, 3]]) == close([0.75, -0.25])
+    assert completion_advantages([[1.0, 0.0]], "opo", lengths=[[1, 3]]) == close([0.75, -0.25])
 
 
-def test_reinforce_plus_plus_baseline_scales_centred_rewards_by_the_batch():
-    # centred -1 1 -2 2: squares 1 1 4 4, 10 / 3
+def test_reinforce_plus_plus_baseline_divides_centered_rewards_by_the_batch_deviation():
+    # centered -1 1 -2 2: squares 1 1 4 4, 10 / 3
     a = 1.0 / math.sqrt(10 / 3)
-    found = of_completions([[0.0, 2.0], [0.0, 4.0]], "reinforce_plus_plus_baseline")
+    found = completion_advantages([[0.0, 2.0], [0.0, 4.0]], "reinforce_plus_plus_baseline")
     assert found == close([-a, a], [-2 * a, 2 * a])
 
 
 def test_gdpo_normalizes_each_part_before_adding_them_up():
-    # accuracy 0 0 1 1 normalizes to -s -s s s with s = sqrt(3)/2, format 0 1 0 1 to -s s -s s; sums -2s 0 0 2s; rms of
-    # these four over n - 1: sqrt(8 s^2 / 3) = sqrt(2)
+    # accuracy 0 0 1 1 normalizes to -s -s s s with s = sqrt(3)/2, format 0 1 0 1 to -s s -s s; sums
+    # -2s 0 0 2s; rms of these four over n - 1: sqrt(8 s^2 / 3) = sqrt(2)
     s = math.sqrt(3) / 2
     parts = {"accuracy": [[0.0, 0.0, 1.0, 1.0]], "format": [[0.0, 1.0, 0.0, 1.0]]}
     a = 2 * s / math.sqrt(2)
-    assert of_completions([[9.0] * 4], "gdpo", parts=parts) == close([-a, 0.0, 0.0, a])
+    assert completion_advantages([[9.0] * 4], "gdpo", parts=parts) == close([-a, 0.0, 0.0, a])
     # accuracy alone counts: -s -s s s over sqrt(4 s^2 / 3) = 1
-    assert of_completions([[9.0] * 4], "gdpo", parts=parts, weights={"accuracy": 2.0}) == close([-s, -s, s, s])
+    assert completion_advantages([[9.0] * 4], "gdpo", parts=parts, weights={"accuracy": 2.0}) == close([-s, -s, s, s])
 
 
-def test_gdpo_tells_apart_what_a_sum_would_not():
+def test_gdpo_distinguishes_parts_with_equal_sums():
     # (1, 0) and (0, 1) have equal sums, but the first part spreads more widely over its group
     parts = {"a": [[1.0, 0.0, 0.0, 0.0]], "b": [[0.0, 1.0, 1.0, 0.0]]}
-    row = of_completions([[1.0, 1.0, 1.0, 0.0]], "gdpo", parts=parts)[0]
+    row = completion_advantages([[1.0, 1.0, 1.0, 0.0]], "gdpo", parts=parts)[0]
     assert row[0] > row[1]
 
 
@@ -113,7 +114,7 @@ def test_reinforce_plus_plus_whitens_all_tokens_of_the_batch_together():
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_completion():
-    found = of_completions([[1.0, 0.0], [0.5, 2.0]], "remax", baselines=[1.0, 0.5])
+    found = completion_advantages([[1.0, 0.0], [0.5, 2.0]], "remax", baselines=[1.0, 0.5])
     assert found == close([0.0, -1.0], [0.0, 1.5])
 
 
@@ -134,69 +135,73 @@ def test_a_discount_credits_the_last_tokens_most():
     assert found[0][0] + found[0][1] == pytest.approx([(value - mean) / std for value in returns], rel=1e-5)
 
 
-def test_penalties_are_taken_from_the_reward_of_the_whole_completion():
+def test_penalties_are_subtracted_from_the_reward_of_the_completion():
     penalties = [[[0.5, 0.5], [0.25, 0.25]]]
-    assert of_completions([[1.0, 1.0]], "dr_grpo", penalties=penalties) == close([-0.25, 0.25])
+    assert completion_advantages([[1.0, 1.0]], "dr_grpo", penalties=penalties) == close([-0.25, 0.25])
 
 
-# -- edges --------------------------------------------------------------------------------------------------------
+# -- edges -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 12, 16, 48, 64])
 @pytest.mark.parametrize("estimator", COMPARING)
 def test_a_group_of_equal_rewards_has_exactly_zero_advantage(size, estimator):
     lengths = [list(range(1, size + 1)), [2] * size]
-    beside = ([0.0, 1.0] * size)[:size]  # another group, so that the batch itself is not all equal
+    other_group = ([0.0, 1.0] * size)[:size]  # so that the rewards of the batch are not all equal
     for reward in (0.1, 0.3, 0.7, 0.9, 1.1, 1.4, -0.3, 1e-8, 12345.678):
-        assert of_completions([[reward] * size, beside], estimator, lengths=lengths)[0] == [0.0] * size, reward
+        assert completion_advantages([[reward] * size, other_group], estimator, lengths=lengths)[0] == [0.0] * size, (
+            reward
+        )
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.9, 12345.678])
-def test_a_batch_of_equal_rewards_has_exactly_zero_advantage_where_only_batches_are_compared(reward):
-    assert of_completions([[reward] * 7] * 3, "reinforce_plus_plus") == [[0.0] * 7] * 3
-    assert of_completions([[reward] * 7] * 3, "remax", baselines=[reward] * 3) == [[0.0] * 7] * 3
+def test_a_batch_of_equal_rewards_has_exactly_zero_advantage_without_group_comparison(reward):
+    assert completion_advantages([[reward] * 7] * 3, "reinforce_plus_plus") == [[0.0] * 7] * 3
+    assert completion_advantages([[reward] * 7] * 3, "remax", baselines=[reward] * 3) == [[0.0] * 7] * 3
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_ungraded_completions_enter_no_statistic_and_get_zero(estimator):
-    lengths, hole = [[2, 3, 4, 5], [1, 2, 3, 4]], [[1.0, 2.0, 99.0, 3.0], [0.0, 1.0, -99.0, 1.0]]
+def test_unscored_completions_are_excluded_from_statistics_and_get_zero(estimator):
+    lengths, rewards = [[2, 3, 4, 5], [1, 2, 3, 4]], [[1.0, 2.0, 99.0, 3.0], [0.0, 1.0, -99.0, 1.0]]
     valid = [[True, True, False, True]] * 2
-    with_hole = of_completions(hole, estimator, valid=valid, lengths=lengths)
+    with_unscored = completion_advantages(rewards, estimator, valid=valid, lengths=lengths)
     keep = [0, 1, 3]
-    without = of_completions(
-        [[row[i] for i in keep] for row in hole], estimator, lengths=[[row[i] for i in keep] for row in lengths]
+    without = completion_advantages(
+        [[row[i] for i in keep] for row in rewards], estimator, lengths=[[row[i] for i in keep] for row in lengths]
     )
-    assert [[row[i] for i in keep] for row in with_hole] == close(*without)
-    assert [row[2] for row in with_hole] == [0.0, 0.0]
+    assert [[row[i] for i in keep] for row in with_unscored] == close(*without)
+    assert [row[2] for row in with_unscored] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("valid", [[False] * 4, [True, False, False, False]])
 @pytest.mark.parametrize("estimator", COMPARING)
 def test_a_group_with_nothing_to_compare_has_zero_advantage(valid, estimator):
-    assert of_completions([[1.0, 2.0, 3.0, 4.0]], estimator, valid=[valid]) == [[0.0] * 4]
+    assert completion_advantages([[1.0, 2.0, 3.0, 4.0]], estimator, valid=[valid]) == [[0.0] * 4]
 
 
-def test_remax_learns_nothing_where_the_greedy_completion_could_not_be_graded():
-    found = of_completions([[1.0, 0.0], [1.0, 0.0]], "remax", baselines=[math.nan, 0.5])
+def test_remax_gives_zero_if_the_greedy_completion_was_not_scored():
+    found = completion_advantages([[1.0, 0.0], [1.0, 0.0]], "remax", baselines=[math.nan, 0.5])
     assert found == close([0.0, 0.0], [0.5, -0.5])
 
 
 @pytest.mark.parametrize("estimator", COMPARING)
-def test_a_group_of_one_is_refused(estimator):
+def test_a_group_of_one_is_rejected(estimator):
     with pytest.raises(ValueError, match="at least 2"):
-        of_completions([[1.0], [2.0]], estimator)
+        completion_advantages([[1.0], [2.0]], estimator)
 
 
-@pytest.mark.parametrize("estimator", sorted(WITHOUT_A_GROUP))
-def test_a_group_of_one_will_do_for_estimators_that_do_not_compare_within_groups(estimator):
-    assert of_completions([[1.0], [3.0]], estimator)[0][0] != of_completions([[1.0], [3.0]], estimator)[1][0]
+@pytest.mark.parametrize("estimator", sorted(SINGLE_COMPLETION_ESTIMATORS))
+def test_a_group_of_one_suffices_for_estimators_that_do_not_compare_within_groups(estimator):
+    assert (
+        completion_advantages([[1.0], [3.0]], estimator)[0][0] != completion_advantages([[1.0], [3.0]], estimator)[1][0]
+    )
 
 
 def test_completions_of_one_token_have_one_advantage():
     assert [len(tokens) for tokens in advantages([[0.0, 1.0]], "reinforce_plus_plus", lengths=[[1, 4]])[0]] == [1, 4]
 
 
-# -- the same by another road -------------------------------------------------------------------------------------
+# -- invariants ------------------------------------------------------------------------------------
 
 
 def some_rewards(num_groups, size):
@@ -207,26 +212,27 @@ def some_rewards(num_groups, size):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_order_of_groups_and_of_completions_does_not_matter(estimator):
+def test_the_order_of_groups_and_completion_advantages_does_not_matter(estimator):
     rewards, lengths = some_rewards(5, 4)
     groups, members = torch.tensor([3, 0, 4, 2, 1]), torch.tensor([2, 3, 0, 1])
 
     def run(rewards, lengths):
         parts = {"a": rewards.tolist(), "b": (rewards * lengths).tolist()}
-        return torch.tensor(of_completions(rewards.tolist(), estimator, lengths=lengths.tolist(), parts=parts))
+        return torch.tensor(completion_advantages(rewards.tolist(), estimator, lengths=lengths.tolist(), parts=parts))
 
-    straight = run(rewards, lengths)
-    turned = run(rewards[groups][:, members], lengths[groups][:, members])
-    torch.testing.assert_close(turned, straight[groups][:, members], rtol=1e-4, atol=1e-5)
-    assert straight.abs().max() > 0.1
+    original = run(rewards, lengths)
+    permuted = run(rewards[groups][:, members], lengths[groups][:, members])
+    torch.testing.assert_close(permuted, original[groups][:, members], rtol=1e-4, atol=1e-5)
+    assert original.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("estimator", sorted(set(COMPARING) - set(OVER_THE_BATCH)))
+@pytest.mark.parametrize("estimator", sorted(set(COMPARING) - set(USING_BATCH_STATISTICS)))
 def test_a_group_does_not_depend_on_the_others(estimator):
     rewards, lengths = some_rewards(3, 4)
-    together = of_completions(rewards.tolist(), estimator, lengths=lengths.tolist())
+    together = completion_advantages(rewards.tolist(), estimator, lengths=lengths.tolist())
     alone = [
-        of_completions([r], estimator, lengths=[n])[0] for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
+        completion_advantages([r], estimator, lengths=[n])[0]
+        for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
     ]
     assert together == close(*alone)
 
@@ -234,14 +240,14 @@ def test_a_group_does_not_depend_on_the_others(estimator):
 @pytest.mark.parametrize("estimator", sorted(set(ESTIMATORS) - {"grpo_passk", "opo", "remax", "reinforce_plus_plus"}))
 def test_each_group_sums_to_zero(estimator):
     rewards, lengths = some_rewards(5, 6)
-    found = torch.tensor(of_completions(rewards.tolist(), estimator, lengths=lengths.tolist()))
+    found = torch.tensor(completion_advantages(rewards.tolist(), estimator, lengths=lengths.tolist()))
     torch.testing.assert_close(found.sum(1), torch.zeros(5), rtol=0, atol=1e-5)
 
 
-def test_rloo_is_the_centred_reward_up_to_a_constant():
+def test_rloo_is_the_centered_reward_times_a_constant():
     rewards, _ = some_rewards(4, 5)
-    centred = torch.tensor(of_completions(rewards.tolist(), "dr_grpo"))
-    torch.testing.assert_close(torch.tensor(of_completions(rewards.tolist(), "rloo")), centred * 5 / 4)
+    centered = torch.tensor(completion_advantages(rewards.tolist(), "dr_grpo"))
+    torch.testing.assert_close(torch.tensor(completion_advantages(rewards.tolist(), "rloo")), centered * 5 / 4)
 
 
 def test_half_precision_rewards_are_compared_in_float32():

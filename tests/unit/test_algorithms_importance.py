@@ -1,4 +1,4 @@
-"""Comparing engine and trainer, and correcting for their differences, worked by hand."""
+"""The train-inference mismatch: metrics and correction weights by hand."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/effective_share"].value == pytest.approx(0.9)
 
 
-def test_the_effective_share_of_two_halves_is_that_of_the_whole():
-    sampler, trainer = torch.tensor([-1.0, -2.0, -0.5, -3.0]), torch.tensor([-1.5, -1.0, -0.4, -3.3])
-    whole = mismatch_metrics(sampler, trainer, torch.ones(4))
-    halves = merge(*(mismatch_metrics(sampler[s], trainer[s], torch.ones(2)) for s in (slice(2), slice(2, 4))))
-    for key, metric in whole.items():
+def test_metrics_of_two_halves_merge_to_those_of_the_batch():
+    engine, trainer = torch.tensor([-1.0, -2.0, -0.5, -3.0]), torch.tensor([-1.5, -1.0, -0.4, -3.3])
+    full = mismatch_metrics(engine, trainer, torch.ones(4))
+    halves = merge(*(mismatch_metrics(engine[s], trainer[s], torch.ones(2)) for s in (slice(2), slice(2, 4))))
+    for key, metric in full.items():
         assert halves[key].value == pytest.approx(metric.value), key
 
 
-def test_mismatch_of_nothing_is_nothing():
+def test_without_selected_tokens_there_are_no_metrics():
     assert mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.zeros(2)) == {}
 
 
 def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):
     lengths = [len(ratios)] if lengths is None else lengths
-    found, acted = correction_weights(
+    found, bounded = correction_weights(
         torch.tensor([math.log(ratio) - 1.0 for ratio in ratios]),
         torch.full((len(ratios),), -1.0),
         Correction(kind, level, low, high),
@@ -49,23 +49,23 @@ def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):
         sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_sequences=len(lengths),
     )
-    return pytest.approx(found.tolist(), abs=1e-6), acted.tolist()
+    return pytest.approx(found.tolist(), abs=1e-6), bounded.tolist()
 
 
 def test_truncate_caps_the_weight_of_a_token():
     assert weights([0.1, 1.0, 1.5, 3.0], "truncate", "token") == ([0.1, 1.0, 1.5, 2.0], [0.0, 0.0, 0.0, 1.0])
 
 
-def test_mask_leaves_a_token_out_on_both_sides():
+def test_mask_excludes_tokens_on_both_sides():
     assert weights([0.4, 0.6, 1.5, 3.0], "mask", "token") == ([0.0, 0.6, 1.5, 0.0], [1.0, 0.0, 0.0, 1.0])
 
 
-def test_reject_leaves_out_a_sequence_with_one_such_token():
+def test_reject_excludes_a_sequence_with_one_token_outside():
     ratios, lengths = [1.0, 3.0, 1.5, 0.7], [2, 2]
     assert weights(ratios, "reject", "token", lengths=lengths) == ([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0])
 
 
-def test_a_sequence_is_weighed_by_its_geometric_mean():
+def test_the_weight_of_a_sequence_is_its_geometric_mean():
     # sqrt(1 x 4) = 2; sqrt(9 x 1) = 3
     ratios, lengths = [1.0, 4.0, 9.0, 1.0], [2, 2]
     assert weights(ratios, "truncate", "sequence", high=2.5, lengths=lengths) == (
@@ -91,17 +91,17 @@ def test_the_weight_of_a_sequence_does_not_depend_on_its_length(kind):
 
 @pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_where_engine_and_trainer_agree_nothing_is_done(kind, level):
+def test_equal_probabilities_need_no_correction(kind, level):
     assert weights([1.0, 1.0, 1.0], kind, level) == ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_masked_tokens_do_not_speak_for_their_sequence(level):
+def test_masked_tokens_do_not_affect_their_sequence(level):
     assert weights([1.0, 50.0], "reject", level, mask=[1.0, 0.0])[0] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["truncate", "mask", "reject"])
-def test_a_sequence_does_not_depend_on_what_lies_beside_it(kind):
+def test_a_sequence_does_not_depend_on_others_in_the_batch(kind):
     for level in ("token", "sequence"):
         together = weights([0.3, 1.2, 2.5, 1.0], kind, level, lengths=[2, 2])
         apart = [weights(part, kind, level) for part in ([0.3, 1.2], [2.5, 1.0])]

@@ -1,4 +1,4 @@
-"""The KL of a token, worked by hand, and the coefficient that follows it."""
+"""KL estimators by hand, and the adaptive coefficient."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every policy loss worked by hand: value, gradient and what is said of the bounds; and how they are related."""
+"""Every policy loss by hand: value, gradient and clip flags; and relations between the losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 import torch
 
-from trigon.algorithms.losses import LossSettings, PolicyLossType, policy_loss
+from trigon.algorithms.losses import LossSettings, policy_loss
+from trigon.names import PolicyLossType
 
 KINDS = get_args(PolicyLossType)
 CLIPPED = LossSettings(
@@ -21,15 +22,15 @@ def settings(kind, **others):
     return replace(CLIPPED, kind=kind, **others)
 
 
-def run(ratios, advantages, how, *, lengths=None, mask=None):
-    """Return loss, gradient and the whole result for tokens whose ratios are these, of sequences of these lengths."""
+def run(ratios, advantages, loss_settings, *, lengths=None, mask=None):
+    """Return loss, gradient and PolicyLoss of tokens with the given ratios and sequence lengths."""
     lengths = [len(ratios)] if lengths is None else lengths
     logprobs = torch.tensor([math.log(ratio) - 1.0 for ratio in ratios], requires_grad=True)
     result = policy_loss(
         logprobs,
         torch.full((len(ratios),), -1.0),
         torch.tensor(advantages),
-        how,
+        loss_settings,
         loss_mask=torch.ones(len(ratios)) if mask is None else torch.tensor(mask),
         sequence_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         num_sequences=len(lengths),
@@ -38,7 +39,7 @@ def run(ratios, advantages, how, *, lengths=None, mask=None):
     return result.loss.tolist(), logprobs.grad.tolist(), result
 
 
-# -- default ------------------------------------------------------------------------------------------------------
+# -- default ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,10 +47,10 @@ def run(ratios, advantages, how, *, lengths=None, mask=None):
     [
         (1.0, 2.0, -2.0, -2.0),  # on policy: the plain policy gradient
         (1.2, 1.0, -1.2, -1.2),  # inside the bounds
-        (1.5, 1.0, -1.3, 0.0),  # gained enough: clipped high
-        (0.5, 1.0, -0.5, -0.5),  # losing ground on a good token: never clipped
+        (1.5, 1.0, -1.3, 0.0),  # already more likely: clipped high
+        (0.5, 1.0, -0.5, -0.5),  # good token less likely: never clipped
         (0.5, -1.0, 0.8, 0.0),  # bad token already unlikely: clipped low
-        (2.0, -1.0, 2.0, 2.0),  # bad token growing: full loss
+        (2.0, -1.0, 2.0, 2.0),  # bad token more likely: full loss
         (5.0, -1.0, 3.0, 0.0),  # ... up to the dual bound
     ],
 )
@@ -59,7 +60,7 @@ def test_default_by_hand(ratio, advantage, loss, gradient):
     assert got_gradient == pytest.approx([gradient], rel=1e-5)
 
 
-def test_clip_flags_say_which_bound_was_met():
+def test_clip_flags_mark_the_bound_that_applied():
     result = run([1.5, 1.2, 5.0, 2.0], [1.0, 1.0, -1.0, -1.0], CLIPPED)[2]
     assert result.clipped.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert result.dual_clipped.tolist() == [0.0, 0.0, 1.0, 0.0]
@@ -71,7 +72,7 @@ def test_a_lower_bound_of_one_is_no_bound():
     assert result.clipped.tolist() == [0.0]
 
 
-# -- gspo ---------------------------------------------------------------------------------------------------------
+# -- gspo ------------------------------------------------------------------------------------------
 
 
 def test_gspo_by_hand():
@@ -79,11 +80,11 @@ def test_gspo_by_hand():
     root = math.sqrt(1.2)
     loss, gradient, result = run([1.2, 1.0], [1.0, 1.0], settings("gspo"))
     assert loss == pytest.approx([-root, -root])
-    assert gradient == pytest.approx([-root, -root])  # two tokens' losses, each by half
+    assert gradient == pytest.approx([-root, -root])  # both losses contribute half
     assert result.ratio.tolist() == pytest.approx([root, root])
 
 
-def test_gspo_clips_a_whole_sequence():
+def test_gspo_clips_all_tokens_of_a_sequence():
     # ratios 2 and 1: sqrt(2) > 1.3 for the first sequence; 1.1 for the second
     loss, gradient, result = run([2.0, 1.0, 1.1], [1.0, 1.0, 1.0], settings("gspo"), lengths=[2, 1])
     assert loss == pytest.approx([-1.3, -1.3, -1.1])
@@ -91,7 +92,7 @@ def test_gspo_clips_a_whole_sequence():
     assert result.clipped.tolist() == [1.0, 1.0, 0.0]
 
 
-def test_a_sequence_ratio_is_made_of_trainable_tokens_only():
+def test_a_sequence_ratio_uses_trainable_tokens_only():
     loss, gradient, _ = run([1.2, 100.0], [1.0, 1.0], settings("gspo"), mask=[1.0, 0.0])
     assert loss[0] == pytest.approx(-1.2)
     assert gradient[1] == 0.0
@@ -104,22 +105,24 @@ def test_gspo_token_has_the_sequences_ratio_and_the_tokens_gradient():
     assert gradient == pytest.approx([-root, -3 * root])
 
 
-def test_gspo_and_gspo_token_agree_where_a_sequence_has_one_advantage():
+def test_gspo_and_gspo_token_agree_for_one_advantage_per_sequence():
     ratios, lengths = [0.9, 1.1, 1.3, 0.7, 1.05], [3, 2]
     for advantages in ([1.0] * 5, [-1.0] * 5):
-        whole, by_token = (run(ratios, advantages, settings(kind), lengths=lengths) for kind in ("gspo", "gspo_token"))
-        assert whole[0] == pytest.approx(by_token[0])
-        assert whole[1] == pytest.approx(by_token[1], abs=1e-6)
+        by_sequence, by_token = (
+            run(ratios, advantages, settings(kind), lengths=lengths) for kind in ("gspo", "gspo_token")
+        )
+        assert by_sequence[0] == pytest.approx(by_token[0])
+        assert by_sequence[1] == pytest.approx(by_token[1], abs=1e-6)
 
 
 def test_gspo_of_sequences_of_one_token_is_the_clipped_loss():
     ratios, advantages = [0.5, 1.2, 1.5, 5.0, 0.5], [1.0, 1.0, 1.0, -1.0, -1.0]
-    whole = run(ratios, advantages, settings("gspo"), lengths=[1] * 5)
-    assert whole[0] == pytest.approx(run(ratios, advantages, CLIPPED)[0])
-    assert whole[1] == pytest.approx(run(ratios, advantages, CLIPPED)[1])
+    gspo = run(ratios, advantages, settings("gspo"), lengths=[1] * 5)
+    assert gspo[0] == pytest.approx(run(ratios, advantages, CLIPPED)[0])
+    assert gspo[1] == pytest.approx(run(ratios, advantages, CLIPPED)[1])
 
 
-# -- cispo --------------------------------------------------------------------------------------------------------
+# -- cispo -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,12 +143,12 @@ def test_cispo_by_hand(ratio, advantage, weight, clipped):
     assert result.dual_clipped is None
 
 
-def test_cispo_has_easyr1s_lower_bound_where_it_is_asked_for():
+def test_cispo_has_easyr1s_lower_bound_if_configured():
     assert run([0.1], [1.0], settings("cispo", clip_low=0.0))[1] == pytest.approx([-1.0])
     assert run([0.1], [1.0], settings("cispo", clip_low=0.2))[1] == pytest.approx([-0.8])
 
 
-# -- sapo ---------------------------------------------------------------------------------------------------------
+# -- sapo ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_sapo_by_hand(ratio, advantage, tau):
     assert (result.clipped, result.dual_clipped) == (None, None)
 
 
-# -- all of them --------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +173,7 @@ def test_on_policy_every_loss_has_the_plain_policy_gradient(kind, advantage):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_stay_finite_when_the_policies_are_worlds_apart(kind):
+def test_losses_stay_finite_for_extreme_ratios(kind):
     logprobs = torch.tensor([-1000.0, 0.0], requires_grad=True)
     result = policy_loss(
         logprobs,
@@ -187,12 +190,12 @@ def test_losses_stay_finite_when_the_policies_are_worlds_apart(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_advantage_no_gradient(kind):
+def test_zero_advantage_has_zero_gradient(kind):
     assert run([0.5, 1.0, 3.0], [0.0] * 3, settings(kind))[1] == [0.0] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_does_not_depend_on_what_lies_beside_it(kind):
+def test_a_sequence_does_not_depend_on_others_in_the_batch(kind):
     ratios, advantages, lengths = [0.9, 1.4, 1.2, 0.6, 2.0], [1.0, 1.0, -1.0, -1.0, -1.0], [2, 3]
     together = run(ratios, advantages, settings(kind), lengths=lengths)
     first, second = run(ratios[:2], advantages[:2], settings(kind)), run(ratios[2:], advantages[2:], settings(kind))

@@ -1,4 +1,4 @@
-"""Averaging, worked by hand, and that it does not depend on how a step is cut up."""
+"""Loss averaging: values by hand, and independence of micro-batching."""
 
 import itertools
 
@@ -47,16 +47,22 @@ def test_micro_batching_does_not_change_the_gradient(averaging):
     mask = (torch.rand(sum(lengths), generator=generator) > 0.2).double()
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     spans = list(itertools.pairwise(starts))
-    whole = count_denominators([mask[a:b] for a, b in spans])
+    denominators = count_denominators([mask[a:b] for a, b in spans])
 
     def gradient(batches):
         leaf = values.clone().requires_grad_()
         for batch in batches:
-            piece = torch.cat([leaf[slice(*spans[i])] for i in batch])
-            piece_mask = torch.cat([mask[slice(*spans[i])] for i in batch])
+            part = torch.cat([leaf[slice(*spans[i])] for i in batch])
+            part_mask = torch.cat([mask[slice(*spans[i])] for i in batch])
             index = torch.cat([torch.full((lengths[i],), k) for k, i in enumerate(batch)])
             reduce_loss(
-                piece.square(), piece_mask, index, len(batch), averaging=averaging, fixed_length=7, denominators=whole
+                part.square(),
+                part_mask,
+                index,
+                len(batch),
+                averaging=averaging,
+                fixed_length=7,
+                denominators=denominators,
             ).backward()
         return leaf.grad
 
@@ -81,7 +87,7 @@ def test_masked_tokens_contribute_nothing_even_when_not_finite():
     assert values.grad.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_step_with_everything_masked_has_zero_loss_not_nan():
+def test_a_fully_masked_update_has_zero_loss_not_nan():
     for averaging in ("token", "seq", "seq_fixed"):
         loss = reduce_loss(
             PER_TOKEN,
@@ -95,7 +101,7 @@ def test_a_step_with_everything_masked_has_zero_loss_not_nan():
         assert loss.item() == 0.0
 
 
-def test_denominators_count_only_what_trains():
+def test_denominators_count_trainable_tokens_and_sequences_only():
     counted = count_denominators([torch.tensor([1.0, 0.0, 1.0]), torch.zeros(4), torch.ones(2)])
     assert counted == Denominators(tokens=4, sequences=2)
 

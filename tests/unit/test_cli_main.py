@@ -1,4 +1,4 @@
-"""The command line: instant help, plain errors, and a configuration that can be looked at."""
+"""The command line: help, errors and --print-config."""
 
 import signal
 import subprocess
@@ -10,7 +10,7 @@ import yaml
 
 from trigon import __version__
 from trigon.cli.main import COMMANDS, main
-from trigon.cli.train import path_from, stop_on_sigterm
+from trigon.cli.train import read_path, stop_on_sigterm
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",
@@ -38,26 +38,26 @@ def test_help_names_every_command(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_without_a_command_the_help_is_shown_as_bad_usage(capsys):
+def test_without_a_command_the_help_is_printed_with_exit_status_2(capsys):
     assert main([]) == 2
     assert "usage: trigon" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_the_version(capsys, flag):
+def test_version_is_printed(capsys, flag):
     assert main([flag]) == 0
     assert capsys.readouterr().out == f"trigon {__version__}\n"
 
 
-def test_an_unknown_command_is_named_with_those_there_are(capsys):
+def test_the_error_of_an_unknown_command_lists_the_commands(capsys):
     assert main(["trian"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("trigon: there is no command 'trian'\n")
+    assert err.startswith("trigon: unknown command 'trian'\n")
     assert "  train " in err
 
 
-def test_an_error_of_ours_is_one_line_without_a_traceback(capsys, tmp_path):
+def test_a_trigon_error_is_one_line_without_a_traceback(capsys, tmp_path):
     assert main(["train", str(tmp_path / "missing.yaml")]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -66,7 +66,7 @@ def test_an_error_of_ours_is_one_line_without_a_traceback(capsys, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_a_missing_checkpoint_is_one_line_too(capsys, tmp_path):
+def test_a_missing_checkpoint_is_one_line_without_a_traceback(capsys, tmp_path):
     assert main(["export", str(tmp_path / "global_step_5")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("CheckpointError: ")
@@ -75,52 +75,52 @@ def test_a_missing_checkpoint_is_one_line_too(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["export", "merge", "tiny"])
-def test_a_command_without_its_arguments_is_bad_usage(capsys, command):
-    with pytest.raises(SystemExit) as exit_:
+def test_a_command_without_its_arguments_exits_with_status_2(capsys, command):
+    with pytest.raises(SystemExit) as system_exit:
         main([command])
-    assert exit_.value.code == 2
+    assert system_exit.value.code == 2
     assert "usage: trigon" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
-def test_every_command_explains_itself(capsys, command):
+def test_every_command_has_a_help_text(capsys, command):
     try:
         status = main([command, "--help"])
-    except SystemExit as exit_:  # argparse leaves that way
-        status = exit_.code
+    except SystemExit as system_exit:  # argparse exits so
+        status = system_exit.code
     assert status == 0
     assert "usage: trigon" in capsys.readouterr().out
 
 
-def test_print_config_shows_the_whole_configuration_and_starts_nothing(capsys, tmp_path):
+def test_print_config_prints_the_resolved_configuration_and_exits(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  max_prompt_length: 1024\n  max_response_length: 2048\n")
     assert main(["train", str(file), *COMPLETE, "data.max_response_length=256", "--print-config"]) == 0
     out, err = capsys.readouterr()
-    shown = yaml.safe_load(out)
+    printed = yaml.safe_load(out)
     assert err == ""
-    assert shown["data"]["max_prompt_length"] == 1024
-    assert shown["data"]["max_response_length"] == 256
-    assert shown["worker"]["actor"]["optim"]["lr"] == 1e-6  # a default
+    assert printed["data"]["max_prompt_length"] == 1024
+    assert printed["data"]["max_response_length"] == 256
+    assert printed["worker"]["actor"]["optim"]["lr"] == 1e-6  # a default
 
-    (tmp_path / "shown.yaml").write_text(out)
-    assert main(["train", str(tmp_path / "shown.yaml"), "--print-config"]) == 0
+    (tmp_path / "printed.yaml").write_text(out)
+    assert main(["train", str(tmp_path / "printed.yaml"), "--print-config"]) == 0
     assert capsys.readouterr().out == out
 
 
-def test_print_config_tells_doubts_aside(capsys):
+def test_print_config_prints_warnings_to_stderr(capsys):
     assert main(["train", "--print-config", *COMPLETE, "worker.rollout.top_p=0.9"]) == 0
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["worker"]["rollout"]["top_p"] == 0.9
     assert err.startswith("warning: worker.rollout.top_p=0.9")
 
 
-def test_a_misspelt_option_is_answered_with_the_nearest(capsys):
+def test_the_error_of_a_misspelt_option_names_the_nearest_one(capsys):
     assert main(["train", *COMPLETE, "data.max_promt_length=5"]) == 1
     assert "max_prompt_length" in capsys.readouterr().err
 
 
-def test_easyr1s_door_is_the_train_command(tmp_path):
+def test_the_module_of_easyr1_is_the_train_command(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "trigon.trainer.main", f"config={tmp_path / 'missing.yaml'}"],
         capture_output=True,
@@ -131,32 +131,32 @@ def test_easyr1s_door_is_the_train_command(tmp_path):
     assert result.stderr.startswith("ConfigError: ")
 
 
-def test_the_module_is_the_command():
+def test_the_cli_module_is_the_trigon_command():
     result = subprocess.run(
         [sys.executable, "-m", "trigon.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert result.stdout == f"trigon {__version__}\n"
 
 
-def test_help_loads_nothing_heavy():
+def test_help_imports_no_heavy_library():
     assert modules_after("import trigon.cli.main as cli; cli.main(['--help'])") == set()
 
 
-def test_the_configuration_is_checked_before_anything_heavy_is_loaded():
+def test_the_configuration_is_checked_before_heavy_libraries_are_imported():
     code = f"import trigon.cli.main as cli; cli.main(['train', '--print-config', *{COMPLETE!r}])"
     assert modules_after(code) <= {"pydantic", "yaml"}
 
 
-def test_a_path_from_the_environment(monkeypatch):
+def test_an_empty_environment_variable_is_no_path(monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
-    assert path_from("TENSORBOARD_DIR") == Path("/logs")
+    assert read_path("TENSORBOARD_DIR") == Path("/logs")
     monkeypatch.setenv("TENSORBOARD_DIR", "")
-    assert path_from("TENSORBOARD_DIR") is None
+    assert read_path("TENSORBOARD_DIR") is None
     monkeypatch.delenv("TENSORBOARD_DIR")
-    assert path_from("TENSORBOARD_DIR") is None
+    assert read_path("TENSORBOARD_DIR") is None
 
 
-def test_the_first_sigterm_asks_and_the_second_finds_the_old_handler(capsys):
+def test_the_first_sigterm_requests_a_stop_and_restores_the_old_handler(capsys):
     before = signal.getsignal(signal.SIGTERM)
     with stop_on_sigterm() as stopped:
         assert not stopped()

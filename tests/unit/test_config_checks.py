@@ -1,4 +1,4 @@
-"""What no option can know alone."""
+"""Checks across options: problems, missing files and warnings."""
 
 from pathlib import Path
 
@@ -26,11 +26,11 @@ def warnings(*overrides: str) -> tuple[str, ...]:
     return load_config(None, (*NEEDED, *overrides)).warnings
 
 
-def test_what_is_needed_passes_without_a_warning():
+def test_the_required_options_suffice_without_a_warning():
     assert warnings() == ()
 
 
-def test_defaults_alone_say_everything_that_is_missing():
+def test_defaults_alone_report_every_missing_option():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ())
     assert [line.partition(" ")[0] for line in str(caught.value).split("\n  - ")[1:]] == [
@@ -42,7 +42,7 @@ def test_defaults_alone_say_everything_that_is_missing():
     ]
 
 
-def test_tensor_parallelism_must_divide_the_workers():
+def test_tensor_parallel_size_must_divide_the_number_of_workers():
     assert problem("worker.rollout.tensor_parallel_size=2") == (
         "worker.rollout.tensor_parallel_size is 2, but there are 1 x 1 = 1 workers (trainer.nnodes x "
         "trainer.n_gpus_per_node), which it must divide; set it to 1"
@@ -52,20 +52,24 @@ def test_tensor_parallelism_must_divide_the_workers():
     load_config(None, (*NEEDED, "trainer.n_gpus_per_node=8", "worker.rollout.tensor_parallel_size=2"))
 
 
-def test_only_vllm_spreads_one_model_over_workers():
-    wishes = ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2", "worker.rollout.name=transformers")
-    assert "only vllm spreads one model over several devices" in problem(*wishes)
+def test_only_vllm_supports_tensor_parallelism():
+    overrides = (
+        "trainer.n_gpus_per_node=2",
+        "worker.rollout.tensor_parallel_size=2",
+        "worker.rollout.name=transformers",
+    )
+    assert "only vllm spreads one model over several devices" in problem(*overrides)
 
 
-def test_shards_must_divide_the_workers():
+def test_fsdp_size_must_divide_the_number_of_workers():
     assert "worker.actor.fsdp.fsdp_size is 3, but there are 1 x 4 = 4 workers" in problem(
         "trainer.n_gpus_per_node=4", "worker.actor.fsdp.fsdp_size=3"
     )
-    for fits in (-1, 0, 1, 2, 4, 8):  # as in EasyR1, 8 of 4 are all
-        load_config(None, (*NEEDED, "trainer.n_gpus_per_node=4", f"worker.actor.fsdp.fsdp_size={fits}"))
+    for fsdp_size in (-1, 0, 1, 2, 4, 8):  # as in EasyR1, 8 of 4 workers means all
+        load_config(None, (*NEEDED, "trainer.n_gpus_per_node=4", f"worker.actor.fsdp.fsdp_size={fsdp_size}"))
 
 
-def test_a_single_worker_cannot_keep_its_weights_in_host_memory():
+def test_cpu_offload_needs_several_workers():
     assert "worker.actor.offload.offload_params=true" in problem("worker.actor.fsdp.enable_cpu_offload=true")
     load_config(None, (*NEEDED, "worker.actor.fsdp.enable_cpu_offload=true", "trainer.n_gpus_per_node=2"))
 
@@ -79,22 +83,22 @@ def test_a_single_worker_cannot_keep_its_weights_in_host_memory():
         (16, 64, "data.rollout_batch_size=64, or worker.actor.global_batch_size=16"),
     ],
 )
-def test_updates_must_share_out_a_step(per_step, per_update, proposals):
+def test_rollout_batch_size_must_be_a_multiple_of_global_batch_size(per_step, per_update, proposals):
     assert problem(f"data.rollout_batch_size={per_step}", f"worker.actor.global_batch_size={per_update}") == (
-        f"data.rollout_batch_size ({per_step} prompts a step) is not a multiple of worker.actor.global_batch_size "
-        f"({per_update} prompts an update); nearest that work: {proposals}"
+        f"data.rollout_batch_size ({per_step} prompts per step) is not a multiple of worker.actor.global_batch_size "
+        f"({per_update} prompts per update); the nearest valid values: {proposals}"
     )
 
 
-def test_grpo_needs_two_answers_to_compare_but_validation_does_not():
+def test_grpo_needs_two_completions_but_validation_does_not():
     assert "set worker.rollout.n to at least 2" in problem("worker.rollout.n=1")
     assert warnings("worker.rollout.n=1", "trainer.val_only=true") == ()
 
 
-def test_an_engine_needs_room_for_prompt_and_answer():
+def test_max_model_len_must_hold_prompt_and_completion():
     assert problem("worker.rollout.max_model_len=1000") == (
-        "worker.rollout.max_model_len is 1000, but a prompt (512) and its answer can have 1024 tokens together; set it "
-        "to at least 1024, or leave it out"
+        "worker.rollout.max_model_len is 1000, but a prompt (512) and its completion can have 1024 tokens together; "
+        "set it to at least 1024, or leave it out"
     )
     assert "set it to at least 1524" in problem(
         "worker.rollout.max_model_len=1024", "worker.rollout.val_override_config.max_tokens=1012"
@@ -102,7 +106,7 @@ def test_an_engine_needs_room_for_prompt_and_answer():
     assert warnings("worker.rollout.max_model_len=1024") == ()
 
 
-def test_vllm_must_take_a_sequence_whole_unless_it_may_split_it():
+def test_a_batch_of_vllm_must_hold_a_sequence_without_chunked_prefill():
     small = ("worker.rollout.max_num_batched_tokens=1000",)
     assert "set it to at least 1024, or worker.rollout.enable_chunked_prefill=true" in problem(*small)
     assert "set it to at least 9000" in problem("worker.rollout.max_model_len=9000")
@@ -113,17 +117,17 @@ def test_vllm_must_take_a_sequence_whole_unless_it_may_split_it():
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("worker.rollout.top_k=0", "worker.rollout.top_k is 0, which samples from no token; -1 samples from all"),
+        ("worker.rollout.top_k=0", "worker.rollout.top_k is 0, which leaves no token to sample; -1 samples from all"),
         ("worker.rollout.val_override_config.top_k=0", "worker.rollout.val_override_config.top_k is 0"),
         ("data.val_batch_size=0", "data.val_batch_size is 0; set -1"),
         ("data.min_pixels=5000000", "data.min_pixels (5000000) is above data.max_pixels (4194304)"),
     ],
 )
-def test_numbers_that_mean_nothing(override, part):
+def test_invalid_numbers_are_rejected(override, part):
     assert part in problem(override)
 
 
-def test_validation_needs_prompts_only_if_it_is_wanted():
+def test_validation_prompts_are_required_only_if_validation_is_on():
     without = ("data.val_files=",)
     off = ("trainer.val_before_train=false", "trainer.val_freq=-1")
     assert "switch validation off with trainer.val_before_train=false trainer.val_freq=-1" in problem(*without)
@@ -132,7 +136,7 @@ def test_validation_needs_prompts_only_if_it_is_wanted():
     assert warnings(*without, *off) == ()
 
 
-def test_training_prompts_are_needed():
+def test_training_prompts_are_required():
     assert "data.train_files is not set" in problem("data.train_files=")
 
 
@@ -153,12 +157,12 @@ def test_training_prompts_are_needed():
         ("trainer.load_checkpoint_path", "runs/global_step_3", "runs/global_step_3"),
     ],
 )
-def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch, key, value, missing):
+def test_a_missing_file_is_reported_with_its_absolute_path(tmp_path, monkeypatch, key, value, missing):
     monkeypatch.chdir(tmp_path)
     assert problem(f"{key}={value}").startswith(f"{key}: there is no {missing} (looked for {tmp_path / missing})")
 
 
-def test_a_path_may_start_from_home(tmp_path, monkeypatch):
+def test_a_path_may_start_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     key = "worker.actor.model.model_path"
     assert problem(f"{key}=~/model") == f"{key}: there is no ~/model (looked for {tmp_path / 'model'})"
@@ -166,7 +170,7 @@ def test_a_path_may_start_from_home(tmp_path, monkeypatch):
     assert warnings(f"{key}=~/model") == ()
 
 
-def test_files_that_are_there_and_hub_ids_pass(tmp_path, monkeypatch):
+def test_existing_files_and_hub_ids_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("rows.parquet", "score.py", "prompt.jinja", "odd@name.json"):
         Path(name).touch()
@@ -184,36 +188,36 @@ def test_files_that_are_there_and_hub_ids_pass(tmp_path, monkeypatch):
     assert warnings(*overrides, "worker.reward.reward_function=score.py", "data.train_files=owner/data@train") == ()
 
 
-def test_a_template_in_place_is_no_file():
+def test_an_inline_template_is_not_looked_up_as_a_file():
     assert warnings("data.format_prompt={{ content }} Answer: please.") == ()
 
 
-def test_doubtful_wishes_are_warned_of():
+def test_conflicting_kl_and_sampling_options_give_warnings():
     in_the_loss = "algorithm.use_kl_loss=true"
     assert "gradient of zero on average" in warnings(in_the_loss)[0]
     assert warnings(in_the_loss, "algorithm.kl_penalty=low_var_kl") == ()
     assert (
-        "only the KL in the reward"
+        "only the weight of a KL in the reward"
         in warnings(in_the_loss, "algorithm.kl_penalty=mse", "algorithm.kl_type=adaptive")[0]
     )
     assert warnings("algorithm.kl_type=adaptive") == ()
     assert warnings(in_the_loss, "algorithm.disable_kl=true") == ()
-    assert "cut to the likeliest tokens" in warnings("worker.rollout.top_p=0.9")[0]
-    assert "cut to the likeliest tokens" in warnings("worker.rollout.top_k=20")[0]
+    assert "cut to the most likely tokens" in warnings("worker.rollout.top_p=0.9")[0]
+    assert "cut to the most likely tokens" in warnings("worker.rollout.top_k=20")[0]
 
 
-# -- algorithms ---------------------------------------------------------------------------------------------------
+# -- algorithms ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "dr_grpo", "grpo_batch", "opo"])
-def test_an_estimator_that_compares_needs_answers_to_compare(estimator):
-    said = problem("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}")
-    assert f"worker.rollout.n is 1, but {estimator} compares" in said
-    assert "reinforce_plus_plus or remax" in said
+def test_an_estimator_that_compares_completions_needs_two(estimator):
+    message = problem("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}")
+    assert f"worker.rollout.n is 1, but {estimator} compares" in message
+    assert "reinforce_plus_plus or remax" in message
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "remax"])
-def test_one_answer_will_do_for_an_estimator_that_does_not_compare(estimator):
+def test_one_completion_suffices_for_other_estimators(estimator):
     assert warnings("worker.rollout.n=1", f"algorithm.adv_estimator={estimator}") == ()
 
 
@@ -230,7 +234,7 @@ def test_one_answer_will_do_for_an_estimator_that_does_not_compare(estimator):
         ("algorithm.mismatch_correction=truncated", "truncate"),
     ],
 )
-def test_a_misspelt_name_is_answered_with_the_nearest(override, nearest):
+def test_a_misspelled_choice_suggests_the_nearest(override, nearest):
     assert f"did you mean {nearest}?" in problem(override)
 
 
@@ -250,48 +254,50 @@ def test_a_misspelt_name_is_answered_with_the_nearest(override, nearest):
         "data.train_weights=[0]",
     ],
 )
-def test_a_number_out_of_range_is_refused(override):
+def test_a_number_out_of_range_is_rejected(override):
     key, _, _ = override.partition("=")
     assert key in problem(override)
 
 
-def test_a_kl_in_the_reward_is_none_of_the_parts_that_gdpo_normalizes():
+def test_gdpo_does_not_allow_a_kl_in_the_reward():
     gdpo = "algorithm.adv_estimator=gdpo"
-    assert "a KL penalty is none of them" in problem(gdpo, "algorithm.kl_coef=0.01")
+    assert "a KL penalty is not one of them" in problem(gdpo, "algorithm.kl_coef=0.01")
     assert warnings(gdpo, "algorithm.use_kl_loss=true", "algorithm.kl_penalty=low_var_kl") == ()
 
 
-def test_filtering_bounds_leave_something_between_them():
+def test_the_lower_filter_bound_must_be_below_the_upper_one():
     filtering = "algorithm.online_filtering=true"
-    assert "no group lies between them" in problem(filtering, "algorithm.filter_low=0.9", "algorithm.filter_high=0.9")
+    assert "no group is between them" in problem(filtering, "algorithm.filter_low=0.9", "algorithm.filter_high=0.9")
 
 
-def test_a_mismatch_of_different_distributions_is_not_corrected():
+def test_a_mismatch_correction_needs_uncut_sampling():
     correction = "algorithm.mismatch_correction=truncate"
     assert "different distributions" in problem(correction, "worker.rollout.top_p=0.9")
     assert "different distributions" in problem(correction, "worker.rollout.top_k=50")
     assert warnings(correction) == ()
 
 
-def test_weights_of_zero_teach_nothing():
+def test_reward_weights_must_not_all_be_zero():
     gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.disable_kl=true")
-    assert "nothing to learn" in problem(*gdpo, "algorithm.reward_weights={accuracy: 0}")
+    assert "which makes every advantage 0" in problem(*gdpo, "algorithm.reward_weights={accuracy: 0}")
 
 
-def test_an_adaptive_weight_cannot_turn_its_sign():
+def test_an_adaptive_kl_weight_cannot_become_negative():
     adaptive = ("algorithm.kl_type=adaptive", "data.rollout_batch_size=512", "worker.actor.global_batch_size=128")
-    assert "could become negative; set kl_horizon above 409.6" in problem(*adaptive, "algorithm.kl_horizon=100")
+    assert "could become negative in one step; set kl_horizon above 409.6" in problem(
+        *adaptive, "algorithm.kl_horizon=100"
+    )
     assert warnings(*adaptive, "algorithm.kl_horizon=10000") == ()
 
 
-def test_where_every_answer_is_cut_none_is_left():
-    assert "which with worker.rollout.ignore_eos=true are all" in problem(
+def test_overlong_filtering_conflicts_with_ignore_eos():
+    assert "with worker.rollout.ignore_eos=true all of them are" in problem(
         "algorithm.overlong_filtering=true", "worker.rollout.ignore_eos=true"
     )
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("algorithm.filter_surplus=keep", "no effect without algorithm.online_filtering=true"),
         ("algorithm.gamma=0.9", "no effect without algorithm.adv_estimator=reinforce_plus_plus"),
@@ -304,12 +310,12 @@ def test_where_every_answer_is_cut_none_is_left():
         ("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_avg_mode=seq_fixed"),
     ],
 )
-def test_doubtful_wishes_are_told(override, said):
+def test_an_ineffective_or_conflicting_option_gives_one_warning(override, expected):
     [warning] = warnings(override)
-    assert said in warning
+    assert expected in warning
 
 
-def test_wishes_that_fit_together_are_not_doubted():
+def test_options_that_fit_together_give_no_warning():
     assert warnings("worker.actor.loss_type=cispo", "worker.actor.clip_ratio_low=1", "worker.actor.cispo_cap=5") == ()
     gspo = (
         "worker.actor.loss_type=gspo_token",
@@ -320,13 +326,13 @@ def test_wishes_that_fit_together_are_not_doubted():
     assert warnings("algorithm.adv_estimator=dr_grpo", "worker.actor.loss_avg_mode=seq_fixed") == ()
 
 
-def test_a_surplus_that_is_kept_is_a_step_old():
+def test_a_kept_surplus_suggests_a_mismatch_correction():
     keep = ("algorithm.online_filtering=true", "algorithm.filter_surplus=keep")
     [warning] = warnings(*keep)
-    assert "a step old" in warning
+    assert "one step old" in warning
     assert warnings(*keep, "algorithm.mismatch_correction=truncate") == ()
 
 
-def test_each_training_file_has_its_weight():
+def test_train_weights_needs_one_weight_per_dataset():
     message = problem("data.train_files=[a.jsonl,b.jsonl]", "data.train_weights=[1,2,0.5]")
     assert "data.train_weights has 3 weights, but data.train_files 2 datasets" in message

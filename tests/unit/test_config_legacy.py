@@ -1,10 +1,10 @@
-"""EasyR1's older files and keys."""
+"""EasyR1's files with renamed and ignored keys."""
 
 from pathlib import Path
 
 import pytest
 
-from trigon.config.legacy import ABSENT, FOREIGN_SECTIONS, RENAMED, RETIRED
+from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS
 from trigon.config.load import LoadedConfig, load_config
 from trigon.config.options import options, sections
 from trigon.errors import ConfigError
@@ -21,8 +21,8 @@ NEEDED = (
 
 
 @pytest.fixture
-def at_the_top(monkeypatch):
-    """The repository's top, where the examples are run from."""
+def at_the_root(monkeypatch):
+    """Make the repository root, from which the examples run, the current folder."""
     monkeypatch.chdir(ROOT)
 
 
@@ -34,14 +34,14 @@ def warned_keys(loaded: LoadedConfig) -> list[str]:
     return sorted(warning.partition(" ")[0] for warning in loaded.warnings)
 
 
-@pytest.mark.usefixtures("at_the_top")
+@pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("name", ["easyr1_total_episodes.yaml", "easyr1_dotted_sections.yaml", "easyr1_current.yaml"])
-def test_files_for_eight_devices_run_on_eight_workers(name):
+def test_files_for_eight_devices_give_eight_workers(name):
     config = load(name).config
     assert (config.trainer.n_gpus_per_node, config.worker.rollout.tensor_parallel_size) == (8, 2)
 
 
-@pytest.mark.usefixtures("at_the_top")
+@pytest.mark.usefixtures("at_the_root")
 def test_the_file_with_total_episodes_and_compute_score():
     loaded = load("easyr1_total_episodes.yaml")
     config = loaded.config
@@ -68,8 +68,8 @@ def test_the_file_with_total_episodes_and_compute_score():
     ]
 
 
-@pytest.mark.usefixtures("at_the_top")
-def test_its_command_line_with_a_system_prompt():
+@pytest.mark.usefixtures("at_the_root")
+def test_the_command_line_of_that_file_with_a_system_prompt():
     prompt = (
         "You FIRST think about the reasoning process as an internal monologue and then provide the final answer.\n"
         " The reasoning process MUST BE enclosed within <think> </think> tags. "
@@ -89,7 +89,7 @@ def test_its_command_line_with_a_system_prompt():
     assert config.data.val_files == ("hiyouga/geometry3k@test",)
 
 
-@pytest.mark.usefixtures("at_the_top")
+@pytest.mark.usefixtures("at_the_root")
 def test_the_file_with_dotted_sections():
     loaded = load("easyr1_dotted_sections.yaml")
     config = loaded.config
@@ -103,7 +103,7 @@ def test_the_file_with_dotted_sections():
     ]
 
 
-@pytest.mark.usefixtures("at_the_top")
+@pytest.mark.usefixtures("at_the_root")
 def test_the_current_example_file():
     loaded = load("easyr1_current.yaml")
     assert loaded.config.worker.actor.offload.offload_optimizer is True
@@ -118,7 +118,7 @@ def test_the_current_example_file():
     ]
 
 
-def test_a_warning_names_place_and_new_key_once():
+def test_a_renamed_key_gives_one_warning_with_the_new_name():
     loaded = load_config(None, (*NEEDED, "trainer.total_episodes=2", "trainer.total_episodes=3"))
     assert loaded.config.trainer.total_epochs == 3
     assert loaded.warnings == ("trainer.total_episodes (command line) is now trainer.total_epochs",)
@@ -151,20 +151,20 @@ def written(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize("key", RETIRED)
-def test_every_retired_key_is_accepted_with_one_warning(key):
-    entry = RETIRED[key]
-    for value in entry.only or (3, "text", None):
+@pytest.mark.parametrize("key", IGNORED)
+def test_every_ignored_key_is_accepted_with_one_warning(key):
+    entry = IGNORED[key]
+    for value in entry.allowed or (3, "text", None):
         loaded = load_config(None, (*NEEDED, f"{key}={written(value)}"))
-        assert loaded.warnings == (f"{key} (command line) has no effect: {entry.because}",)
+        assert loaded.warnings == (f"{key} (command line) has no effect: {entry.reason}",)
         assert loaded.config == load_config(None, NEEDED).config
 
 
-@pytest.mark.parametrize("key", [key for key, entry in RETIRED.items() if entry.only is not None])
-def test_a_retired_key_that_asks_for_more_is_refused_with_the_reason(key):
+@pytest.mark.parametrize("key", [key for key, entry in IGNORED.items() if entry.allowed is not None])
+def test_an_ignored_key_with_an_unsupported_value_is_rejected_with_the_reason(key):
     with pytest.raises(ConfigError) as caught:
         load_config(None, (*NEEDED, f"{key}=17"))
-    assert str(caught.value) == f"{key} is 17 (command line): {RETIRED[key].instead}"
+    assert str(caught.value) == f"{key} is 17 (command line): {IGNORED[key].advice}"
 
 
 @pytest.mark.parametrize(
@@ -177,38 +177,38 @@ def test_a_retired_key_that_asks_for_more_is_refused_with_the_reason(key):
         "worker.reward.reward_type=model",
     ],
 )
-def test_what_cannot_be_honoured_is_refused(override):
+def test_an_unsupported_value_is_rejected_with_advice(override):
     with pytest.raises(ConfigError, match=r"; (set|leave|worker)"):
         load_config(None, (*NEEDED, override))
 
 
-def test_the_command_line_can_take_a_refused_value_back(tmp_path):
+def test_the_command_line_can_override_a_rejected_value(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("worker: {actor: {ulysses_size: 4}}", encoding="utf-8")
     loaded = load_config(path, (*NEEDED, "worker.actor.ulysses_size=1"))
     assert len(loaded.warnings) == 1
 
 
-def test_a_whole_retired_section_is_one_warning(tmp_path):
+def test_an_ignored_section_gives_one_warning(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("worker: {critic: {strategy: fsdp, model: {model_path: x}}}", encoding="utf-8")
     loaded = load_config(path, (*NEEDED, "worker.critic.ppo_epochs=2"))
     assert loaded.warnings == ("worker.critic (command line) has no effect: none of the algorithms here has a critic",)
 
 
-@pytest.mark.parametrize(("key", "value"), ABSENT)
-def test_values_that_are_not_here_say_why(key, value):
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED_VALUES)
+def test_an_unsupported_choice_is_rejected_with_the_reason(key, value):
     with pytest.raises(ConfigError) as caught:
         load_config(None, (*NEEDED, f"{key}={value}"))
     assert str(caught.value).startswith(f"{key} is {value!r} (command line), but must be ")
-    assert str(caught.value).endswith(f": {ABSENT[key, value]}")
+    assert str(caught.value).endswith(f": {UNSUPPORTED_VALUES[key, value]}")
 
 
-@pytest.mark.parametrize("section", FOREIGN_SECTIONS)
-def test_verls_sections_say_what_to_write_instead(section):
+@pytest.mark.parametrize("section", VERL_SECTIONS)
+def test_a_section_of_verl_is_reported_with_its_replacement(section):
     with pytest.raises(ConfigError) as caught:
         load_config(None, (*NEEDED, f"{section}.model.path=x"))
-    assert str(caught.value) == f"{section}.model.path (command line) is unknown: {FOREIGN_SECTIONS[section]}"
+    assert str(caught.value) == f"{section}.model.path (command line) is unknown: {VERL_SECTIONS[section]}"
 
 
 def test_older_paths_of_shipped_examples_are_found(tmp_path, monkeypatch):
@@ -232,10 +232,10 @@ def test_older_paths_of_shipped_examples_are_found(tmp_path, monkeypatch):
     assert load_config(None, overrides).config.data.format_prompt == "./examples/format_prompt/math_format.jinja"
 
 
-def test_the_tables_hold_no_key_of_today_and_lead_to_one():
+def test_renamed_and_ignored_keys_are_not_current_keys():
     today = {option.name for option in options().values()}
-    assert not today & {*RENAMED, *RETIRED}
-    assert not {".".join(path) for path, _ in sections()} & {*RENAMED, *RETIRED}
-    assert not RENAMED.keys() & RETIRED.keys()
+    assert not today & {*RENAMED, *IGNORED}
+    assert not {".".join(path) for path, _ in sections()} & {*RENAMED, *IGNORED}
+    assert not RENAMED.keys() & IGNORED.keys()
     assert set(RENAMED.values()) <= today
-    assert {key for key, _ in ABSENT} <= today
+    assert {key for key, _ in UNSUPPORTED_VALUES} <= today

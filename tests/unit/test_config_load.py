@@ -1,4 +1,4 @@
-"""From files and command lines to a configuration."""
+"""Reading YAML files and command lines into a configuration."""
 
 import subprocess
 import sys
@@ -35,21 +35,21 @@ def problem(*overrides: str, yaml: str | None = None, folder: Path | None = None
     return str(caught.value)
 
 
-def test_command_line_beats_yaml_and_yaml_beats_defaults(tmp_path):
+def test_the_command_line_overrides_yaml_which_overrides_defaults(tmp_path):
     config = load("data.seed=3", yaml="data:\n  seed: 2\n  max_prompt_length: 100\n", folder=tmp_path)
     assert (config.data.seed, config.data.max_prompt_length, config.data.max_response_length) == (3, 100, 512)
 
 
-def test_the_last_of_several_command_line_values_counts():
+def test_the_last_command_line_value_of_a_key_applies():
     assert load("data.seed=3", "data.seed=4").data.seed == 4
 
 
-def test_an_older_name_on_the_command_line_beats_todays_name_in_yaml(tmp_path):
+def test_an_older_name_on_the_command_line_overrides_the_current_name_in_yaml(tmp_path):
     config = load("trainer.total_episodes=2", yaml="trainer: {total_epochs: 9}", folder=tmp_path)
     assert config.trainer.total_epochs == 2
 
 
-def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path):
+def test_an_empty_file_and_empty_sections_give_the_defaults(tmp_path):
     assert load(yaml="", folder=tmp_path) == load(yaml="data:\nworker:\n  actor:\n", folder=tmp_path) == load()
 
 
@@ -88,7 +88,7 @@ def test_values_of_the_command_line(override, expected):
     assert type(value) is type(expected)
 
 
-def test_yaml_reads_numbers_without_a_point_and_keeps_texts_as_written(tmp_path):
+def test_yaml_accepts_numbers_without_a_point_and_keeps_texts_unchanged(tmp_path):
     yaml = "worker: {actor: {optim: {lr: 1e-6}}}\ntrainer: {experiment_name: 0042, project_name: yes}\n"
     config = load(yaml=yaml, folder=tmp_path)
     assert config.worker.actor.optim.lr == 1e-6
@@ -117,7 +117,7 @@ def test_free_mappings_are_merged_key_by_key(tmp_path):
     }
 
 
-def test_in_a_free_mapping_a_value_takes_the_place_of_a_mapping_and_back():
+def test_in_a_free_mapping_a_value_can_replace_a_mapping_and_vice_versa():
     key = "worker.actor.model.override_config"
     assert load(f"{key}.a.b=1", f"{key}.a=2").worker.actor.model.override_config == {"a": 2}
     assert load(f"{key}.a=2", f"{key}.a.b=1").worker.actor.model.override_config == {"a": {"b": 1}}
@@ -138,17 +138,17 @@ def test_in_a_free_mapping_a_value_takes_the_place_of_a_mapping_and_back():
         ("data.seed.x", "data.seed"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest(key, nearest):
+def test_an_unknown_key_suggests_the_nearest(key, nearest):
     assert problem(f"{key}=1") == f"{key} (command line) is unknown; did you mean {nearest}?"
 
 
-def test_a_problem_names_file_and_line(tmp_path):
+def test_a_problem_is_reported_with_file_and_line(tmp_path):
     message = problem(yaml="data:\n  seed: 1\n  max_pixel: 3\n", folder=tmp_path)
     assert message == f"data.max_pixel ({tmp_path / 'run.yaml'}, line 3) is unknown; did you mean data.max_pixels?"
 
 
 NUMBER = "a number, above 0"
-WHOLE = "a whole number, at least 0"
+INTEGER = "an integer, at least 0"
 BETAS = "a list of 2, each a number, at least 0 and below 1"
 SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
 
@@ -162,13 +162,13 @@ SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
         ("worker.rollout.temperature=.inf", "inf", NUMBER),
         ("worker.rollout.top_p=1.5", "1.5", "a number, above 0 and at most 1"),
         ("worker.actor.clip_ratio_low=2", "2", "a number, at least 0 and at most 1"),
-        ("data.seed=1.5", "1.5", WHOLE),
-        ("data.seed=true", "true", WHOLE),
-        ("data.seed=[1]", "[1]", WHOLE),
-        ("data.seed=", "null", WHOLE),
-        ("data.seed=-1", "-1", WHOLE),
+        ("data.seed=1.5", "1.5", INTEGER),
+        ("data.seed=true", "true", INTEGER),
+        ("data.seed=[1]", "[1]", INTEGER),
+        ("data.seed=", "null", INTEGER),
+        ("data.seed=-1", "-1", INTEGER),
         ("data.shuffle=1", "1", "true or false"),
-        ("data.max_pixels=0", "0", "a whole number, at least 1, or null"),
+        ("data.max_pixels=0", "0", "an integer, at least 1, or null"),
         ("worker.rollout.dtype=fp8", "'fp8'", "one of fp32, bf16, fp16"),
         ("worker.actor.optim.betas=0.9", "0.9", BETAS),
         ("worker.actor.optim.betas=[0.9, 1]", "[0.9, 1]", BETAS),
@@ -178,7 +178,7 @@ SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
         ("worker.reward.reward_function_kwargs=3", "3", "a mapping"),
     ],
 )
-def test_a_mistyped_value_is_named_with_what_is_expected(override, shown, expected):
+def test_an_invalid_value_is_reported_with_the_allowed_values(override, shown, expected):
     assert problem(override) == f"{override.partition('=')[0]} is {shown} (command line), but must be {expected}"
 
 
@@ -190,7 +190,7 @@ def test_a_mistyped_value_is_named_with_what_is_expected(override, shown, expect
         ("data.seed=!x 1", "data.seed is '!x 1' (command line), which is not valid YAML"),
     ],
 )
-def test_a_value_that_cannot_be_read(override, message):
+def test_an_unreadable_value_is_reported(override, message):
     assert problem(override) == message
 
 
@@ -242,11 +242,11 @@ def test_two_names_of_a_key_in_one_file_must_agree(tmp_path):
         ("data: 3\n", "data is 3 (/"),
     ],
 )
-def test_a_file_that_is_no_configuration(tmp_path, yaml, part):
+def test_an_invalid_file_is_reported(tmp_path, yaml, part):
     assert part in problem(yaml=yaml, folder=tmp_path)
 
 
-def test_a_missing_file_says_where_it_was_looked_for(tmp_path, monkeypatch):
+def test_a_missing_configuration_file_is_reported_with_its_absolute_path(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -261,7 +261,7 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path, monkeypatch):
         load_config(Path("config.yaml"), ())
 
 
-def test_a_dumped_configuration_is_read_back_as_it_was(tmp_path):
+def test_a_dumped_configuration_loads_to_the_same_one(tmp_path):
     config = load(
         "data.system_prompt=Think: {first}\n  and 'then' — answer # here",
         "worker.actor.optim.lr=1e-6",
@@ -276,7 +276,7 @@ def test_a_dumped_configuration_is_read_back_as_it_was(tmp_path):
     assert loaded.warnings == ()
 
 
-def test_a_configuration_is_frozen_and_knows_no_other_key():
+def test_a_configuration_is_frozen_and_rejects_unknown_keys():
     config = Config()
     with pytest.raises(ValidationError):
         config.data.seed = 3  # type: ignore[misc]
@@ -309,10 +309,10 @@ def test_arguments_are_split(argv, path, overrides):
         (["=3"], "cannot read the argument '=3'"),
         (["config="], "cannot read the argument 'config='"),
         (["a.b=1", " "], "a line of the script ends in a backslash and a space"),
-        (["a.yaml", "config=b.yaml"], "two configuration files are named, a.yaml and b.yaml"),
+        (["a.yaml", "config=b.yaml"], "two configuration files are given, a.yaml and b.yaml"),
     ],
 )
-def test_arguments_that_are_none(argv, message):
+def test_invalid_arguments_are_reported(argv, message):
     with pytest.raises(ConfigError) as caught:
         split_arguments(argv)
     assert message in str(caught.value)

@@ -1,9 +1,10 @@
-"""No key may exist that nothing reads.
+"""Every configuration key is read by the package.
 
-Follows the schema's types through the package's syntax trees, importing none of it: from a parameter, a field or a
-return value annotated with a section (`config: Config`, `def load_config(...) -> LoadedConfig`), through attributes
-(`config.worker.actor.optim.lr`) and plain assignments (`actor = config.worker.actor`, `a, b = x.data, x.trainer`). What
-it cannot follow does not count as read: `getattr`, `model_dump`, loops over sections, names only in strings.
+The search follows the schema's types through the package's syntax trees without importing it: from
+parameters, fields and return values annotated with a section (`config: Config`,
+`def load_config(...) -> LoadedConfig`), through attributes (`config.worker.actor.optim.lr`) and
+simple assignments (`actor = config.worker.actor`, `a, b = x.data, x.trainer`). `getattr`,
+`model_dump`, loops over sections and names in strings do not count as reads.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from trigon.config.options import options, sections
 
 PACKAGE = Path(trigon.__file__).parent
 SECTIONS = {section.__name__: (path, section) for path, section in sections()}
-ABOUT_ALL_KEYS = {"schema.py", "legacy.py", "options.py", "load.py", "document.py"}
-"""Files of trigon/config that treat every key alike, and so do not read any."""
+GENERIC_FILES = {"schema.py", "legacy.py", "options.py", "load.py"}
+"""Files of trigon/config that process all keys alike, and so read none of them."""
 
 Scope = dict[str, str]
-"""Variables whose type is known: name -> name of a class."""
+"""Variables of known type: name -> name of the class."""
 
 
 class Reads:
-    """What a set of modules reads of the configuration: option names by the file that reads them."""
+    """The options that a set of modules reads: option names by file."""
 
     def __init__(self, modules: dict[str, str]) -> None:
         self.by_file: dict[str, set[str]] = {}
         self._fields: dict[tuple[str, str], str] = {}
         self._returns: dict[str, str] = {}
         trees = {name: ast.parse(source) for name, source in modules.items()}
-        for _ in range(2):  # a class may hold a class that is declared later
+        for _ in range(2):  # a field's class may be declared later
             for tree in trees.values():
                 self._declare(tree)
         for name, tree in trees.items():
@@ -42,12 +43,12 @@ class Reads:
             self._follow(tree.body, {}, owner=None)
 
     def _declare(self, tree: ast.Module) -> None:
-        """Learn the types of fields and of return values."""
+        """Record the types of fields and of return values."""
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name not in SECTIONS:
                 for statement in node.body:
                     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                        self._learn(self._fields, (node.name, statement.target.id), statement.annotation)
+                        self._record_type(self._fields, (node.name, statement.target.id), statement.annotation)
                     elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
                         parameters = self._parameters(statement, owner=node.name)
                         for target, value in _assignments(statement.body):
@@ -55,45 +56,45 @@ class Reads:
                             if isinstance(target, ast.Attribute) and kind is not None:
                                 self._fields[node.name, target.attr] = kind
             elif isinstance(node, ast.FunctionDef) and node.returns is not None:
-                self._learn(self._returns, node.name, node.returns)
+                self._record_type(self._returns, node.name, node.returns)
 
-    def _learn(self, table: dict, key: object, annotation: ast.expr) -> None:
-        kind = self._annotated(annotation)
+    def _record_type(self, table: dict, key: object, annotation: ast.expr) -> None:
+        kind = self._config_class(annotation)
         if kind is not None:
             table[key] = kind
 
-    def _annotated(self, annotation: ast.expr | None) -> str | None:
-        """Return the class an annotation names, if it leads to the configuration."""
+    def _config_class(self, annotation: ast.expr | None) -> str | None:
+        """Return the class of an annotation if the configuration can be reached from it."""
         match annotation:
             case ast.Name(id=name) | ast.Attribute(attr=name):
                 known = name in SECTIONS or any(owner == name for owner, _ in self._fields)
                 return name if known else None
             case ast.Constant(value=str(text)):
-                return self._annotated(ast.parse(text, mode="eval").body)
+                return self._config_class(ast.parse(text, mode="eval").body)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self._annotated(left) or self._annotated(right)
+                return self._config_class(left) or self._config_class(right)
             case _:
                 return None
 
     def _parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, owner: str | None) -> Scope:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        scope = {argument.arg: self._annotated(argument.annotation) for argument in arguments}
+        scope = {argument.arg: self._config_class(argument.annotation) for argument in arguments}
         if owner is not None and arguments:
             scope[arguments[0].arg] = owner
         return {name: kind for name, kind in scope.items() if kind is not None}
 
     def _follow(self, body: list[ast.stmt], outer: Scope, owner: str | None) -> None:
-        """Record what a body reads; functions inside it see its variables."""
+        """Record the reads of a body. Functions inside it see its variables."""
         scope = dict(outer)
-        for _ in range(3):  # an assignment may use a later one, in a loop
+        for _ in range(3):  # in a loop an assignment may use a later one
             for target, value in _assignments(body):
                 kind = self._type(value, scope)
                 if isinstance(target, ast.Name) and kind is not None:
                     scope[target.id] = kind
-            for node in _own(body):
+            for node in _nodes_of_body(body):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    self._learn(scope, node.target.id, node.annotation)
-        for node in _own(body):
+                    self._record_type(scope, node.target.id, node.annotation)
+        for node in _nodes_of_body(body):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 section = self._type(node.value, scope)
                 if section in SECTIONS and node.attr in SECTIONS[section][1].model_fields:
@@ -124,24 +125,24 @@ class Reads:
                 return None
 
 
-def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield the nodes of a body: functions, lambdas and classes in it, but not what they hold."""
-    waiting: list[ast.AST] = list(body)
-    while waiting:
-        node = waiting.pop()
+def _nodes_of_body(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Yield the nodes of a body, without descending into functions, lambdas and classes."""
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
         yield node
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                waiting += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+                pending += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
             case ast.Lambda() | ast.ClassDef():
                 pass
             case _:
-                waiting += ast.iter_child_nodes(node)
+                pending += ast.iter_child_nodes(node)
 
 
 def _assignments(body: list[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield (target, value) of every assignment of a body; tuples are taken apart."""
-    for node in _own(body):
+    """Yield (target, value) of every assignment of a body. Tuples are unpacked."""
+    for node in _nodes_of_body(body):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
                 yield from zip(targets, values, strict=False)
@@ -156,7 +157,7 @@ def _assignments(body: list[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]]:
 @pytest.fixture(scope="module")
 def reads() -> Reads:
     files = [
-        path for path in PACKAGE.rglob("*.py") if not (path.parent.name == "config" and path.name in ABOUT_ALL_KEYS)
+        path for path in PACKAGE.rglob("*.py") if not (path.parent.name == "config" and path.name in GENERIC_FILES)
     ]
     return Reads({str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in files})
 
@@ -166,12 +167,12 @@ def test_every_key_is_read(reads):
     assert [option.name for option in options().values() if option.name not in read] == []
 
 
-def test_no_key_is_read_by_nothing_but_the_checks(reads):
-    elsewhere = set().union(*(names for file, names in reads.by_file.items() if file != "config/checks.py"))
-    assert {option.name for option in options().values()} - elsewhere == set()
+def test_every_key_is_read_outside_the_checks(reads):
+    outside = set().union(*(names for file, names in reads.by_file.items() if file != "config/checks.py"))
+    assert {option.name for option in options().values()} - outside == set()
 
 
-def test_each_section_class_stands_at_one_place():
+def test_each_section_class_is_used_once():
     assert len(SECTIONS) == len(list(sections()))
 
 
@@ -193,7 +194,7 @@ def test_each_section_class_stands_at_one_place():
         ),
     ],
 )
-def test_the_search_follows(source, expected):
+def test_the_search_finds_a_read(source, expected):
     assert expected <= Reads({"m.py": source}).by_file["m.py"]
 
 
@@ -207,5 +208,5 @@ def test_the_search_follows(source, expected):
         "def f(data: DataConfig): ...\ndef g(data): return data.seed",
     ],
 )
-def test_the_search_does_not_take_for_read(source):
+def test_the_search_ignores_what_is_not_a_read(source):
     assert "data.seed" not in Reads({"m.py": source}).by_file["m.py"]

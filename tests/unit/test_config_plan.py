@@ -1,8 +1,8 @@
-"""The arithmetic of a run, with numbers worked by hand."""
+"""The plan of a run, with numbers computed by hand."""
 
 import pytest
 
-from trigon.config.plan import batch_proposals, context_length, longest_sequence, make_plan
+from trigon.config.plan import context_length, longest_sequence, make_plan, suggest_batch_sizes
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
@@ -41,13 +41,13 @@ def test_a_run_of_2101_prompts():
     assert plan.warmup_updates == 0
 
 
-def test_max_steps_decides_whatever_the_epochs_say():
+def test_max_steps_overrides_the_epochs():
     assert make_plan(config(trainer={"max_steps": 7}), num_train_prompts=300).total_steps == 7
     assert make_plan(config(trainer={"max_steps": 700}), num_train_prompts=300).total_steps == 700
     assert make_plan(config(trainer={"total_epochs": 3}), num_train_prompts=300).total_steps == 3
 
 
-def test_ppo_epochs_multiply_updates():
+def test_ppo_epochs_multiply_the_number_of_updates():
     plan = make_plan(config(ppo_epochs=3), num_train_prompts=256)
     assert (plan.epochs_per_step, plan.updates_per_step, plan.total_updates) == (3, 12, 180)
 
@@ -69,7 +69,7 @@ def test_warm_up_is_given_in_steps_and_counted_in_updates():
         (64, "set data.rollout_batch_size=64"),
         (63, "set data.rollout_batch_size=63 worker.actor.global_batch_size=63"),
         (1, "set data.rollout_batch_size=1 worker.actor.global_batch_size=1"),
-        (0, "the dataset is empty, or all its rows were set aside"),
+        (0, "the dataset is empty, or all its rows were skipped"),
     ],
 )
 def test_an_epoch_must_fill_a_step(num_prompts, proposal):
@@ -81,14 +81,14 @@ def test_an_epoch_must_fill_a_step(num_prompts, proposal):
     )
 
 
-def test_the_engine_plans_for_the_longest_sequence_of_training_and_validation():
+def test_the_context_length_is_the_longest_sequence_of_training_and_validation():
     assert (longest_sequence(config()), context_length(config())) == (4144, 4144)
     assert longest_sequence(config(rollout={"val_override_config": {"max_tokens": 4000}})) == 6048
     assert longest_sequence(config(rollout={"val_override_config": {"max_tokens": 10}})) == 4144
     assert context_length(config(rollout={"max_model_len": 5000})) == 5000
 
 
-def test_batches_that_nearly_fit():
-    assert batch_proposals(100, 64) == ([64, 128], [50, 100])
-    assert batch_proposals(3, 2) == ([2, 4], [1, 3])
-    assert batch_proposals(2, 3) == ([3], [2])
+def test_suggested_batch_sizes_are_the_nearest_valid_ones():
+    assert suggest_batch_sizes(100, 64) == ([64, 128], [50, 100])
+    assert suggest_batch_sizes(3, 2) == ([2, 4], [1, 3])
+    assert suggest_batch_sizes(2, 3) == ([3], [2])

@@ -1,4 +1,4 @@
-"""The committed page and the committed examples say what the schema says."""
+"""The committed configuration page and examples agree with the schema."""
 
 from pathlib import Path
 
@@ -8,21 +8,22 @@ import yaml
 
 from configuration_page import document
 from trigon.config.load import load_config
-from trigon.config.options import meanings, options, read_text_option, sections
+from trigon.config.options import descriptions, options, sections
+from trigon.config.paths import read_template
 from trigon.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_committed_page_is_the_written_one():
+def test_the_committed_page_is_up_to_date():
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == document(), (
         "run: python scripts/configuration_page.py > docs/configuration.md"
     )
 
 
-def test_every_option_and_section_has_its_sentence():
-    assert meanings().keys() == {*options(), *(path for path, _ in sections())}
-    assert [".".join(path) for path, sentence in meanings().items() if not sentence.endswith(".")] == []
+def test_every_option_and_section_has_a_description():
+    assert descriptions().keys() == {*options(), *(path for path, _ in sections())}
+    assert [".".join(path) for path, text in descriptions().items() if not text.endswith(".")] == []
 
 
 def test_the_example_configuration_loads_without_a_warning(monkeypatch):
@@ -32,16 +33,18 @@ def test_the_example_configuration_loads_without_a_warning(monkeypatch):
     assert loaded.config.worker.rollout.n == 5
 
 
-def test_the_example_configuration_is_easyr1s_on_one_device():
+def test_the_example_configuration_is_easyr1s_for_one_device():
     def leaves(tree: dict, path: tuple = ()) -> dict:
         found: dict = {}
         for key, value in tree.items():
             found |= leaves(value, (*path, key)) if isinstance(value, dict) else {(*path, key): value}
         return found
 
-    ours = leaves(yaml.safe_load((ROOT / "examples/config.yaml").read_text(encoding="utf-8")))
-    theirs = leaves(yaml.safe_load((Path(__file__).parent / "data/easyr1_current.yaml").read_text(encoding="utf-8")))
-    differing = {".".join(path): ours[path] for path in ours.keys() & theirs.keys() if ours[path] != theirs[path]}
+    example = leaves(yaml.safe_load((ROOT / "examples/config.yaml").read_text(encoding="utf-8")))
+    easyr1 = leaves(yaml.safe_load((Path(__file__).parent / "data/easyr1_current.yaml").read_text(encoding="utf-8")))
+    differing = {
+        ".".join(path): example[path] for path in example.keys() & easyr1.keys() if example[path] != easyr1[path]
+    }
     assert differing == {
         "trainer.logger": ["console", "file"],
         "trainer.n_gpus_per_node": 1,
@@ -50,7 +53,7 @@ def test_the_example_configuration_is_easyr1s_on_one_device():
 
 
 @pytest.mark.parametrize(
-    ("name", "asked_for"),
+    ("name", "expected_parts"),
     [
         ("math", ("<think>", "</think>", "\\boxed{}")),
         ("r1v", ("<think>", "<answer>")),
@@ -61,21 +64,22 @@ def test_the_example_configuration_is_easyr1s_on_one_device():
         ("android_gui", ("<think>", "</think>", "<answer>", "</answer>", '{"action": "click", "point": [x, y]}')),
     ],
 )
-def test_a_shipped_prompt_asks_for_what_its_reward_looks_for(name, asked_for):
+def test_a_shipped_prompt_asks_for_the_format_that_its_reward_expects(name, expected_parts):
     template = (ROOT / f"examples/format_prompt/{name}.jinja").read_text(encoding="utf-8")
     text = jinja2.Template(template).render(content=" <image>How many? ")
     assert "<image>How many?" in text
     assert "  " not in text
     assert text == text.strip()
-    for part in asked_for:
+    for part in expected_parts:
         assert part in text
 
 
-def test_a_template_is_read_from_its_file_or_taken_as_it_is(tmp_path):
+def test_a_template_is_read_from_its_file_or_used_unchanged(tmp_path):
     path = tmp_path / "prompt.jinja"
     path.write_text("{{ content }}!", encoding="utf-8")
-    assert read_text_option(str(path)) == "{{ content }}!"
-    assert read_text_option("{{ content }}?") == "{{ content }}?"
-    assert read_text_option(None) is None
+    assert read_template(str(path)) == "{{ content }}!"
+    assert read_template("{{ content }}?") == "{{ content }}?"
+    assert read_template("{% raw %}{% endraw %}") == "{% raw %}{% endraw %}"
+    assert read_template(None) is None
     with pytest.raises(ConfigError, match="cannot read the template"):
-        read_text_option(str(tmp_path / "none.jinja"))
+        read_template(str(tmp_path / "none.jinja"))

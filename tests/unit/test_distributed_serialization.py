@@ -1,4 +1,4 @@
-"""What is sent is what arrives, bit for bit, and costs little more than its payload."""
+"""Serialization: decoding returns what was encoded, bit for bit; messages have little overhead."""
 
 import hashlib
 import math
@@ -32,15 +32,15 @@ from trigon.types import (
     Vision,
 )
 
-# Two nans, one with a payload, infinities, both zeros, the smallest denormal, the largest float, 0.1.
-ODD_BITS = np.array(
+# Two NaNs (one with a payload), infinities, zeros, the smallest denormal, the largest float, 0.1.
+SPECIAL_BITS = np.array(
     [0x7FC00000, 0xFFC12345, 0x7F800000, 0xFF800000, 0x00000000, 0x80000000, 0x00000001, 0x7F7FFFFF, 0x3DCCCCCD],
     dtype=np.uint32,
 )
 TEXTS = ["", "plain", "Zoë: ∑ ≤ 3 😀", "nul \0 inside", "lone \udcff surrogate"]
 
 
-def images(*files):
+def encoded_images(*files):
     return EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files))
 
 
@@ -48,52 +48,52 @@ def prompt(name="train:0", token_ids=(1, 2, 3), vision=None):
     return Prompt(name, token_ids, vision, "a question", {"answer": 4}, {"level": 5}, ("figure.png",))
 
 
-def same_prompt(sent, arrived):
-    assert (arrived.prompt_id, arrived.token_ids) == (sent.prompt_id, sent.token_ids)
+def assert_same_prompt(sent, received):
+    assert (received.prompt_id, received.token_ids) == (sent.prompt_id, sent.token_ids)
     if sent.vision is None:
-        assert arrived.vision is None
+        assert received.vision is None
     else:
-        assert (arrived.vision.encoded, arrived.vision.hashes) == (sent.vision.encoded, sent.vision.hashes)
-    assert (arrived.text, arrived.ground_truth, arrived.row, arrived.image_refs) == ("", None, {}, ())
+        assert (received.vision.encoded, received.vision.hashes) == (sent.vision.encoded, sent.vision.hashes)
+    assert (received.text, received.ground_truth, received.row, received.image_refs) == ("", None, {}, ())
 
 
-def odd_floats(length):
-    return torch.from_numpy(np.resize(ODD_BITS, length).view(np.float32).copy())
+def special_floats(length):
+    return torch.from_numpy(np.resize(SPECIAL_BITS, length).view(np.float32).copy())
 
 
-def same_bits(sent, arrived):
-    assert arrived.dtype == torch.float32
-    assert torch.equal(sent.view(torch.int32), arrived.view(torch.int32))
+def assert_same_bits(sent, received):
+    assert received.dtype == torch.float32
+    assert torch.equal(sent.view(torch.int32), received.view(torch.int32))
 
 
 PROMPTS = [
     prompt(),
     prompt("train:1", (2**31 - 1,)),
-    prompt("bücher 📚\udcff:2", (7, 0, 151655), images(b"\x89PNG", b"", bytes(range(256)))),
-    prompt("", (), images(b"one")),
+    prompt("bücher 📚\udcff:2", (7, 0, 151655), encoded_images(b"\x89PNG", b"", bytes(range(256)))),
+    prompt("", (), encoded_images(b"one")),
 ]
 
 
 @pytest.mark.parametrize("sent", [[], PROMPTS[:1], PROMPTS])
-def test_prompts_arrive_with_their_ids_and_files(sent):
-    arrived = decode_prompts(encode_prompts(sent))
-    assert len(arrived) == len(sent)
-    for before, after in zip(sent, arrived, strict=True):
-        same_prompt(before, after)
+def test_prompts_keep_their_ids_and_files(sent):
+    received = decode_prompts(encode_prompts(sent))
+    assert len(received) == len(sent)
+    for before, after in zip(sent, received, strict=True):
+        assert_same_prompt(before, after)
 
 
-def test_pixels_do_not_travel():
+def test_pixels_are_rejected():
     vision = Vision(torch.zeros(4, 8), torch.tensor([[1, 2, 2]]), ("",))
-    with pytest.raises(AssertionError, match="train:0: pixels do not travel"):
+    with pytest.raises(AssertionError, match="train:0: pixels are not serialized"):
         encode_prompts([prompt(vision=vision)])
 
 
-def test_token_ids_beyond_32_bits_are_refused_not_cut():
+def test_token_ids_beyond_32_bits_are_an_error():
     with pytest.raises(OverflowError):
         encode_prompts([prompt(token_ids=(2**31,))])
 
 
-def test_completions_arrive_whole():
+def test_completions_keep_all_fields():
     long = tuple(range(1000))
     sent = [
         [],
@@ -110,17 +110,17 @@ def test_completions_arrive_whole():
     assert decode_completions(encode_completions([[], []])) == [[], []]
 
 
-def test_sampling_logprobs_arrive_with_their_float32_bits():
-    values = odd_floats(len(ODD_BITS))
+def test_sampling_logprobs_keep_their_float32_bits():
+    values = special_floats(len(SPECIAL_BITS))
     sent = Completion((1,) * len(values), tuple(values.tolist()), "stop", "", 0)
-    [[arrived]] = decode_completions(encode_completions([[sent]]))
-    assert all(type(value) is float for value in arrived.sampling_logprobs)
+    [[received]] = decode_completions(encode_completions([[sent]]))
+    assert all(type(value) is float for value in received.sampling_logprobs)
     numbers = ~values.isnan()
-    same_bits(values[numbers], torch.tensor(arrived.sampling_logprobs)[numbers])
-    assert [math.isnan(value) for value in arrived.sampling_logprobs] == (~numbers).tolist()
+    assert_same_bits(values[numbers], torch.tensor(received.sampling_logprobs)[numbers])
+    assert [math.isnan(value) for value in received.sampling_logprobs] == (~numbers).tolist()
 
 
-def test_rollouts_arrive_with_what_scoring_needs():
+def test_rollouts_keep_prompts_and_token_ids():
     score = Score(1.0, {"overall": 1.0}, "ok", "")
     sent = [
         RolloutGroup(
@@ -128,13 +128,13 @@ def test_rollouts_arrive_with_what_scoring_needs():
         )
         for one, token_ids in zip(PROMPTS, [[(1,), (2, 3)], [(4,)], [], [(5, 6, 7), (8,)]], strict=True)
     ]
-    arrived = decode_rollouts(encode_rollouts(sent))
-    for before, after in zip(sent, arrived, strict=True):
-        same_prompt(before.prompt, after.prompt)
+    received = decode_rollouts(encode_rollouts(sent))
+    for before, after in zip(sent, received, strict=True):
+        assert_same_prompt(before.prompt, after.prompt)
         assert [rollout.completion.token_ids for rollout in after.rollouts] == [
             rollout.completion.token_ids for rollout in before.rollouts
         ]
-    assert arrived[0].rollouts[0] == Rollout(Completion((1,), (), "stop", "", 0), Score(0.0, {}, "ok", ""))
+    assert received[0].rollouts[0] == Rollout(Completion((1,), (), "stop", "", 0), Score(0.0, {}, "ok", ""))
     assert decode_rollouts(encode_rollouts([])) == []
 
 
@@ -148,7 +148,7 @@ def sequence(length, *, old, ref, seed=0):
         token_ids=tuple(range(length)),
         loss_mask=(values() > 0).float(),
         advantages=values(),
-        sampling_logprobs=odd_floats(length),
+        sampling_logprobs=special_floats(length),
         old_logprobs=values() if old else None,
         ref_logprobs=values() if ref else None,
     )
@@ -156,67 +156,67 @@ def sequence(length, *, old, ref, seed=0):
 
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("ref", [True, False])
-def test_train_groups_arrive_bit_for_bit(old, ref):
+def test_train_groups_are_equal_bit_for_bit(old, ref):
     sent = [
         TrainGroup(PROMPTS[0], (sequence(1, old=old, ref=ref), sequence(300, old=old, ref=ref, seed=1))),
         TrainGroup(PROMPTS[1], ()),
         TrainGroup(PROMPTS[2], (sequence(17, old=old, ref=ref, seed=2),)),
     ]
-    arrived = decode_train(encode_train(sent))
-    assert [len(group.sequences) for group in arrived] == [2, 0, 1]
-    for before, after in zip(sent, arrived, strict=True):
-        same_prompt(before.prompt, after.prompt)
+    received = decode_train(encode_train(sent))
+    assert [len(group.sequences) for group in received] == [2, 0, 1]
+    for before, after in zip(sent, received, strict=True):
+        assert_same_prompt(before.prompt, after.prompt)
         for one, other in zip(before.sequences, after.sequences, strict=True):
             assert one.token_ids == other.token_ids
             for field in ("loss_mask", "advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs"):
                 if getattr(one, field) is None:
                     assert getattr(other, field) is None
                 else:
-                    same_bits(getattr(one, field), getattr(other, field))
+                    assert_same_bits(getattr(one, field), getattr(other, field))
     assert decode_train(encode_train([])) == []
 
 
-def test_each_sequence_may_lack_its_own_logprobs():
+def test_old_and_ref_logprobs_may_be_missing_for_single_sequences():
     sent = [sequence(2, old=True, ref=False), sequence(2, old=False, ref=True), sequence(2, old=False, ref=False)]
     [group] = decode_train(encode_train([TrainGroup(PROMPTS[0], tuple(sent))]))
     assert [one.old_logprobs is None for one in group.sequences] == [False, True, True]
     assert [one.ref_logprobs is None for one in group.sequences] == [True, False, True]
 
 
-def test_logprobs_arrive_bit_for_bit():
-    whole = odd_floats(50)
-    sent = [[], [whole[:1], whole[3:20]], [whole[20:]], []]  # views, as they come from a packed row
-    arrived = decode_logprobs(encode_logprobs(sent))
-    assert [len(row) for row in arrived] == [0, 2, 1, 0]
-    for before, after in zip(chain(*sent), chain(*arrived), strict=True):
-        same_bits(before, after)
+def test_logprobs_are_equal_bit_for_bit():
+    values = special_floats(50)
+    sent = [[], [values[:1], values[3:20]], [values[20:]], []]  # views, as of a packed row
+    received = decode_logprobs(encode_logprobs(sent))
+    assert [len(row) for row in received] == [0, 2, 1, 0]
+    for before, after in zip(chain(*sent), chain(*received), strict=True):
+        assert_same_bits(before, after)
     assert decode_logprobs(encode_logprobs([])) == []
     assert decode_logprobs(encode_logprobs([[]])) == [[]]
 
 
-def test_other_floats_are_refused_not_rounded():
+def test_other_dtypes_are_an_error():
     with pytest.raises(AssertionError):
         encode_logprobs([[torch.zeros(3, dtype=torch.float64)]])
 
 
-def test_what_arrived_can_be_changed():
+def test_decoded_tensors_are_writable():
     [[logprobs]] = decode_logprobs(encode_logprobs([[torch.zeros(3)]]))
     logprobs += 1
     assert logprobs.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_message_that_does_not_fit_is_noticed():
+def test_a_truncated_or_too_long_message_is_an_error():
     message = encode_prompts(PROMPTS)
     for wrong in (message[:-1], message + b"x", message[:3]):
         with pytest.raises((AssertionError, ValueError)):
             decode_prompts(wrong)
 
 
-def test_a_message_is_little_more_than_its_payload():
+def test_a_message_is_little_larger_than_its_payload():
     num_sequences, length = 64, 100
     ids = tuple(range(length))
     file = bytes(5000)
-    one = prompt("train:12345", ids, images(file))
+    one = prompt("train:12345", ids, encoded_images(file))
     prompt_bytes = len("train:12345") + 4 * length + len(file)
     completion = Completion(ids, (-0.5,) * length, "stop", "x" * 200, 1)
     group = RolloutGroup(one, (Rollout(completion, Score(0.0, {}, "ok", "")),) * num_sequences)

@@ -1,4 +1,4 @@
-"""docs/metrics.md describes every number that a run tells, and none that no run tells."""
+"""docs/metrics.md describes every metric that a run reports, and no other."""
 
 import json
 import re
@@ -32,14 +32,14 @@ GPU_ONLY = {
 }
 
 
-def described() -> set[str]:
-    """Return the keys, or patterns of keys, in the first column of the page's tables."""
+def documented_keys() -> set[str]:
+    """Return the keys and key patterns in the first column of the page's tables."""
     cells = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
 
 
 def as_regex(pattern: str) -> re.Pattern[str]:
-    """Read `{a,b}` as either, `<word>` as a name, and `...` as anything."""
+    """Translate a key pattern: `{a,b}` is a or b, `<word>` any name, and `...` any text."""
     parts = []
     for part in re.split(r"(\{[^}]*\}|<[^>]*>|\.\.\.)", pattern):
         if part.startswith("{"):
@@ -52,9 +52,12 @@ def as_regex(pattern: str) -> re.Pattern[str]:
 
 
 @pytest.fixture(scope="module")
-def told(tiny_model, tmp_path_factory) -> set[str]:
-    """Return the keys of a short run with everything switched on, and of three real updates."""
-    folder = tmp_path_factory.mktemp("told")
+def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
+    """Return the keys that a run can report.
+
+    They are those of a short run with all features enabled, and of updates of real models.
+    """
+    folder = tmp_path_factory.mktemp("reported")
     (folder / "kit").mkdir()
     with (
         open_shared_parts(tiny_model("qwen2"), folder / "kit") as kit,
@@ -84,26 +87,26 @@ def told(tiny_model, tmp_path_factory) -> set[str]:
     return keys | traffic.pop_metrics().keys()
 
 
-def test_every_number_that_is_told_is_described(told):
-    patterns = [as_regex(pattern) for pattern in described()]
-    assert sorted(key for key in told if not any(pattern.fullmatch(key) for pattern in patterns)) == []
+def test_every_reported_metric_is_documented(reported_keys):
+    patterns = [as_regex(pattern) for pattern in documented_keys()]
+    assert sorted(key for key in reported_keys if not any(pattern.fullmatch(key) for pattern in patterns)) == []
 
 
-def test_every_number_that_is_described_is_told(told):
-    unknown = [p for p in described() - GPU_ONLY if not any(as_regex(p).fullmatch(key) for key in told)]
+def test_every_documented_metric_is_reported(reported_keys):
+    unknown = [p for p in documented_keys() - GPU_ONLY if not any(as_regex(p).fullmatch(key) for key in reported_keys)]
     assert sorted(unknown) == []
 
 
-def test_every_choice_of_a_described_key_is_told(told):
-    """`x/{mean,max}` stands for two keys, and both must be there."""
-    for pattern in described():
+def test_every_choice_in_a_documented_pattern_is_reported(reported_keys):
+    """`x/{mean,max}` stands for two keys, and both must be reported."""
+    for pattern in documented_keys():
         for braces in re.findall(r"\{([^}]*)\}", pattern):
             for choice in braces.split(","):
                 one = as_regex(pattern.replace("{" + braces + "}", choice.strip()))
-                assert any(one.fullmatch(key) for key in told), (pattern, choice)
+                assert any(one.fullmatch(key) for key in reported_keys), (pattern, choice)
 
 
-def test_patterns_are_read_as_meant():
+def test_key_patterns_by_hand():
     assert as_regex("a/{mean,max}").fullmatch("a/max")
     assert not as_regex("a/{mean,max}").fullmatch("a/min")
     assert as_regex("reward/<part>").fullmatch("reward/overall")

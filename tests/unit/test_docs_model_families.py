@@ -1,4 +1,4 @@
-"""docs/model-families.md lists every supported family, and none that is refused."""
+"""docs/model-families.md lists every supported family, and none of the unsupported ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from trigon.models.families import family_named, supported_model_types
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 
 
-def rows(heading: str) -> dict[str, list[str]]:
-    """Return the cells of a section's table by each `model_type` that its first column names."""
+def table_rows(heading: str) -> dict[str, list[str]]:
+    """Return the table of a section: each `model_type` of the first column -> the other cells."""
     section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    found = {}
-    for line in re.findall(r"^\| `.*\|$", section, flags=re.MULTILINE)[1:]:  # below the heading
+    rows = {}
+    for line in re.findall(r"^\| `.*\|$", section, flags=re.MULTILINE)[1:]:  # without the header
         first, *others = (cell.strip() for cell in line.strip("|").split("|"))
-        found |= dict.fromkeys(re.findall(r"`([^`]+)`", first), others)
-    return found
+        rows |= dict.fromkeys(re.findall(r"`([^`]+)`", first), others)
+    return rows
 
 
-def test_the_table_is_that_of_the_code() -> None:
-    assert sorted(rows("The table")) == list(supported_model_types())
-    for model_type, (_, images, _) in rows("The table").items():
+def test_the_page_lists_the_supported_families() -> None:
+    assert sorted(table_rows("Supported families")) == list(supported_model_types())
+    for model_type, (_, images, _) in table_rows("Supported families").items():
         assert images == ("yes" if family_named(model_type).has_vision else "no")
 
 
-def test_what_is_said_to_be_impossible_is_refused() -> None:
-    impossible = rows("What is not possible now, and why")
-    assert len(impossible) > 5
-    assert not set(impossible) & set(supported_model_types())
+def test_families_listed_as_unsupported_are_not_supported() -> None:
+    unsupported = table_rows("Unsupported families")
+    assert len(unsupported) > 5
+    assert not set(unsupported) & set(supported_model_types())

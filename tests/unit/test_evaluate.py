@@ -1,4 +1,4 @@
-"""Validation: the whole set, in calls of a given size, the same draw each time."""
+"""Validation samples the complete set, in calls of a given size, with the same seeds each time."""
 
 import json
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from support.builders import make_builder
+from support.rollout import NO_WEIGHTS
 from trigon.data.dataset import open_prompts
 from trigon.evaluate import VALIDATION_SEED_STEP, Evaluator
 from trigon.models.load import load_processors
@@ -19,31 +20,31 @@ SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 REWARD = """
 REWARD_TYPE = "sequential"
 
-def reward(answer):
-    return {"overall": float(answer["response"].split()[0] == answer["ground_truth"])}
+def reward(completion):
+    return {"overall": float(completion["response"].split()[0] == completion["ground_truth"])}
 """
 
 
 class Phases:
-    """Remembers what was announced: (name, total, how far it came), outermost last."""
+    """Records the phases that were announced: (name, total, progress), outermost last."""
 
     def __init__(self):
-        self.seen = []
+        self.announced = []
 
     @contextmanager
     def __call__(self, name, *, total=None):
         done = []
         yield done.append
-        self.seen.append((name, total, sum(done)))
+        self.announced.append((name, total, sum(done)))
 
 
-class Asked(FakeEngine):
-    """A fake engine that remembers which prompts came together, and for which step."""
+class RecordingEngine(FakeEngine):
+    """A fake engine that records the step and the prompts of each call."""
 
-    asked = ()
+    calls = ()
 
     def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
-        self.asked = (*self.asked, (step, [prompt.prompt_id for prompt in prompts]))
+        self.calls = (*self.calls, (step, [prompt.prompt_id for prompt in prompts]))
         return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
 
 
@@ -82,8 +83,8 @@ def prompts(processors, tmp_path, monkeypatch):
 @pytest.fixture
 def engine(processors):
     tokenizer = processors.tokenizer
-    # Right for the even answers; then the seed, so that a test can see what was drawn.
-    return Asked(
+    # Correct for an even ground truth; then the seed, so that completions differ.
+    return RecordingEngine(
         tokenizer=tokenizer,
         stop_token_id=tokenizer.eos_token_id,
         complete=lambda prompt, version, seed: f"{2 * (int(prompt.ground_truth) // 2)} {seed}",
@@ -91,7 +92,7 @@ def engine(processors):
 
 
 def evaluate(evaluator, engine, rewards, *, version=0, phases=None):
-    with engine.awake(iter(()), version=version):
+    with engine.awake(NO_WEIGHTS, version=version):
         return evaluator.sample(engine, rewards, phase=phases or Phases())
 
 
@@ -116,32 +117,32 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     ]
     assert all(group.prompt.vision is not None for group in groups)
     ids = [group.prompt.prompt_id for group in groups]
-    assert engine.asked == tuple((VALIDATION_SEED_STEP, part) for part in (ids[:2], ids[2:4], ids[4:]))
-    assert phases.seen[-1] == ("validation", 5, 5)
-    assert [name for name, _, _ in phases.seen[:-1]] == ["gen", "reward"] * 3
+    assert engine.calls == tuple((VALIDATION_SEED_STEP, part) for part in (ids[:2], ids[2:4], ids[4:]))
+    assert phases.announced[-1] == ("validation", 5, 5)
+    assert [name for name, _, _ in phases.announced[:-1]] == ["gen", "reward"] * 3
 
 
-def test_the_draw_is_the_same_each_time_and_however_prompts_are_batched(prompts, engine, rewards):
+def test_completions_are_the_same_each_time_and_for_any_batch_size(prompts, engine, rewards):
     first = texts(evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards))
     again = texts(evaluate(Evaluator(prompts, SAMPLING, 5, 3, fail), engine, rewards, version=9))
     assert first == again
-    assert len({text for group in first for text in group}) == 10, "every answer has its own seed"
+    assert len({text for group in first for text in group}) == 10, "every completion has its own seed"
 
 
-def test_a_vanished_image_is_left_out_with_a_warning(prompts, engine, rewards, tmp_path):
-    whole = texts(evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards))
+def test_a_prompt_whose_image_was_deleted_is_skipped_with_a_warning(prompts, engine, rewards, tmp_path):
+    complete = texts(evaluate(Evaluator(prompts, SAMPLING, 2, 1, fail), engine, rewards))
     (tmp_path / "1.png").unlink()
     warnings, phases = [], Phases()
     groups = evaluate(Evaluator(prompts, SAMPLING, 2, 1, warnings.append), engine, rewards, phases=phases)
     assert [group.prompt.ground_truth for group in groups] == ["0", "2", "3", "4"]
-    assert texts(groups) == [whole[0], *whole[2:]]
+    assert texts(groups) == [complete[0], *complete[2:]]
     [warning] = warnings
-    assert "left out" in warning
+    assert "skipped in this validation" in warning
     assert "1.png" in warning
-    assert phases.seen[-1] == ("validation", 5, 5)
+    assert phases.announced[-1] == ("validation", 5, 5)
 
 
-def test_a_set_whose_images_are_all_gone_gives_no_groups(prompts, engine, rewards, tmp_path):
+def test_there_are_no_groups_if_all_images_were_deleted(prompts, engine, rewards, tmp_path):
     for number in range(5):
         (tmp_path / f"{number}.png").unlink()
     warnings = []

@@ -1,4 +1,4 @@
-"""docs/from-easyr1.md says what is so: its tables, and the tests that it calls upon."""
+"""docs/from-easyr1.md is up to date: its generated tables, and the files and tests it refers to."""
 
 import importlib.util
 import re
@@ -30,49 +30,53 @@ TABLES = tables()
 DEFAULTS = TABLES.defaults()
 
 
-def test_the_committed_tables_are_the_written_ones():
+def test_the_committed_tables_are_up_to_date():
     assert TABLES.main(["--check"]) == 0, "run: python scripts/from_easyr1.py"
 
 
-def test_there_is_a_reason_for_each_default_that_differs_and_for_no_other():
-    ours = TABLES.today()
-    differing = {key for key in DEFAULTS.keys() & ours.keys() if not TABLES.is_same_default(ours[key], DEFAULTS[key])}
-    assert differing == TABLES.OTHER_DEFAULTS.keys()
+def test_exactly_the_defaults_that_differ_have_a_reason():
+    options = TABLES.current_options()
+    differing = {
+        key for key in DEFAULTS.keys() & options.keys() if not TABLES.is_same_default(options[key], DEFAULTS[key])
+    }
+    assert differing == TABLES.DEFAULT_REASONS.keys()
 
 
-ALONE = {
+REQUIRES = {
     "trainer.n_gpus_per_node": (),
-    "worker.rollout.tensor_parallel_size": ("trainer.n_gpus_per_node=2",),  # 2 copies of nothing would be refused
+    "worker.rollout.tensor_parallel_size": ("trainer.n_gpus_per_node=2",),  # must divide the number of workers
 }
-"""What has to stand beside a key."""
+"""Further overrides that a key's default of EasyR1 requires."""
 
 
 @pytest.mark.parametrize("key", [key for key in DEFAULTS if DEFAULTS[key] not in (None, "", {})])
-def test_every_key_of_easyr1_is_taken_with_its_default(key):
-    beside = (*NEEDED, *ALONE.get(key, ()))
-    override = f"{key}={TABLES.written(DEFAULTS[key])}"
-    what, _ = TABLES.fate(key, DEFAULTS[key])
-    loaded = load_config(None, (*(one for one in beside if not one.startswith(f"{key}=")), override, *NEEDED[-1:]))
+def test_every_key_of_easyr1_is_accepted_with_its_default(key):
+    others = (*NEEDED, *REQUIRES.get(key, ()))
+    override = f"{key}={TABLES.format_yaml(DEFAULTS[key])}"
+    status, _ = TABLES.status_of(key, DEFAULTS[key])
+    loaded = load_config(
+        None, (*(other for other in others if not other.startswith(f"{key}=")), override, *NEEDED[-1:])
+    )
     no_effect = [warning for warning in loaded.warnings if warning.startswith(f"{key} (command line) has no effect")]
-    assert len(no_effect) == (1 if what.startswith("no effect") else 0)
-    if what == "same":
-        assert loaded.config == load_config(None, beside).config
+    assert len(no_effect) == (1 if status.startswith("no effect") else 0)
+    if status == "same":
+        assert loaded.config == load_config(None, others).config
 
 
-def test_a_refused_value_gives_the_reason_of_the_page():
+def test_the_error_of_an_unsupported_value_is_the_text_of_the_page():
     page = (ROOT / "docs/from-easyr1.md").read_text(encoding="utf-8")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as caught:
         load_config(None, (*NEEDED, "worker.hybrid_engine=false"))
-    reason = str(refusal.value).partition(": ")[2]
-    assert f"any other value is refused: {reason} |" in page
+    reason = str(caught.value).partition(": ")[2]
+    assert f"any other value is an error: {reason} |" in page
 
 
-def test_what_the_page_calls_upon_is_there():
+def test_files_and_tests_that_the_page_refers_to_exist():
     page = (ROOT / "docs/from-easyr1.md").read_text(encoding="utf-8")
     files = re.findall(r"`((?:trigon|scripts|examples)/[\w/.-]+\.(?:py|sh|yaml))\b", page)
     assert len(files) >= 4
     assert [file for file in files if not (ROOT / file).is_file()] == []
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    called = re.findall(r"`(test_\w+)`", page)
-    assert len(called) >= 25
-    assert [test for test in called if f"def {test}(" not in tests] == []
+    cited = re.findall(r"`(test_\w+)`", page)
+    assert len(cited) >= 25
+    assert [test for test in cited if f"def {test}(" not in tests] == []

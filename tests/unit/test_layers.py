@@ -26,7 +26,8 @@ LAYER = {
     "data": 3,
     "models": 2, "rewards": 2,
     "algorithms": 1, "config": 1,
-    "types": 0, "errors": 0, "json_files": 0, "garbage": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
+    "names": 0, "suggestions": 0, "json_files": 0, "installation": 0,
+    "types": 0, "errors": 0, "garbage": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
 }  # fmt: skip
 
 # The few that share a layer and know each other, in one direction.
@@ -44,7 +45,7 @@ NEIGHBOURS = {
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
 ONLY_IN = {
-    "vllm": ("rollout/vllm.py",),
+    "vllm": ("rollout/vllm/",),
     "ray": ("distributed/",),
     "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
     "datasets": ("data/sources.py",),
@@ -66,7 +67,7 @@ ONLY_IN = {
 # which every place that opens a model or a dataset would have to be told otherwise.
 ENVIRONMENT = (
     "distributed/cluster.py",
-    "rollout/vllm.py",
+    "rollout/vllm/process.py",
     "rewards/process.py",
     "models/hub.py",
     "cli/",

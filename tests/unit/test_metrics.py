@@ -1,4 +1,4 @@
-"""Metrics keep their meaning however they are merged."""
+"""Metrics merge by their own reduction, in any order and grouping."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ def test_a_mean_is_weighted_by_what_it_counts():
     assert values(merge({"a": Mean(6.0, 4.0)}, {"a": Mean(1.0)})) == {"a": 1.4}  # the mean of means would be 1.25
 
 
-def test_an_empty_mean_is_nan_and_changes_no_other():
+def test_an_empty_mean_is_nan_and_does_not_change_others():
     assert math.isnan(Mean(0.0, 0.0).value)
     assert math.isnan(mean_of([]).value)
     assert merge({"a": Mean(0.0, 0.0)}, {"a": Mean(3.0, 2.0)})["a"].value == 1.5
 
 
-def test_mean_of_knows_how_many_there_were():
+def test_mean_of_counts_its_values():
     assert mean_of(iter([1.0, 2.0, 6.0])) == Mean(9.0, 3.0)
 
 
@@ -35,14 +35,14 @@ def test_the_order_of_merging_does_not_matter():
     assert merged == {(("a", 5.0 / 6.0), ("b", 7.0), ("c", 1.0))}
 
 
-def test_merging_nothing_gives_nothing_and_leaves_its_arguments_alone():
+def test_merging_does_not_modify_its_arguments():
     assert merge() == {}
     first = {"a": Sum(1.0)}
     merge(first, {"a": Sum(2.0)})
     assert first == {"a": Sum(1.0)}
 
 
-def test_one_key_has_one_reduction():
+def test_a_key_with_two_reductions_is_an_error():
     with pytest.raises(TypeError, match="'a' is both a Mean and a Max"):
         merge({"a": Mean(1.0)}, {"a": Max(1.0)})
 

@@ -1,4 +1,4 @@
-"""Group attention and window attention against one dense mask."""
+"""Group attention and window attention, compared with attention under one dense mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trigon.models.attention import RowPlan, group_attention, window_attention, windows_of
+from trigon.models.attention import group_attention, sliding_windows, window_attention
+from trigon.models.attention_metadata import AttentionMetadata
 from trigon.types import GroupSpan
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -35,7 +36,7 @@ def starts_of(lengths: list[int]) -> Tensor:
 
 
 def dense_mask(spans: tuple[GroupSpan, ...], window: int | None = None) -> Tensor:
-    """The definition: [T, T], true where a token may look."""
+    """Return the mask by definition: [T, T] bool, true where a token may attend."""
     tokens = spans[-1].completions[-1][1]
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for span in spans:
@@ -44,17 +45,17 @@ def dense_mask(spans: tuple[GroupSpan, ...], window: int | None = None) -> Tenso
         for start, end in span.completions:
             mask[start:end, first:last] = True
             mask[start:end, start:end] = True
-            for token in range(start, end):  # as if it were alone behind its prompt
-                sees = mask[token].nonzero()[:, 0]
-                sees = sees[sees <= token]
+            for token in range(start, end):  # as if the completion were alone after its prompt
+                attended = mask[token].nonzero()[:, 0]
+                attended = attended[attended <= token]
                 if window is not None:
-                    mask[token, sees[:-window]] = False
+                    mask[token, attended[:-window]] = False
         if window is not None:
             mask[first:last, first:last] &= torch.ones(last - first, last - first, dtype=torch.bool).triu(1 - window)
     return mask.tril()
 
 
-def test_the_drawing_of_the_module() -> None:
+def test_the_mask_drawn_in_the_module_docstring() -> None:
     mask = dense_mask((GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 8))),))
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0],
@@ -71,7 +72,7 @@ def test_the_drawing_of_the_module() -> None:
 @pytest.mark.parametrize("key_heads", [1, KEY_HEADS, HEADS])
 def test_group_attention_equals_a_dense_mask_in_values_and_gradients(key_heads: int) -> None:
     inputs = states(18, key_heads)
-    output = group_attention(*inputs, RowPlan(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
+    output = group_attention(*inputs, AttentionMetadata(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
     expected = scaled_dot_product_attention(
         *inputs, attn_mask=dense_mask(TWO_GROUPS), scale=SCALE, enable_gqa=True
     ).transpose(1, 2)
@@ -79,10 +80,10 @@ def test_group_attention_equals_a_dense_mask_in_values_and_gradients(key_heads: 
     torch.testing.assert_close(output, expected, atol=1e-14, rtol=0)
 
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = torch.autograd.grad((output * weights).sum(), inputs)
-    theirs = torch.autograd.grad((expected * weights).sum(), inputs)
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, atol=1e-13, rtol=0)
+    gradients = torch.autograd.grad((output * weights).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-13, rtol=0)
 
 
 def test_the_mask_of_a_window_of_two() -> None:
@@ -101,24 +102,24 @@ def test_the_mask_of_a_window_of_two() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 100])
 def test_group_attention_within_a_window_equals_a_dense_mask_in_values_and_gradients(window: int) -> None:
     inputs = states(18, KEY_HEADS)
-    plan = RowPlan(TWO_GROUPS, CPU, "sdpa")
-    output = group_attention(*inputs, plan, scale=SCALE, window=window)
+    metadata = AttentionMetadata(TWO_GROUPS, CPU, "sdpa")
+    output = group_attention(*inputs, metadata, scale=SCALE, window=window)
     expected = scaled_dot_product_attention(
         *inputs, attn_mask=dense_mask(TWO_GROUPS, window), scale=SCALE, enable_gqa=True
     ).transpose(1, 2)
     torch.testing.assert_close(output, expected, atol=1e-14, rtol=0)
-    ours = torch.autograd.grad(output.pow(2).sum(), inputs)
-    theirs = torch.autograd.grad(expected.pow(2).sum(), inputs)
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, atol=1e-13, rtol=0)
+    gradients = torch.autograd.grad(output.pow(2).sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected.pow(2).sum(), inputs)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-13, rtol=0)
 
 
-def test_each_layer_has_the_window_that_its_config_says() -> None:
+def test_sliding_windows_reads_the_window_of_each_layer() -> None:
     full = SimpleNamespace(num_hidden_layers=2, sliding_window=None)
     windowed = SimpleNamespace(num_hidden_layers=2, sliding_window=5)
     mixed = SimpleNamespace(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
     off = SimpleNamespace(sliding_window=0, layer_types=["full_attention", "full_attention"])
-    assert [windows_of(config) for config in (full, windowed, mixed, off)] == [
+    assert [sliding_windows(config) for config in (full, windowed, mixed, off)] == [
         (None, None),
         (5, 5),
         (5, None),
@@ -128,7 +129,7 @@ def test_each_layer_has_the_window_that_its_config_says() -> None:
 
 def test_group_attention_works_in_bfloat16() -> None:
     inputs = states(18, KEY_HEADS, torch.bfloat16)
-    output = group_attention(*inputs, RowPlan(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
+    output = group_attention(*inputs, AttentionMetadata(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
     expected = scaled_dot_product_attention(
         *(state.float() for state in inputs), attn_mask=dense_mask(TWO_GROUPS), scale=SCALE, enable_gqa=True
     ).transpose(1, 2)
@@ -143,7 +144,7 @@ def test_window_attention_equals_a_dense_mask(lengths: list[int]) -> None:
     expected = scaled_dot_product_attention(*inputs, attn_mask=window[:, None] == window, scale=SCALE)
     output = window_attention(*inputs, starts_of(lengths), scale=SCALE)
     torch.testing.assert_close(output, expected.transpose(1, 2), atol=1e-14, rtol=0)
-    ours = torch.autograd.grad(output.pow(2).sum(), inputs)
-    theirs = torch.autograd.grad(expected.pow(2).sum(), inputs)
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, atol=1e-13, rtol=0)
+    gradients = torch.autograd.grad(output.pow(2).sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected.pow(2).sum(), inputs)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-13, rtol=0)

@@ -1,4 +1,4 @@
-"""The table of families."""
+"""The table of model families."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ VISION_CONFIG = SimpleNamespace(
 )
 
 
-def test_an_unknown_model_type_is_refused_with_the_supported_ones_and_a_page() -> None:
+def test_the_error_for_an_unknown_model_type_lists_the_supported_ones_and_the_documentation() -> None:
     with pytest.raises(
-        ModelError, match=r"'gpt2' are not supported\. Supported are: .*llama, .*qwen3_vl.*docs/model-families\.md"
+        ModelError, match=r"'gpt2' are not supported\. Supported types: .*llama, .*qwen3_vl.*docs/model-families\.md"
     ):
         family_of(SimpleNamespace(model_type="gpt2"))
 
@@ -30,19 +30,19 @@ def test_an_unknown_model_type_is_refused_with_the_supported_ones_and_a_page() -
 @pytest.mark.parametrize(
     ("unknown", "nearest"), [("qwen3_5_moe", "qwen3_moe"), ("qwen2_audio", "qwen2_moe"), ("llama4", "llama")]
 )
-def test_the_nearest_supported_type_is_named(unknown: str, nearest: str) -> None:
-    with pytest.raises(ModelError, match=rf"The nearest is '{nearest}'\."):
+def test_the_error_names_the_nearest_supported_type(unknown: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=rf"The nearest supported type is '{nearest}'\."):
         family_named(unknown)
 
 
-def test_every_media_token_is_named() -> None:
+def test_media_token_ids_are_read_from_the_config() -> None:
     family = family_of(VISION_CONFIG)
     assert family.media_token_ids(VISION_CONFIG) == (5, 6, 7, 8)
     assert family.image_token_id(VISION_CONFIG) == 5
     assert family.spatial_merge(VISION_CONFIG) == 2
 
 
-def test_a_text_family_has_no_media_tokens_and_takes_no_images() -> None:
+def test_a_text_family_has_no_media_tokens_and_no_image_token() -> None:
     family = family_named("qwen2")
     assert family.media_token_ids(SimpleNamespace()) == ()
     with pytest.raises(ModelError, match="'qwen2' model has no vision tower"):
@@ -50,7 +50,7 @@ def test_a_text_family_has_no_media_tokens_and_takes_no_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "here", "in_checkpoint"),
+    ("model_type", "in_memory", "in_checkpoint"),
     [
         ("qwen2_5_vl", "model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("qwen2_5_vl", "model.visual.merger.ln_q.weight", "visual.merger.ln_q.weight"),
@@ -60,11 +60,13 @@ def test_a_text_family_has_no_media_tokens_and_takes_no_images() -> None:
         ("llama", "model.norm.weight", "model.norm.weight"),
     ],
 )
-def test_weights_have_their_published_names(model_type: str, here: str, in_checkpoint: str) -> None:
-    assert family_named(model_type).checkpoint_name(here) == in_checkpoint
+def test_checkpoint_names_are_those_of_published_checkpoints(
+    model_type: str, in_memory: str, in_checkpoint: str
+) -> None:
+    assert family_named(model_type).checkpoint_name(in_memory) == in_checkpoint
 
 
-def test_experts_are_written_apart_gates_first() -> None:
+def test_stacked_experts_become_one_tensor_for_each_expert_and_projection() -> None:
     family = family_named("qwen3_moe")
     stack = torch.arange(12.0).view(2, 2, 3)  # two experts, each a gate and an up of one row
     parts = dict(family.checkpoint_tensors("model.layers.1.mlp.experts.gate_up_proj", stack))
@@ -82,7 +84,7 @@ def test_experts_are_written_apart_gates_first() -> None:
     ]
 
 
-def test_experts_are_written_transposed() -> None:
+def test_stacked_experts_are_transposed() -> None:
     stack = torch.arange(12.0).view(2, 2, 3)
     name = "model.language_model.layers.0.mlp.experts.down_proj"
     [(written_name, written)] = family_named("qwen3_vl_moe").checkpoint_tensors(name, stack)
@@ -91,7 +93,7 @@ def test_experts_are_written_transposed() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "qwen3_vl_moe"])
-def test_what_is_no_expert_is_written_as_it_is(model_type: str) -> None:
+def test_other_weights_of_an_moe_model_are_unchanged(model_type: str) -> None:
     weight = torch.zeros(2, 3)
     for name in ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.gate.weight"):
         [(written_name, written)] = family_named(model_type).checkpoint_tensors(name, weight)

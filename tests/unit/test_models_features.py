@@ -1,4 +1,4 @@
-"""What a frozen vision tower made of images: remembered within its limit, and the same bit for bit."""
+"""The cache of vision features: its limit, its metrics, and unchanged results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.engines import make_engine, make_rollouts, to_train, weights_of
 from support.oracle import make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.metrics import values
-from trigon.models.features import FeatureMemory, Features
+from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
@@ -24,63 +24,63 @@ CPU = torch.device("cpu")
 TOWERS = ["qwen2_5_vl", "qwen3_vl", "internvl"]
 
 
-def features(value: float, tokens: int = 2, layers: int = 0) -> Features:
-    """Of 12 bytes a token and layer."""
-    return Features(torch.full((tokens, 3), value), tuple(torch.full((tokens, 3), -value) for _ in range(layers)))
+def features(value: float, tokens: int = 2, layers: int = 0) -> VisionFeatures:
+    """Return features of 12 bytes for each token and layer."""
+    return VisionFeatures(torch.full((tokens, 3), value), tuple(torch.full((tokens, 3), -value) for _ in range(layers)))
 
 
-# -- the memory ---------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------
 
 
-def test_what_is_remembered_comes_back_whole() -> None:
-    memory = FeatureMemory(1000)
-    memory.remember("a", features(1.0, layers=2))
-    found = memory.recall(["a", "b"], CPU)
+def test_stored_features_are_returned_with_all_their_layers() -> None:
+    cache = VisionFeatureCache(1000)
+    cache.store("a", features(1.0, layers=2))
+    found = cache.lookup(["a", "b"], CPU)
     assert list(found) == ["a"]
     assert found["a"].tokens.tolist() == [[1.0] * 3] * 2
-    assert [part.tolist() for part in found["a"].layered] == [[[-1.0] * 3] * 2] * 2
+    assert [part.tolist() for part in found["a"].deepstack] == [[[-1.0] * 3] * 2] * 2
 
 
-def test_beyond_the_limit_those_used_longest_ago_are_forgotten() -> None:
-    memory = FeatureMemory(3 * 24)
+def test_beyond_the_limit_the_least_recently_used_are_evicted() -> None:
+    cache = VisionFeatureCache(3 * 24)
     for name in "abc":
-        memory.remember(name, features(0.0))
-    memory.recall("a", CPU)
-    memory.remember("d", features(0.0))
-    assert list(memory.recall("abcd", CPU)) == ["a", "c", "d"]
-    memory.remember("large", features(0.0, layers=2))
-    assert list(memory.recall(["a", "c", "d", "large"], CPU)) == ["large"]
+        cache.store(name, features(0.0))
+    cache.lookup("a", CPU)
+    cache.store("d", features(0.0))
+    assert list(cache.lookup("abcd", CPU)) == ["a", "c", "d"]
+    cache.store("large", features(0.0, layers=2))
+    assert list(cache.lookup(["a", "c", "d", "large"], CPU)) == ["large"]
 
 
-def test_what_is_larger_than_the_limit_is_not_kept_and_costs_nothing_else() -> None:
-    memory = FeatureMemory(24)
-    memory.remember("a", features(0.0))
-    memory.remember("large", features(0.0, tokens=3))
-    assert list(memory.recall(["a", "large"], CPU)) == ["a"]
-    nothing = FeatureMemory(0)
-    nothing.remember("a", features(0.0))
-    assert nothing.recall("a", CPU) == {}
+def test_features_larger_than_the_limit_are_not_stored_and_evict_nothing() -> None:
+    cache = VisionFeatureCache(24)
+    cache.store("a", features(0.0))
+    cache.store("large", features(0.0, tokens=3))
+    assert list(cache.lookup(["a", "large"], CPU)) == ["a"]
+    disabled = VisionFeatureCache(0)
+    disabled.store("a", features(0.0))
+    assert disabled.lookup("a", CPU) == {}
 
 
-def test_it_holds_a_copy() -> None:
-    memory, mine = FeatureMemory(100), features(1.0)
-    memory.remember("a", mine)
-    mine.tokens.zero_()
-    assert memory.recall("a", CPU)["a"].tokens.sum() == 6.0
+def test_it_stores_a_copy() -> None:
+    cache, original = VisionFeatureCache(100), features(1.0)
+    cache.store("a", original)
+    original.tokens.zero_()
+    assert cache.lookup("a", CPU)["a"].tokens.sum() == 6.0
 
 
-def test_it_counts_what_was_asked_for_since_it_last_told() -> None:
-    memory = FeatureMemory(100)
-    memory.remember("a", features(0.0))
-    memory.recall(["a", "b", "a"], CPU)
-    memory.recall(["c"], CPU)
-    assert memory.pop_metrics() == (2, 4)
-    assert memory.pop_metrics() == (0, 0)
-    memory.forget()
-    assert memory.recall(["a"], CPU) == {}
+def test_it_counts_lookups_since_the_last_call_and_can_be_cleared() -> None:
+    cache = VisionFeatureCache(100)
+    cache.store("a", features(0.0))
+    cache.lookup(["a", "b", "a"], CPU)
+    cache.lookup(["c"], CPU)
+    assert cache.pop_metrics() == (2, 4)
+    assert cache.pop_metrics() == (0, 0)
+    cache.clear()
+    assert cache.lookup(["a"], CPU) == {}
 
 
-# -- the policy ---------------------------------------------------------------------------------------------------
+# -- the policy ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def open_policy(folder: Path) -> Policy:
 
 
 def row_of(folder: Path, *prompts: tuple[list[tuple[int, int]], int]) -> PackedGroups:
-    """Pack groups whose prompts show images of such grids, drawn by such a seed, into one row."""
+    """Pack groups into one row. prompts: the grids of the images, and a seed, for each prompt."""
     processors = load_processors(str(folder))
     groups = [make_group(make_prompt(processors, grids, seed=seed), [3, 4], seed=seed) for grids, seed in prompts]
     positions = positions_of(processors.family, processors.hf_config)
@@ -116,118 +116,122 @@ def row_of(folder: Path, *prompts: tuple[list[tuple[int, int]], int]) -> PackedG
     return row.packed
 
 
-def said(policy: Policy, packed: PackedGroups) -> Tensor:
+def logprobs_of(policy: Policy, packed: PackedGroups) -> Tensor:
     with torch.no_grad():
         logprobs: Tensor = policy(packed).logprobs
     return logprobs
 
 
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_an_image_is_seen_once_and_by_itself_whatever_else_is_in_its_row(tiny_model, model_type: str) -> None:
+def test_an_image_is_encoded_once_and_its_features_do_not_depend_on_the_rest_of_its_row(
+    tiny_model, model_type: str
+) -> None:
     folder = tiny_model(model_type)
     first, second = ([(4, 6), (4, 4)], 1), ([(4, 4)], 2)
     policy = open_policy(folder)
-    whole = said(policy, row_of(folder, first, second))
-    memory = FeatureMemory(2**20)
-    policy.remember_features(memory, most=int)
+    uncached = logprobs_of(policy, row_of(folder, first, second))
+    cache = VisionFeatureCache(2**20)
+    policy.use_feature_cache(cache, all_reduce_max=int)
     with tower_runs(policy) as runs:
-        apart = said(policy, row_of(folder, first, second))
+        cached = logprobs_of(policy, row_of(folder, first, second))
         assert len(runs) == 3
-        assert torch.equal(said(policy, row_of(folder, first, second)), apart)
-        alone = said(policy, row_of(folder, second))
+        assert torch.equal(logprobs_of(policy, row_of(folder, first, second)), cached)
+        alone = logprobs_of(policy, row_of(folder, second))
         assert len(runs) == 3
-        said(policy, row_of(folder, second, ([(4, 4)], 3)))
+        logprobs_of(policy, row_of(folder, second, ([(4, 4)], 3)))
         assert len(runs) == 4
-    assert memory.pop_metrics() == (5, 9)
-    torch.testing.assert_close(apart, whole, rtol=1e-5, atol=2e-5)
+    assert cache.pop_metrics() == (5, 9)
+    torch.testing.assert_close(cached, uncached, rtol=1e-5, atol=2e-5)
 
-    policy.forget_features()
-    assert torch.equal(said(policy, row_of(folder, second)), alone)
+    policy.clear_features()
+    assert torch.equal(logprobs_of(policy, row_of(folder, second)), alone)
 
 
-def test_two_groups_of_a_row_that_show_the_same_image_have_it_seen_once(tiny_vlm) -> None:
+def test_an_image_of_two_groups_of_a_row_is_encoded_once(tiny_vlm) -> None:
     policy = open_policy(tiny_vlm)
     packed = row_of(tiny_vlm, ([(4, 6)], 1), ([(4, 6)], 1))
-    expected = said(policy, packed)
-    policy.remember_features(FeatureMemory(0), most=int)
+    expected = logprobs_of(policy, packed)
+    policy.use_feature_cache(VisionFeatureCache(0), all_reduce_max=int)
     with tower_runs(policy) as runs:
-        torch.testing.assert_close(said(policy, packed), expected, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(logprobs_of(policy, packed), expected, rtol=1e-5, atol=2e-5)
     assert len(runs) == 1
 
 
-def test_images_of_which_no_hash_is_known_are_not_taken_for_each_other(tiny_vlm) -> None:
+def test_images_without_hashes_are_not_cached(tiny_vlm) -> None:
     policy = open_policy(tiny_vlm)
     packed = row_of(tiny_vlm, ([(4, 4)], 1), ([(4, 4)], 2))
-    expected = said(policy, packed)
-    policy.remember_features(FeatureMemory(2**20), most=int)
+    expected = logprobs_of(policy, packed)
+    policy.use_feature_cache(VisionFeatureCache(2**20), all_reduce_max=int)
     with tower_runs(policy) as runs:
         for _ in range(2):
-            nameless = PackedGroups(
+            without_hashes = PackedGroups(
                 packed.token_ids, packed.position_ids, packed.spans, packed.pixel_values, packed.grid_thw
             )
-            torch.testing.assert_close(said(policy, nameless), expected, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(logprobs_of(policy, without_hashes), expected, rtol=1e-5, atol=2e-5)
     assert len(runs) == 4
 
 
-def test_the_tower_runs_as_often_as_on_the_rank_that_has_most_to_see(tiny_vlm) -> None:
+def test_the_tower_runs_as_often_as_on_the_rank_with_the_most_images_to_encode(tiny_vlm) -> None:
     policy = open_policy(tiny_vlm)
     packed, text = row_of(tiny_vlm, ([(4, 4)], 1)), row_of(tiny_vlm, ([], 2))
-    expected, of_text = said(policy, packed), said(policy, text)
-    told: list[int] = []
+    expected, expected_of_text = logprobs_of(policy, packed), logprobs_of(policy, text)
+    reduced: list[int] = []
 
-    def most(number: int) -> int:
-        told.append(number)
+    def all_reduce_max(number: int) -> int:
+        reduced.append(number)
         return 3
 
-    policy.remember_features(FeatureMemory(2**20), most=most)
-    for row, says in ((packed, expected), (packed, expected), (text, of_text)):
+    policy.use_feature_cache(VisionFeatureCache(2**20), all_reduce_max=all_reduce_max)
+    for row, expected_logprobs in ((packed, expected), (packed, expected), (text, expected_of_text)):
         with tower_runs(policy) as runs, torch.no_grad():
-            torch.testing.assert_close(policy(row, run_dummy_vision=True).logprobs, says, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(
+                policy(row, run_dummy_vision=True).logprobs, expected_logprobs, rtol=1e-5, atol=2e-5
+            )
         assert len(runs) == 3
-    assert told == [1, 0, 0]
+    assert reduced == [1, 0, 0]
     with tower_runs(policy) as runs:
-        said(policy, text)
+        logprobs_of(policy, text)
     assert runs == []
 
 
-# -- the engine ---------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 
-def in_a_row(logprobs: list[list[Tensor]]) -> Tensor:
+def concatenated(logprobs: list[list[Tensor]]) -> Tensor:
     return torch.cat([tokens for group in logprobs for tokens in group])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["no checkpointing", "checkpointing"])
 @pytest.mark.parametrize("model_type", TOWERS)
-def test_a_run_that_remembers_one_that_does_not_and_one_that_is_resumed_learn_the_same(
+def test_runs_with_a_cache_without_one_and_resumed_learn_bit_for_bit_the_same(
     tiny_model, tmp_path, model_type: str, checkpointing: bool
 ) -> None:
     folder = tiny_model(model_type)
     epochs = [make_rollouts(folder, seed=seed) for seed in (0, 20, 0)]
     options = {"freeze": True, "checkpointing": checkpointing, "max_tokens": 60}
-    remembering = make_engine(folder, **options)
-    forgetful = make_engine(folder, vision_cache_bytes=0, **options)
-    shares = []
+    caching = make_engine(folder, **options)
+    uncached_engine = make_engine(folder, vision_cache_bytes=0, **options)
+    fractions = []
     for number, rollouts in enumerate(epochs):
         if number == 2:
-            remembering.save_state(tmp_path, model_only=False)()
+            caching.save_state(tmp_path, model_only=False)()
             resumed = make_engine(folder, **options)
             resumed.load_state(tmp_path)
-        ours, theirs = (in_a_row(engine.logprobs(rollouts)) for engine in (remembering, forgetful))
-        assert torch.equal(ours, theirs)
-        metrics, others = (values(engine.step(to_train(rollouts))) for engine in (remembering, forgetful))
-        shares.append(metrics.pop("actor/vision_remembered"))
-        assert others.pop("actor/vision_remembered") == 0.0
-        assert metrics == others
-    assert shares == [0.5, 0.5, 1.0]
+        cached, uncached = (concatenated(engine.logprobs(rollouts)) for engine in (caching, uncached_engine))
+        assert torch.equal(cached, uncached)
+        metrics, uncached_metrics = (values(engine.step(to_train(rollouts))) for engine in (caching, uncached_engine))
+        fractions.append(metrics.pop("actor/vision_remembered"))
+        assert uncached_metrics.pop("actor/vision_remembered") == 0.0
+        assert metrics == uncached_metrics
+    assert fractions == [0.5, 0.5, 1.0]
     again = values(resumed.step(to_train(epochs[2])))
     assert again.pop("actor/vision_remembered") == 0.0
     assert again == metrics
-    weights = [weights_of(engine) for engine in (remembering, forgetful, resumed)]
+    weights = [weights_of(engine) for engine in (caching, uncached_engine, resumed)]
     assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in weights[0])
 
 
-def test_with_lora_outside_the_tower_features_are_remembered_and_below_the_adapters_too(tiny_vlm) -> None:
+def test_with_lora_on_the_language_model_policy_and_reference_share_cached_features(tiny_vlm) -> None:
     engine = make_engine(tiny_vlm, freeze=True, lora_rank=2)
     rollouts = make_rollouts(tiny_vlm)
     engine.logprobs(rollouts)
@@ -236,18 +240,18 @@ def test_with_lora_outside_the_tower_features_are_remembered_and_below_the_adapt
     assert metrics["actor/vision_remembered"] == pytest.approx(2 / 3)
 
 
-def test_a_tower_that_learns_remembers_nothing(tiny_vlm) -> None:
+def test_a_trained_vision_tower_has_no_cache(tiny_vlm) -> None:
     for options in ({}, {"lora_rank": 2}):
         metrics = values(make_engine(tiny_vlm, **options).step(to_train(make_rollouts(tiny_vlm))))
         assert "actor/vision_remembered" not in metrics
 
 
-def test_other_weights_are_not_answered_for_by_what_was_remembered(tiny_model, tmp_path) -> None:
+def test_loading_other_weights_clears_the_cache(tiny_model, tmp_path) -> None:
     folder, other = tiny_model("qwen2_5_vl"), tiny_model("qwen2_5_vl", seed=1)
     rollouts = make_rollouts(folder)
     engine, saved = make_engine(folder, freeze=True), make_engine(other, freeze=True)
     engine.logprobs(rollouts)
-    expected = in_a_row(saved.logprobs(rollouts))
+    expected = concatenated(saved.logprobs(rollouts))
     saved.save_state(tmp_path, model_only=False)()
     engine.load_state(tmp_path)
-    assert torch.equal(in_a_row(engine.logprobs(rollouts)), expected)
+    assert torch.equal(concatenated(engine.logprobs(rollouts)), expected)

@@ -1,4 +1,4 @@
-"""Hub ids: asked of the mirror that HF_ENDPOINT names, or of ModelScope, and of nobody else."""
+"""Hub ids: resolved by the mirror in HF_ENDPOINT or by ModelScope, and by no other hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from trigon.build.workers import as_workers_need
+from trigon.build.workers import config_for_workers
 from trigon.config.load import load_config
 from trigon.data.sources import open_source
 from trigon.errors import ConfigError, DataError, ModelError
@@ -27,12 +27,12 @@ OPEN_DATA = "from trigon.data.sources import open_source as open_it"
 
 @pytest.fixture
 def mirror() -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of a server that has nothing, and the paths that it is asked for."""
-    asked: list[str] = []
+    """Yield the address of an empty hub, and the list of paths requested from it."""
+    requested: list[str] = []
 
-    class Nothing(BaseHTTPRequestHandler):
+    class EmptyHub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_response(404)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -41,33 +41,35 @@ def mirror() -> Iterator[tuple[str, list[str]]]:
         do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Do not log."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Nothing)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EmptyHub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", requested
     server.shutdown()
     thread.join()
     server.server_close()
 
 
 @pytest.mark.parametrize(("opening", "error"), [(OPEN_MODEL, "ModelError"), (OPEN_DATA, "DataError")])
-def test_a_mirror_is_asked_in_place_of_the_hub(
+def test_a_mirror_replaces_the_hugging_face_hub(
     mirror: tuple[str, list[str]], tmp_path: Path, opening: str, error: str
 ) -> None:
-    address, asked = mirror
+    address, requested = mirror
     script = f"{opening}\ntry:\n    open_it('owner/thing')\nexcept Exception as e:\n    print(type(e).__name__, e)"
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert ran.stdout.startswith(error), ran.stdout + ran.stderr
-    assert address in ran.stdout
-    assert "huggingface.co" not in ran.stdout
-    assert any("owner/thing" in path for path in asked)
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert completed.stdout.startswith(error), completed.stdout + completed.stderr
+    assert address in completed.stdout
+    assert "huggingface.co" not in completed.stdout
+    assert any("owner/thing" in path for path in requested)
 
 
-# A stand-in for the package, which finds "repositories" in a folder of the test and notes what it was asked.
-STAND_IN = """
+# A fake of the package, which finds repositories in a folder of the test and records the requests.
+FAKE_PACKAGE = """
 from pathlib import Path
 from modelscope.hub.errors import HubError
 
@@ -81,8 +83,8 @@ def dataset_snapshot_download(dataset_id):
     return str(_found("datasets", dataset_id))
 
 def _found(kind, name):
-    with (HUB / "asked").open("a") as asked:
-        asked.write(f"{{kind}}/{{name}}\\n")
+    with (HUB / "requests").open("a") as requests:
+        requests.write(f"{{kind}}/{{name}}\\n")
     if not (HUB / kind / name).is_dir():
         raise HubError(f"no {{kind}}/{{name}}")
     return HUB / kind / name
@@ -91,10 +93,10 @@ def _found(kind, name):
 
 @pytest.fixture
 def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the folder of a hub behind a stand-in for the package modelscope, which is chosen."""
+    """Select ModelScope, with a fake package; yield the folder of its repositories."""
     package = tmp_path / "site" / "modelscope"
     (package / "hub").mkdir(parents=True)
-    (package / "__init__.py").write_text(STAND_IN.format(hub=str(tmp_path)))
+    (package / "__init__.py").write_text(FAKE_PACKAGE.format(hub=str(tmp_path)))
     (package / "hub" / "__init__.py").write_text("")
     (package / "hub" / "errors.py").write_text("class HubError(Exception):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
@@ -109,8 +111,8 @@ def test_models_come_from_modelscope(modelscope: Path, tiny_vlm: Path) -> None:
     (modelscope / "models" / "owner" / "tiny").symlink_to(tiny_vlm)
     folder = model_folder("owner/tiny")
     assert family_of_folder(folder).model_type == "qwen2_5_vl"
-    assert model_folder(str(tiny_vlm)) == tiny_vlm  # a folder is nobody's id
-    assert (modelscope / "asked").read_text() == "models/owner/tiny\n"
+    assert model_folder(str(tiny_vlm)) == tiny_vlm  # a local folder is not a hub id
+    assert (modelscope / "requests").read_text() == "models/owner/tiny\n"
 
 
 def test_datasets_come_from_modelscope(modelscope: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,27 +124,29 @@ def test_datasets_come_from_modelscope(modelscope: Path, monkeypatch: pytest.Mon
     source = open_source("owner/data@test")
     assert (source.name, len(source.rows)) == ("test", 2)
     assert len(open_source("owner/data").rows) == 3
-    assert (modelscope / "asked").read_text() == "datasets/owner/data\n" * 2
+    assert (modelscope / "requests").read_text() == "datasets/owner/data\n" * 2
 
 
-def test_what_modelscope_does_not_have_is_named(modelscope: Path) -> None:
-    with pytest.raises(ModelError, match=r"'owner/none' is neither a folder .* that ModelScope would give"):
+def test_a_repository_that_modelscope_does_not_have_is_an_error(modelscope: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"'owner/none' is neither a folder .* that could be downloaded from ModelScope"
+    ):
         model_folder("owner/none")
-    with pytest.raises(DataError, match="nor a dataset that ModelScope would give"):
+    with pytest.raises(DataError, match="nor a dataset that could be downloaded from ModelScope"):
         open_source("owner/none")
 
 
-def test_workers_are_given_the_folder(modelscope: Path, tiny_vlm: Path) -> None:
+def test_workers_get_the_downloaded_folder(modelscope: Path, tiny_vlm: Path) -> None:
     (modelscope / "models" / "owner").mkdir(parents=True)
     (modelscope / "models" / "owner" / "tiny").symlink_to(tiny_vlm)
     needed = ("data.train_files=a/b", "worker.reward.reward_function=math", "worker.rollout.n=2")
     off = ("trainer.val_before_train=false", "trainer.val_freq=-1", "worker.actor.model.model_path=owner/tiny")
-    config = as_workers_need(load_config(None, (*needed, *off)).config)
+    config = config_for_workers(load_config(None, (*needed, *off)).config)
     assert config.worker.actor.model.model_path == str(modelscope / "models" / "owner" / "tiny")
     assert config.worker.actor.model.tokenizer_path is None
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(ConfigError, match=r"pip install 'trigon\[modelscope\]'"):
@@ -150,12 +154,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("True", True), ("0", False), ("", False), ("no", False)])
-def test_who_is_asked(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+def test_values_of_the_environment_variable(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
     monkeypatch.setenv(VARIABLE, value)
     assert uses_modelscope() is expected
 
 
-def test_an_odd_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_value_of_the_environment_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "modelscope.cn")
     with pytest.raises(
         ConfigError, match=r"USE_MODELSCOPE_HUB is 'modelscope\.cn'; set it to 1 for ModelScope, or to 0"

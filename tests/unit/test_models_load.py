@@ -1,4 +1,4 @@
-"""Bringing a Hugging Face folder into memory."""
+"""Loading models, tokenizers and processors, and the checks before and after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TinyModel = Callable[..., Path]
 
 @pytest.fixture
 def copied(tiny_vlm: Path, tmp_path: Path) -> Path:
-    """A tiny Qwen2.5-VL that a test may damage."""
+    """Return a copy of a tiny Qwen2.5-VL that a test may change."""
     return Path(shutil.copytree(tiny_vlm, tmp_path / "model"))
 
 
@@ -39,17 +39,17 @@ def test_a_local_folder_is_used_as_it_is(tiny_vlm: Path) -> None:
 
 
 @pytest.mark.parametrize("model_path", ["no/such-model", "/no/such/folder", "not a name!"])
-def test_a_model_that_is_nowhere_is_refused(model_path: str) -> None:
+def test_a_model_that_cannot_be_found_is_an_error(model_path: str) -> None:
     with pytest.raises(ModelError, match="neither a folder on this machine nor"):
         model_folder(model_path)
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
+def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"contains no config\.json"):
         model_folder(str(tmp_path))
 
 
-def test_processors_know_what_stops_and_what_is_banned(tiny_vlm: Path) -> None:
+def test_processors_have_stop_tokens_and_banned_tokens(tiny_vlm: Path) -> None:
     processors = load_processors(str(tiny_vlm))
     config = processors.hf_config
     assert processors.family.model_type == "qwen2_5_vl"
@@ -70,12 +70,12 @@ def test_a_text_model_has_no_image_processor_and_bans_nothing(tiny_model: TinyMo
     assert processors.banned_token_ids == ()
 
 
-def test_one_stop_token_may_stand_without_a_list(copied: Path) -> None:
+def test_a_single_stop_token_needs_no_list(copied: Path) -> None:
     edit_json(copied / "generation_config.json", eos_token_id=7)
     assert load_processors(str(copied)).stop_token_ids == (7,)
 
 
-def test_without_a_generation_config_the_tokenizer_says_what_stops(copied: Path) -> None:
+def test_without_a_generation_config_the_stop_token_is_that_of_the_tokenizer(copied: Path) -> None:
     (copied / "generation_config.json").unlink()
     processors = load_processors(str(copied))
     assert processors.stop_token_ids == (processors.tokenizer.eos_token_id,)
@@ -97,7 +97,7 @@ def test_pixel_limits_decide_how_many_patches_an_image_has(tiny_vlm: Path) -> No
     assert grid.tolist() == [[1, 6, 6], [1, 6, 6]]
 
 
-def test_crossed_pixel_limits_are_refused(tiny_vlm: Path) -> None:
+def test_min_pixels_above_max_pixels_is_an_error(tiny_vlm: Path) -> None:
     with pytest.raises(ModelError, match="min_pixels must not exceed max_pixels"):
         load_processors(str(tiny_vlm), min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 6)
 
@@ -108,19 +108,19 @@ def test_a_chat_template_can_be_replaced(tiny_vlm: Path) -> None:
     assert text == "Hello!"
 
 
-def test_a_model_without_a_chat_template_is_refused(copied: Path) -> None:
+def test_a_model_without_a_chat_template_is_an_error(copied: Path) -> None:
     (copied / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template"):
         load_processors(str(copied))
 
 
-def test_an_unsupported_model_is_refused_before_anything_is_loaded(copied: Path) -> None:
+def test_an_unsupported_model_is_an_error_before_anything_is_loaded(copied: Path) -> None:
     edit_json(copied / "config.json", model_type="mamba")
-    with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported are: .*llama"):
+    with pytest.raises(ModelError, match=r"'mamba' are not supported\. Supported types: .*llama"):
         load_processors(str(copied))
 
 
-def test_a_model_is_loaded_whole_and_quiet(tiny_model: TinyModel) -> None:
+def test_a_model_is_loaded_with_all_weights_in_eval_mode(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen3_vl")
     model = load_model(str(folder), dtype=torch.float32, device="cpu")
     on_disk = load_file(folder / "model.safetensors")
@@ -130,31 +130,31 @@ def test_a_model_is_loaded_whole_and_quiet(tiny_model: TinyModel) -> None:
     assert not model.training
 
 
-def test_a_tied_head_is_not_missing(tiny_model: TinyModel) -> None:
+def test_a_tied_head_is_not_a_missing_weight(tiny_model: TinyModel) -> None:
     model = load_model(str(tiny_model("qwen2", tie_word_embeddings=True)), dtype=torch.float32, device="cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
         (
             lambda weights: weights.pop("visual.merger.ln_q.weight"),
             r"1 missing \(model\.visual\.merger\.ln_q\.weight\)",
         ),
-        (lambda weights: weights.update(extra=torch.zeros(1)), r"1 left over \(extra\)"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
         (
             lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}),
             r"1 of the wrong shape \(model\.language_model\.norm\.weight\)",
         ),
     ],
-    ids=["missing", "left over", "misshapen"],
+    ids=["missing", "unexpected", "wrong shape"],
 )
-def test_weights_that_do_not_fit_are_refused(
-    copied: Path, change: Callable[[dict[str, torch.Tensor]], None], complaint: str
+def test_weights_that_do_not_fit_are_an_error(
+    copied: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
 ) -> None:
     edit_weights(copied, change)
-    with pytest.raises(ModelError, match=complaint):
+    with pytest.raises(ModelError, match=message):
         load_model(str(copied), dtype=torch.float32, device="cpu")
 
 
@@ -164,35 +164,35 @@ def test_the_config_can_be_overridden(tiny_vlm: Path) -> None:
     assert model.model.language_model.norm.variance_epsilon == 0.5
 
 
-def test_overriding_what_the_config_does_not_have_is_refused_with_the_nearest_name(tiny_vlm: Path) -> None:
+def test_overriding_an_unknown_key_is_an_error_with_the_nearest_key(tiny_vlm: Path) -> None:
     changes = {"text_config": {"rms_norm_epz": 0.5}}
     with pytest.raises(ModelError, match=r"sets text_config\.rms_norm_epz.*mean text_config\.rms_norm_eps"):
         load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
 
 
-def test_dropout_is_refused(tiny_vlm: Path) -> None:
+def test_dropout_is_an_error(tiny_vlm: Path) -> None:
     changes = {"text_config": {"attention_dropout": 0.1}}
     with pytest.raises(ModelError, match=r"attention_dropout = 0\.1"):
         load_model(str(tiny_vlm), dtype=torch.float32, device="cpu", override_config=changes)
 
 
-def test_an_active_sliding_window_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_sliding_window_is_an_error_in_a_family_not_tested_with_one(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
     edit_json(folder / "config.json", use_sliding_window=True, sliding_window=8, max_window_layers=1, layer_types=None)
     with pytest.raises(ModelError, match="sliding window attention, which is not supported"):
         load_model(str(folder), dtype=torch.float32, device="cpu")
 
 
-def refused_config(folder: Path, tmp_path: Path, **changes: Any) -> str:
-    """Return why a model with this config is refused."""
+def error_of_config(folder: Path, tmp_path: Path, **changes: Any) -> str:
+    """Return the error message for a model with this config."""
     model = Path(shutil.copytree(folder, tmp_path / "model"))
     edit_json(model / "config.json", **changes)
-    with pytest.raises(ModelError) as refusal:
+    with pytest.raises(ModelError) as error:
         load_model(str(model), dtype=torch.float32, device="meta")
-    return str(refusal.value)
+    return str(error.value)
 
 
-def test_a_window_as_long_as_any_sequence_is_none(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_window_as_long_as_the_longest_sequence_is_allowed(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
     edit_json(
         folder / "config.json", use_sliding_window=True, sliding_window=4096, max_window_layers=0, layer_types=None
@@ -201,46 +201,48 @@ def test_a_window_as_long_as_any_sequence_is_none(tiny_model: TinyModel, tmp_pat
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
-def test_windows_are_taken_where_they_were_seen_to_be_right(tiny_model: TinyModel, model_type: str) -> None:
+def test_sliding_windows_are_allowed_in_families_tested_with_them(tiny_model: TinyModel, model_type: str) -> None:
     model = load_model(str(tiny_model(model_type)), dtype=torch.float32, device="meta")
     assert model.config.sliding_window == 8
 
 
 @pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_capped_logits_are_refused(tiny_model: TinyModel, tmp_path: Path, cap: str) -> None:
-    assert f"{cap} = 30.0" in refused_config(tiny_model("gemma3_text"), tmp_path, **{cap: 30.0})
+def test_soft_capped_logits_are_an_error(tiny_model: TinyModel, tmp_path: Path, cap: str) -> None:
+    assert f"{cap} = 30.0" in error_of_config(tiny_model("gemma3_text"), tmp_path, **{cap: 30.0})
 
 
-def test_a_model_that_sees_what_comes_later_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    refusal = refused_config(tiny_model("gemma3_text"), tmp_path, use_bidirectional_attention=True)
-    assert "attends to later tokens" in refusal
+def test_attention_to_later_tokens_is_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:
+    error = error_of_config(tiny_model("gemma3_text"), tmp_path, use_bidirectional_attention=True)
+    assert "attends to later tokens" in error
 
 
-def test_layers_of_another_kind_than_attention_are_refused_by_name(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_other_layers_than_attention_are_an_error(tiny_model: TinyModel, tmp_path: Path) -> None:
     layers = ["linear_attention", "full_attention"]
-    assert "layers of linear_attention." in refused_config(tiny_model("qwen2"), tmp_path, layer_types=layers)
+    assert "layers of type linear_attention." in error_of_config(tiny_model("qwen2"), tmp_path, layer_types=layers)
 
 
-def test_rotary_positions_that_depend_on_the_rows_length_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_rotary_embeddings_that_depend_on_the_length_of_a_row_are_an_error(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    assert "of type 'dynamic'" in refused_config(tiny_model("llama"), tmp_path, rope_parameters=rope)
+    assert "of type 'dynamic'" in error_of_config(tiny_model("llama"), tmp_path, rope_parameters=rope)
 
 
-def test_rotary_positions_are_looked_at_for_each_type_of_layer(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_rotary_embeddings_are_checked_for_each_type_of_layer(tiny_model: TinyModel, tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 10_000.0}
     ropes = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic", "factor": 2.0}}
-    assert "of type 'dynamic'" in refused_config(tiny_model("gemma3_text"), tmp_path, rope_parameters=ropes)
+    assert "of type 'dynamic'" in error_of_config(tiny_model("gemma3_text"), tmp_path, rope_parameters=ropes)
 
 
-def test_experts_that_transformers_would_load_the_wrong_way_round_are_refused(
+def test_square_experts_that_transformers_would_not_transpose_are_an_error(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     folder = tiny_model("qwen3_vl_moe")
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    assert "square" in refused_config(folder, tmp_path, text_config=text | {"moe_intermediate_size": 64})
+    assert "square" in error_of_config(folder, tmp_path, text_config=text | {"moe_intermediate_size": 64})
 
 
-def test_calling_the_model_past_its_policy_is_refused(tiny_model: TinyModel) -> None:
+def test_calling_the_model_without_its_policy_is_an_error(tiny_model: TinyModel) -> None:
     model = load_model(str(tiny_model("llama")), dtype=torch.float32, device="cpu")
     with pytest.raises(RuntimeError, match="Call its Policy"):
         model(input_ids=torch.tensor([[1, 2, 3]]))

@@ -1,4 +1,4 @@
-"""The shift by one, and log-probabilities in chunks against the whole table."""
+"""The shift by one, and log-probabilities in chunks compared with those of all logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trigon.models.logprobs import CHUNK_BYTES, Predictions, rows_of_chunk, shifted, token_logprobs
+from trigon.models.logprobs import CHUNK_BYTES, Predictions, rows_per_chunk, target_and_source_positions, token_logprobs
 from trigon.types import GroupSpan, TokenLogprobs
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 13
@@ -17,7 +17,7 @@ TARGETS = torch.tensor([0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11])
 
 
 def test_each_token_is_predicted_by_the_state_before_it_and_the_first_by_the_prompts_last() -> None:
-    targets, sources = shifted(
+    targets, sources = target_and_source_positions(
         [
             GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 8))),
             GroupSpan(prompt=(8, 9), completions=((9, 10),)),
@@ -34,12 +34,12 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return states.requires_grad_(), weight.requires_grad_()
 
 
-def whole_table(states: Tensor, weight: Tensor, temperature: float, banned: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The definition, with the distribution over the tokens that are not banned."""
+def full_table(states: Tensor, weight: Tensor, temperature: float, banned: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies by definition, over the tokens that are not banned."""
     allowed = [token for token in range(VOCABULARY) if token not in banned]
     table = (states @ weight[allowed].T / temperature).log_softmax(-1)
-    places = torch.tensor([allowed.index(token) for token in TARGETS.tolist()])
-    return table.gather(1, places[:, None])[:, 0], -(table * table.exp()).sum(-1)
+    indices = torch.tensor([allowed.index(token) for token in TARGETS.tolist()])
+    return table.gather(1, indices[:, None])[:, 0], -(table * table.exp()).sum(-1)
 
 
 def chunked(
@@ -60,30 +60,30 @@ def chunked(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 5e-6), (torch.float64, 1e-14)])
-def test_chunks_give_what_the_whole_table_gives(
+def test_chunks_give_the_same_values_and_gradients_as_the_full_table(
     dtype: torch.dtype, atol: float, chunk: int, temperature: float, banned: tuple[int, ...]
 ) -> None:
     states, weight = inputs(dtype)
     scores = chunked(states, weight, temperature=temperature, banned=banned, chunk=chunk)
-    logprobs, entropy = whole_table(states, weight, temperature, banned)
+    logprobs, entropy = full_table(states, weight, temperature, banned)
     torch.testing.assert_close(scores.logprobs, logprobs, atol=atol, rtol=0)
     torch.testing.assert_close(scores.entropy, entropy, atol=atol, rtol=0)
 
     weights = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    ours = torch.autograd.grad(weights[0] @ scores.logprobs + weights[1] @ scores.entropy, (states, weight))
-    theirs = torch.autograd.grad(weights[0] @ logprobs + weights[1] @ entropy, (states, weight))
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, atol=10 * atol, rtol=0)
+    gradients = torch.autograd.grad(weights[0] @ scores.logprobs + weights[1] @ scores.entropy, (states, weight))
+    expected_gradients = torch.autograd.grad(weights[0] @ logprobs + weights[1] @ entropy, (states, weight))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=10 * atol, rtol=0)
 
 
-def test_gradients_are_the_slopes_of_the_function() -> None:
+def test_gradients_agree_with_finite_differences() -> None:
     states, weight = inputs(torch.float64)
 
-    def both(states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         scores = chunked(states, weight, temperature=0.8)
         return scores.logprobs, scores.entropy
 
-    assert torch.autograd.gradcheck(both, (states, weight))
+    assert torch.autograd.gradcheck(logprobs_and_entropy, (states, weight))
 
 
 def test_equal_logits_by_hand() -> None:
@@ -100,7 +100,7 @@ def test_equal_logits_by_hand() -> None:
     assert scores.entropy.tolist() == pytest.approx([math.log(4)])
 
 
-def test_entropy_carries_no_gradient_unless_asked() -> None:
+def test_entropy_has_a_gradient_only_with_entropy_gradient() -> None:
     states, weight = inputs(torch.float32)
     scores = token_logprobs(
         states, weight, TARGETS, temperature=1.0, banned_token_ids=(), chunk_tokens=4, entropy_gradient=False
@@ -109,7 +109,7 @@ def test_entropy_carries_no_gradient_unless_asked() -> None:
     assert not scores.entropy.requires_grad
 
 
-def test_a_frozen_head_gets_no_gradient_and_does_not_change_that_of_the_states() -> None:
+def test_a_frozen_head_gets_no_gradient_and_the_gradient_of_the_states_is_unchanged() -> None:
     states, weight = inputs(torch.float64)
     (expected,) = torch.autograd.grad(chunked(states, weight).logprobs.sum(), states)
     frozen = weight.detach()
@@ -117,20 +117,20 @@ def test_a_frozen_head_gets_no_gradient_and_does_not_change_that_of_the_states()
     assert torch.equal(gradient, expected)
 
 
-def test_bfloat16_gives_float32_logprobs_and_sums_the_weights_gradient_in_float32() -> None:
+def test_bfloat16_inputs_give_float32_logprobs_and_a_weight_gradient_summed_in_float32() -> None:
     states, weight = inputs(torch.bfloat16)
     scores = chunked(states, weight, chunk=1)
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
-    logprobs, _ = whole_table(states.float(), weight.float(), 1.0, BANNED)
+    logprobs, _ = full_table(states.float(), weight.float(), 1.0, BANNED)
     torch.testing.assert_close(scores.logprobs, logprobs, atol=0.05, rtol=0)
-    ours = torch.autograd.grad(scores.logprobs.sum(), (states, weight))
-    theirs = torch.autograd.grad(logprobs.sum(), (states, weight))
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.dtype == torch.bfloat16
-        torch.testing.assert_close(our.float(), their.float(), atol=0.05, rtol=0.02)
+    gradients = torch.autograd.grad(scores.logprobs.sum(), (states, weight))
+    expected_gradients = torch.autograd.grad(logprobs.sum(), (states, weight))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient.float(), expected_gradient.float(), atol=0.05, rtol=0.02)
 
 
-def test_huge_logits_stay_finite() -> None:
+def test_large_logits_give_finite_values_and_gradients() -> None:
     states, weight = inputs(torch.float32)
     scores = chunked(states * 1e4, weight, temperature=0.1)
     assert torch.isfinite(scores.logprobs).all()
@@ -139,21 +139,21 @@ def test_huge_logits_stay_finite() -> None:
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-# -- the KL over the whole vocabulary -----------------------------------------------------------------------------
+# -- the KL over the whole vocabulary --------------------------------------------------------------
 
 
-def other_predictions(dtype: torch.dtype) -> Predictions:
-    """Those of another model, wider than ours."""
+def reference_predictions(dtype: torch.dtype) -> Predictions:
+    """Return the predictions of a reference model of another width."""
     generator = torch.Generator().manual_seed(5)
     states = torch.randn(TOKENS, WIDTH + 3, generator=generator, dtype=torch.float64)
     weight = torch.randn(VOCABULARY, WIDTH + 3, generator=generator, dtype=torch.float64)
     return Predictions(states.to(dtype), weight.to(dtype))
 
 
-def compared(
+def full_kl(
     states: Tensor,
     weight: Tensor,
-    theirs: Predictions,
+    reference: Predictions,
     *,
     temperature: float = 1.0,
     banned: tuple[int, ...] = BANNED,
@@ -167,26 +167,26 @@ def compared(
         banned_token_ids=banned,
         chunk_tokens=chunk,
         entropy_gradient=False,
-        against=theirs,
+        against=reference,
     )
     assert scores.kl is not None
     return scores.kl
 
 
 def test_the_full_kl_by_hand() -> None:
-    # ours (1/4, 3/4) against theirs (1/2, 1/2); the third token is banned
+    # policy (1/4, 3/4), reference (1/2, 1/2); the third token is banned
     states = torch.tensor([[1.0]], dtype=torch.float64)
-    ours = torch.tensor([[math.log(1 / 4)], [math.log(3 / 4)], [9.0]], dtype=torch.float64)
-    theirs = Predictions(states, torch.tensor([[0.0], [0.0], [-9.0]], dtype=torch.float64))
+    weight = torch.tensor([[math.log(1 / 4)], [math.log(3 / 4)], [9.0]], dtype=torch.float64)
+    reference = Predictions(states, torch.tensor([[0.0], [0.0], [-9.0]], dtype=torch.float64))
     [kl] = token_logprobs(
         states,
-        ours,
+        weight,
         torch.tensor([0]),
         temperature=1.0,
         banned_token_ids=(2,),
         chunk_tokens=1,
         entropy_gradient=False,
-        against=theirs,
+        against=reference,
     ).kl
     assert float(kl) == pytest.approx(math.log(2) / -4 + 3 / 4 * math.log(3 / 2), rel=1e-12)
 
@@ -195,61 +195,62 @@ def test_the_full_kl_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-14)])
-def test_the_full_kl_is_that_of_the_whole_tables(
+def test_the_full_kl_equals_that_of_the_full_tables(
     dtype: torch.dtype, atol: float, chunk: int, temperature: float, banned: tuple[int, ...]
 ) -> None:
     states, weight = inputs(dtype)
-    theirs = other_predictions(dtype)
-    kl = compared(states, weight, theirs, temperature=temperature, banned=banned, chunk=chunk)
+    reference = reference_predictions(dtype)
+    kl = full_kl(states, weight, reference, temperature=temperature, banned=banned, chunk=chunk)
     allowed = [token for token in range(VOCABULARY) if token not in banned]
-    ours = (states @ weight[allowed].T / temperature).log_softmax(-1)
-    reference = (theirs.states @ theirs.head_weight[allowed].T / temperature).log_softmax(-1)
-    expected = (ours.exp() * (ours - reference)).sum(-1)
+    log_p = (states @ weight[allowed].T / temperature).log_softmax(-1)
+    log_q = (reference.states @ reference.head_weight[allowed].T / temperature).log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
     torch.testing.assert_close(kl, expected, atol=atol, rtol=0)
 
     weights = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    for our, their in zip(
+    for gradient, expected_gradient in zip(
         torch.autograd.grad(weights @ kl, (states, weight)),
         torch.autograd.grad(weights @ expected, (states, weight)),
         strict=True,
     ):
-        torch.testing.assert_close(our, their, atol=10 * atol, rtol=0)
+        torch.testing.assert_close(gradient, expected_gradient, atol=10 * atol, rtol=0)
 
 
-def test_the_full_kl_from_oneself_is_zero_and_flat() -> None:
+def test_the_full_kl_of_a_policy_from_itself_is_zero_with_zero_gradient() -> None:
     states, weight = inputs(torch.float64)
-    kl = compared(states, weight, Predictions(states.detach(), weight.detach()))
+    kl = full_kl(states, weight, Predictions(states.detach(), weight.detach()))
     assert kl.abs().max() < 1e-15
     [gradient] = torch.autograd.grad(kl.sum(), (states,))
     assert gradient.abs().max() < 1e-15
 
 
-# -- under autocast -----------------------------------------------------------------------------------------------
+# -- under autocast --------------------------------------------------------------------------------
 
 
-def test_a_confident_token_has_no_gradient_under_autocast_either() -> None:
-    # Its probability is 1 to the last bit, so that its gradient is 0, if forward and backward mean the same logits.
+def test_a_certain_token_has_zero_gradient_under_autocast() -> None:
+    # Its probability is exactly 1, so that its gradient is 0 if forward and backward use the same
+    # logits.
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(VOCABULARY, 64, generator=generator).requires_grad_()
     states = (7.0 * weight.detach()[TARGETS]).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = chunked(states, weight, banned=())
     assert scores.logprobs.abs().max() < 1e-6
-    ours = torch.autograd.grad(scores.logprobs.sum(), (states, weight))
-    assert max(float(gradient.abs().max()) for gradient in ours) < 1e-6
+    gradients = torch.autograd.grad(scores.logprobs.sum(), (states, weight))
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_under_autocast_gradients_are_those_of_the_rounded_logits(temperature: float) -> None:
+def test_under_autocast_gradients_are_those_of_a_bfloat16_computation(temperature: float) -> None:
     states, weight = inputs(torch.float32)
-    theirs = other_predictions(torch.float32)
+    reference = reference_predictions(torch.float32)
     weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(1))
 
     def loss(scores: TokenLogprobs) -> Tensor:
         assert scores.kl is not None
         return weights[0] @ scores.logprobs + weights[1] @ scores.entropy + weights[2] @ scores.kl
 
-    def scored(states: Tensor, weight: Tensor, theirs: Predictions) -> TokenLogprobs:
+    def scored(states: Tensor, weight: Tensor, reference: Predictions) -> TokenLogprobs:
         return token_logprobs(
             states,
             weight,
@@ -258,24 +259,24 @@ def test_under_autocast_gradients_are_those_of_the_rounded_logits(temperature: f
             banned_token_ids=BANNED,
             chunk_tokens=4,
             entropy_gradient=True,
-            against=theirs,
+            against=reference,
         )
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = scored(states, weight, theirs)
-    rounded = loss(scores)
-    ours = torch.autograd.grad(rounded, (states, weight))
-    assert [gradient.dtype for gradient in ours] == [torch.float32] * 2
-    # The same by hand: everything in bfloat16 beforehand.
+        scores = scored(states, weight, reference)
+    autocast_loss = loss(scores)
+    gradients = torch.autograd.grad(autocast_loss, (states, weight))
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 2
+    # The same without autocast, with all inputs in bfloat16.
     low = [tensor.detach().bfloat16().requires_grad_() for tensor in (states, weight)]
-    lower = Predictions(theirs.states.bfloat16(), theirs.head_weight.bfloat16())
-    expected = loss(scored(*low, lower))
-    assert rounded.item() == expected.item()
-    for our, their in zip(ours, torch.autograd.grad(expected, low), strict=True):
-        torch.testing.assert_close(our, their.float(), rtol=1e-2, atol=1e-2)
+    low_reference = Predictions(reference.states.bfloat16(), reference.head_weight.bfloat16())
+    expected = loss(scored(*low, low_reference))
+    assert autocast_loss.item() == expected.item()
+    for gradient, expected_gradient in zip(gradients, torch.autograd.grad(expected, low), strict=True):
+        torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(151_936, 220), (32_000, 1024), (1024, 1024), (10**9, 1)])
-def test_a_chunk_holds_as_many_rows_as_its_bytes_and_never_none(vocabulary: int, rows: int) -> None:
-    assert rows_of_chunk(vocabulary) == rows
+def test_a_chunk_has_as_many_rows_as_fit_and_at_least_one(vocabulary: int, rows: int) -> None:
+    assert rows_per_chunk(vocabulary) == rows
     assert rows == 1 or 4 * rows * vocabulary <= CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""LoRA: what adapters change, what they leave alone, and that others read them as they were meant."""
+"""LoRA: what adapters change, which layers get them, and that peft and merging agree with them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def make_policy(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Polic
 
 
 def with_lora(
-    folder: Path, wishes: LoraSettings | None = None, *, trained: bool = True, dtype: torch.dtype = torch.float32
+    folder: Path, lora_settings: LoraSettings | None = None, *, trained: bool = True, dtype: torch.dtype = torch.float32
 ) -> tuple[Policy, Processors]:
-    """Return a policy with adapters, which have learnt something unless `trained` is False."""
+    """Return a policy with adapters, whose B is random if trained, else zero as initialized."""
     policy, processors = make_policy(folder, dtype)
-    add_lora(policy.model, wishes or settings(), seed=0)
+    add_lora(policy.model, lora_settings or settings(), seed=0)
     if trained:
         generator = torch.Generator().manual_seed(7)
         for adapter in adapters_of(policy.model).values():
@@ -76,8 +76,8 @@ def logprobs(policy: Policy, processors: Processors) -> Tensor:
 
 
 def gradients(policy: Policy, processors: Processors) -> dict[str, Tensor]:
-    said = logprobs(policy, processors)
-    (said * torch.linspace(-1, 1, len(said))).sum().backward()
+    scores = logprobs(policy, processors)
+    (scores * torch.linspace(-1, 1, len(scores))).sum().backward()
     return {name: weight.grad for name, weight in policy.model.named_parameters() if weight.grad is not None}
 
 
@@ -90,7 +90,7 @@ def write_adapter(policy: Policy, folder: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_fresh_adapters_change_nothing(tiny_model: TinyModel, model_type: str) -> None:
+def test_untrained_adapters_change_nothing(tiny_model: TinyModel, model_type: str) -> None:
     plain, processors = make_policy(tiny_model(model_type))
     adapted, _ = with_lora(tiny_model(model_type), trained=False)
     assert type(adapted.model) is type(plain.model)
@@ -104,7 +104,7 @@ def test_fresh_adapters_change_nothing(tiny_model: TinyModel, model_type: str) -
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_merged_weights_make_a_plain_policy_say_the_same(tiny_model: TinyModel, model_type: str) -> None:
+def test_merged_weights_give_the_same_logprobs_without_adapters(tiny_model: TinyModel, model_type: str) -> None:
     plain, processors = make_policy(tiny_model(model_type))
     adapted, _ = with_lora(tiny_model(model_type))
     with torch.no_grad():
@@ -114,12 +114,13 @@ def test_merged_weights_make_a_plain_policy_say_the_same(tiny_model: TinyModel, 
         torch.testing.assert_close(logprobs(plain, processors), expected, atol=1e-5, rtol=0)
 
 
-def test_merging_is_what_it_says() -> None:
+def test_merged_weight_by_hand() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     lora_a, lora_b = torch.tensor([[1.0, -1.0]]), torch.tensor([[10.0], [20.0]])
     assert merged_weight(weight, lora_a, lora_b, 0.5).tolist() == [[6.0, -3.0], [13.0, -6.0]]
-    # The sum lies a little above the middle of two bfloat16 numbers, 1 and 1 + 1/128. Rounded once, it goes up;
-    # rounded before the addition as well, it would be the very middle, and go down.
+    # The sum is slightly above the midpoint of two bfloat16 numbers, 1 and 1 + 1/128. Rounded once,
+    # it is rounded up; if the product were rounded first, the sum would be the midpoint and rounded
+    # down.
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     merged = merged_weight(one, torch.full((1, 1), 1 / 256 + 2**-20), torch.ones(1, 1), 1.0)
     assert merged.dtype == torch.bfloat16
@@ -127,62 +128,65 @@ def test_merging_is_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_with_its_adapters_off_a_policy_is_its_own_reference(tiny_model: TinyModel, model_type: str) -> None:
+def test_with_adapters_off_a_policy_computes_as_without_lora(tiny_model: TinyModel, model_type: str) -> None:
     plain, processors = make_policy(tiny_model(model_type))
     adapted, _ = with_lora(tiny_model(model_type))
     trainable = [weight.requires_grad for weight in adapted.parameters()]
     with torch.no_grad():
-        learnt, base = logprobs(adapted, processors), logprobs(plain, processors)
+        with_adapters, base = logprobs(adapted, processors), logprobs(plain, processors)
         with adapters_off(adapted):
             assert torch.equal(logprobs(adapted, processors), base)
             with adapters_off(adapted):
                 pass
             assert torch.equal(logprobs(adapted, processors), base)
             assert [weight.requires_grad for weight in adapted.parameters()] == trainable
-        assert torch.equal(logprobs(adapted, processors), learnt)
+        assert torch.equal(logprobs(adapted, processors), with_adapters)
         with pytest.raises(KeyError), adapters_off(adapted):
             raise KeyError
-        assert torch.equal(logprobs(adapted, processors), learnt)
-    with pytest.raises(ModelError, match="no adapters to turn off"), adapters_off(plain):
+        assert torch.equal(logprobs(adapted, processors), with_adapters)
+    with pytest.raises(ModelError, match="no adapters to disable"), adapters_off(plain):
         pass
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_adapters_alone_learn_and_checkpointing_their_layers_changes_nothing(
+def test_only_adapters_have_gradients_and_checkpointing_does_not_change_them(
     tiny_model: TinyModel, model_type: str
 ) -> None:
     adapted, processors = with_lora(tiny_model(model_type))
     found = gradients(adapted, processors)
     assert {name.split(".")[-2] for name in found} == {"default"}
     assert found.keys() == {name for name, weight in adapted.model.named_parameters() if weight.requires_grad}
-    # The tiny Qwen3-VL has two layers, and what is added behind the last one reaches no completion.
-    reached = [name for name in found if ".deepstack_merger_list.1." not in name]
-    assert all(found[name].abs().max() > 0 for name in reached)
+    # The tiny Qwen3-VL has two layers; deepstack features of the last one do not affect
+    # completions.
+    with_effect = [name for name in found if ".deepstack_merger_list.1." not in name]
+    assert all(found[name].abs().max() > 0 for name in with_effect)
 
-    again, _ = with_lora(tiny_model(model_type))
-    again.enable_gradient_checkpointing()
-    recomputed = gradients(again, processors)
+    recomputing, _ = with_lora(tiny_model(model_type))
+    recomputing.enable_gradient_checkpointing()
+    recomputed = gradients(recomputing, processors)
     assert recomputed.keys() == found.keys()
     assert all(torch.equal(recomputed[name], found[name]) for name in found)
 
 
-@pytest.mark.parametrize("wishes", [settings(), settings(exclude=".*visual.*")], ids=["all", "without the tower"])
+@pytest.mark.parametrize(
+    "lora_settings", [settings(), settings(exclude=".*visual.*")], ids=["all", "without the tower"]
+)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_peft_loads_what_was_written_and_computes_the_same(
-    tiny_model: TinyModel, tmp_path: Path, model_type: str, wishes: LoraSettings
+def test_peft_loads_a_written_adapter_and_computes_the_same(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, lora_settings: LoraSettings
 ) -> None:
     from peft import PeftModel
 
-    adapted, processors = with_lora(tiny_model(model_type), wishes)
+    adapted, processors = with_lora(tiny_model(model_type), lora_settings)
     write_adapter(adapted, tmp_path, tiny_model(model_type))
-    theirs = PeftModel.from_pretrained(load_hugging_face(tiny_model(model_type), torch.float32), tmp_path)
-    assert {name.replace(".default.", ".") for name, _ in theirs.named_parameters() if ".lora_" in name} == {
+    peft_model = PeftModel.from_pretrained(load_hugging_face(tiny_model(model_type), torch.float32), tmp_path)
+    assert {name.replace(".default.", ".") for name, _ in peft_model.named_parameters() if ".lora_" in name} == {
         name for name, _ in adapter_tensors(adapted.model)
     }
     with torch.no_grad():
-        said = [
+        padded = [
             padded_logprobs(
-                theirs,
+                peft_model,
                 group.prompt,
                 [rollout.completion.token_ids for rollout in group.rollouts],
                 temperature=1.0,
@@ -190,11 +194,11 @@ def test_peft_loads_what_was_written_and_computes_the_same(
             )[0]
             for group in make_groups(processors)
         ]
-        torch.testing.assert_close(logprobs(adapted, processors), torch.cat(said), atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs(adapted, processors), torch.cat(padded), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_written_adapter_says_which_weights_of_the_base_checkpoint_it_changes(
+def test_merge_names_maps_adapter_tensors_to_the_weights_that_they_change(
     tiny_model: TinyModel, model_type: str
 ) -> None:
     adapted, processors = with_lora(tiny_model(model_type))
@@ -211,19 +215,19 @@ def test_a_written_adapter_says_which_weights_of_the_base_checkpoint_it_changes(
 
 
 @pytest.mark.parametrize(
-    ("names", "complaint"),
+    ("names", "message"),
     [
-        (["base_model.model.model.norm.weight"], "norm.weight is not the name of an adapter's weight"),
-        (["base_model.model.q_proj.lora_A.weight"], "lora_A.weight lacks its other half"),
+        (["base_model.model.model.norm.weight"], "norm.weight is not the name of an adapter tensor"),
+        (["base_model.model.q_proj.lora_A.weight"], "lora_A.weight has no counterpart"),
     ],
 )
-def test_a_damaged_adapter_is_refused(tiny_vlm: Path, names: list[str], complaint: str) -> None:
-    with pytest.raises(ModelError, match=complaint):
+def test_invalid_names_of_adapter_tensors_are_an_error(tiny_vlm: Path, names: list[str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         merge_names(names, load_processors(str(tiny_vlm)).family)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_checkpoint_of_a_run_with_lora_holds_its_adapters_alone_and_gives_them_back(
+def test_a_checkpoint_with_lora_contains_only_adapters_and_restores_them(
     tiny_model: TinyModel, model_type: str
 ) -> None:
     source, processors = with_lora(tiny_model(model_type))
@@ -234,18 +238,18 @@ def test_a_checkpoint_of_a_run_with_lora_holds_its_adapters_alone_and_gives_them
         for name, tensor in target.saved_tensors():
             tensor.copy_(saved[name])
         assert torch.equal(logprobs(target, processors), logprobs(source, processors))
-    with pytest.raises(ModelError, match="Merged weights cannot be loaded below LoRA's adapters"):
+    with pytest.raises(ModelError, match="Merged weights cannot be loaded into a model with LoRA adapters"):
         target.load_named_weights(dict(source.named_weights()))
 
 
-def test_a_checkpoint_of_a_run_without_lora_holds_every_weight_itself(tiny_vlm: Path) -> None:
+def test_a_checkpoint_without_lora_contains_every_parameter(tiny_vlm: Path) -> None:
     policy, _ = make_policy(tiny_vlm)
     saved = dict(policy.saved_tensors())
     assert list(saved) == [name for name, _ in policy.named_weights()]
     assert set(saved.values()) == set(policy.parameters())
 
 
-def test_adapters_begin_the_same_whatever_was_drawn_before(tiny_vlm: Path) -> None:
+def test_adapters_are_initialized_from_their_seed_alone(tiny_vlm: Path) -> None:
     def adapters(seed: int) -> dict[str, Tensor]:
         policy, _ = make_policy(tiny_vlm)
         before = torch.get_rng_state()
@@ -262,27 +266,27 @@ def test_adapters_begin_the_same_whatever_was_drawn_before(tiny_vlm: Path) -> No
         assert torch.equal(first[name], again[name])
         if name.endswith("lora_A.weight"):
             assert not torch.equal(first[name], other[name])
-            bound = first[name].shape[1] ** -0.5  # as a linear layer of that width begins
+            bound = first[name].shape[1] ** -0.5  # as torch initializes a linear layer of this width
             assert 0.5 * bound < first[name].abs().max() <= bound
         else:
             assert torch.count_nonzero(first[name]) == 0
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_model_without_weights_gets_the_same_adapters_in_outline(tiny_model: TinyModel, model_type: str) -> None:
+def test_a_model_on_the_meta_device_gets_the_same_adapters(tiny_model: TinyModel, model_type: str) -> None:
     policy, _ = with_lora(tiny_model(model_type), trained=False, dtype=torch.bfloat16)
-    outline = load_model(str(tiny_model(model_type)), dtype=torch.bfloat16, device="meta")
-    add_lora(outline, settings(), seed=0)
+    meta_model = load_model(str(tiny_model(model_type)), dtype=torch.bfloat16, device="meta")
+    add_lora(meta_model, settings(), seed=0)
 
-    def facts(model) -> dict[str, object]:
+    def properties(model) -> dict[str, object]:
         return {name: (weight.shape, weight.dtype, weight.requires_grad) for name, weight in model.named_parameters()}
 
-    assert facts(outline) == facts(policy.model)
-    assert all(weight.is_meta for weight in outline.parameters())
+    assert properties(meta_model) == properties(policy.model)
+    assert all(weight.is_meta for weight in meta_model.parameters())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_adapters_of_a_bfloat16_model_learn_in_float32(tiny_model: TinyModel, model_type: str) -> None:
+def test_adapters_of_a_bfloat16_model_are_in_float32(tiny_model: TinyModel, model_type: str) -> None:
     adapted, processors = with_lora(tiny_model(model_type), dtype=torch.bfloat16)
     dtypes = {(".lora_" in name, weight.dtype) for name, weight in adapted.model.named_parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
@@ -290,20 +294,20 @@ def test_adapters_of_a_bfloat16_model_learn_in_float32(tiny_model: TinyModel, mo
     exact, _ = with_lora(tiny_model(model_type))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = gradients(adapted, processors)
-        said = logprobs(adapted, processors)
+        scores = logprobs(adapted, processors)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-    assert 0 < (said - logprobs(exact, processors)).abs().max() < 0.1
+    assert 0 < (scores - logprobs(exact, processors)).abs().max() < 0.1
 
 
-def test_layers_are_chosen_and_excluded_by_names_or_by_a_regular_expression(tiny_vlm: Path) -> None:
+def test_layers_are_selected_and_excluded_by_names_or_by_a_regular_expression(tiny_vlm: Path) -> None:
     def adapted(targets: str | tuple[str, ...], exclude: str | tuple[str, ...] | None = None) -> set[str]:
         policy, _ = with_lora(tiny_vlm, settings(targets, exclude))
         return set(adapters_of(policy.model))
 
-    everything = adapted("all-linear")
-    language = {name for name in everything if name.startswith("model.language_model.")}
-    tower = {name for name in everything if name.startswith("model.visual.")}
-    assert everything == language | tower
+    all_linear = adapted("all-linear")
+    language = {name for name in all_linear if name.startswith("model.language_model.")}
+    tower = {name for name in all_linear if name.startswith("model.visual.")}
+    assert all_linear == language | tower
     assert language
     assert tower
     assert {name.rpartition(".")[2] for name in language} == {
@@ -311,47 +315,50 @@ def test_layers_are_chosen_and_excluded_by_names_or_by_a_regular_expression(tiny
         *("gate_proj", "up_proj", "down_proj"),
     }
     assert adapted("all-linear", ".*visual.*") == language
-    assert adapted(".*language_model.*") == language  # embeddings and norms are no linear layers
+    assert adapted(".*language_model.*") == language  # embeddings and norms are not linear layers
     queries = {name for name in language if name.endswith(".q_proj")}
     assert adapted("q_proj") == adapted(("q_proj",)) == adapted(r".*\.q_proj") == queries
-    up = {name for name in everything if name.endswith(".up_proj")}
+    up = {name for name in all_linear if name.endswith(".up_proj")}
     assert adapted(" q_proj , mlp.up_proj") == adapted(("q_proj", "mlp.up_proj")) == queries | up
     assert adapted("q_proj,up_proj", "mlp.up_proj") == queries
     assert adapted("up_proj", r"model\.visual\..*") == up & language
 
 
-def test_excluding_what_a_model_does_not_have_is_fine(tiny_model: TinyModel) -> None:
+def test_excluding_modules_that_a_model_does_not_have_is_allowed(tiny_model: TinyModel) -> None:
     policy, _ = with_lora(tiny_model("qwen2"), settings(exclude=".*visual.*"))
-    everything, _ = with_lora(tiny_model("qwen2"))
-    assert adapters_of(policy.model).keys() == adapters_of(everything.model).keys()
+    all_linear, _ = with_lora(tiny_model("qwen2"))
+    assert adapters_of(policy.model).keys() == adapters_of(all_linear.model).keys()
 
 
 @pytest.mark.parametrize(
-    ("wishes", "complaint"),
+    ("lora_settings", "message"),
     [
-        (settings("query_proj"), r"No linear layer fits 'query_proj'.*named .*q_proj, k_proj.* in full is model\."),
-        (settings(("q_proj", "embed_tokens")), "No linear layer fits 'embed_tokens'"),
-        (settings("all_linear"), "No linear layer fits 'all_linear'"),
-        (settings(".*"), "choose the head"),
-        (settings("lm_head"), "choose the head"),
+        (
+            settings("query_proj"),
+            r"No linear layer matches 'query_proj'.*named .*q_proj, k_proj.* a full name is model\.",
+        ),
+        (settings(("q_proj", "embed_tokens")), "No linear layer matches 'embed_tokens'"),
+        (settings("all_linear"), "No linear layer matches 'all_linear'"),
+        (settings(".*"), "select the head"),
+        (settings("lm_head"), "select the head"),
         (settings("(q_proj"), "neither names separated by commas nor a regular expression: missing"),
-        (settings(exclude="visual"), r"fits model\.visual, which is no linear layer.*write '\.\*visual\.\*'"),
+        (settings(exclude="visual"), r"matches model\.visual, which is not a linear layer.*write '\.\*visual\.\*'"),
         (settings("qkv", ".*visual.*"), r"are all excluded by exclude_modules, '\.\*visual\.\*'"),
         (LoraSettings(0, 64, "all-linear", None), "rank of at least 1, not 0"),
     ],
 )
-def test_settings_that_fit_nothing_are_refused_with_nothing_changed(
-    tiny_vlm: Path, wishes: LoraSettings, complaint: str
+def test_settings_that_match_no_layer_are_an_error_with_nothing_changed(
+    tiny_vlm: Path, lora_settings: LoraSettings, message: str
 ) -> None:
     policy, _ = make_policy(tiny_vlm)
-    with pytest.raises(ModelError, match=complaint):
-        add_lora(policy.model, wishes, seed=0)
+    with pytest.raises(ModelError, match=message):
+        add_lora(policy.model, lora_settings, seed=0)
     assert not policy.has_adapters
     assert all(weight.requires_grad for weight in policy.parameters())
 
 
 @pytest.mark.parametrize("model_type", VISION_FAMILIES)
-def test_a_vision_tower_frozen_first_gets_no_adapters(tiny_model: TinyModel, model_type: str) -> None:
+def test_a_vision_tower_frozen_before_gets_no_adapters(tiny_model: TinyModel, model_type: str) -> None:
     policy, processors = make_policy(tiny_model(model_type))
     policy.freeze_vision_tower()
     add_lora(policy.model, settings(), seed=0)
@@ -382,20 +389,20 @@ def _frozen_tower(folder: Path):
     return policy.model
 
 
-def test_a_model_without_adapters_has_none_to_describe(tiny_vlm: Path) -> None:
+def test_a_model_without_adapters_has_no_adapter_config(tiny_vlm: Path) -> None:
     policy, _ = make_policy(tiny_vlm)
-    with pytest.raises(ModelError, match="no adapters to describe"):
+    with pytest.raises(ModelError, match="there is no adapter config"):
         adapter_config(policy.model, base_model="somewhere")
 
 
-def test_whole_returns_a_tensor_that_is_no_shard_itself() -> None:
+def test_full_tensor_returns_a_tensor_that_is_not_sharded_unchanged() -> None:
     tensor = torch.zeros(2)
     assert full_tensor(tensor) is tensor
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
-def test_beside_experts_the_attention_alone_gets_adapters(tiny_model: TinyModel, model_type: str) -> None:
-    """Both tiny models have a dense MLP as well: beside the experts, or instead of them in the first layer."""
+def test_in_an_moe_model_only_attention_gets_adapters(tiny_model: TinyModel, model_type: str) -> None:
+    """Both tiny models have a dense MLP too: a shared expert, or the MLP of the first layer."""
     policy, _ = with_lora(tiny_model(model_type))
     adapted = {name.rpartition(".")[2] for name in adapters_of(policy.model)}
     assert adapted - {"shared_expert_gate"} == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -403,10 +410,10 @@ def test_beside_experts_the_attention_alone_gets_adapters(tiny_model: TinyModel,
 
 
 @pytest.mark.parametrize("targets", [("gate_proj",), ("q_proj", "mlp.down_proj"), r".*\.up_proj", r".*_proj"], ids=str)
-def test_adapters_for_experts_are_refused_with_nothing_changed(
+def test_adapters_for_experts_are_an_error_with_nothing_changed(
     tiny_model: TinyModel, targets: str | tuple[str, ...]
 ) -> None:
     policy, _ = make_policy(tiny_model("qwen3_moe"))
-    with pytest.raises(ModelError, match=r"fits MLPs of a 'qwen3_moe' model, whose experts are stacked"):
+    with pytest.raises(ModelError, match=r"matches MLPs of a 'qwen3_moe' model, whose experts are stacked"):
         add_lora(policy.model, settings(targets), seed=0)
     assert all(weight.requires_grad for weight in policy.model.parameters())

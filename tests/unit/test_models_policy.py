@@ -1,4 +1,4 @@
-"""The policy's weights by name, and what it refuses. That it computes the right thing is an invariant test."""
+"""The policy's weights by name, its errors and metrics; tests/invariants test its outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_weights_have_the_names_that_save_pretrained_writes(
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
-def test_named_weights_come_back_as_they_went(tiny_model: TinyModel, model_type: str) -> None:
+def test_load_named_weights_restores_named_weights(tiny_model: TinyModel, model_type: str) -> None:
     source = make_policy(tiny_model(model_type, seed=1))
     target = make_policy(tiny_model(model_type, seed=2))
     weights = {name: weight.clone() for name, weight in source.named_weights()}
@@ -59,27 +59,27 @@ def test_loading_into_a_tied_model_keeps_it_tied(tiny_model: TinyModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
         (lambda weights: weights.pop("lm_head.weight"), r"lm_head\.weight is missing \(1 differences"),
-        (lambda weights: weights.update(extra=torch.zeros(1)), "extra is unknown"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "extra is unexpected"),
         (lambda weights: weights.update({"lm_head.weight": torch.zeros(2)}), r"lm_head\.weight is \(2,\) instead of"),
     ],
-    ids=["missing", "unknown", "misshapen"],
+    ids=["missing", "unexpected", "wrong shape"],
 )
-def test_weights_of_another_model_are_refused_with_nothing_changed(
-    tiny_vlm: Path, change: Callable[[dict[str, torch.Tensor]], None], complaint: str
+def test_weights_of_another_model_are_an_error_with_nothing_changed(
+    tiny_vlm: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
 ) -> None:
     policy = make_policy(tiny_vlm)
     before = {name: weight.clone() for name, weight in policy.named_weights()}
     weights = {name: weight + 1.0 for name, weight in before.items()}
     change(weights)
-    with pytest.raises(ModelError, match=complaint):
+    with pytest.raises(ModelError, match=message):
         policy.load_named_weights(weights)
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_weights())
 
 
-def test_images_that_do_not_match_the_placeholders_are_refused(tiny_vlm: Path) -> None:
+def test_images_that_do_not_match_the_placeholders_are_an_error(tiny_vlm: Path) -> None:
     policy = make_policy(tiny_vlm)
     processors = load_processors(str(tiny_vlm))
     group = make_group(make_prompt(processors, [(4, 4)], seed=0), [2], seed=1)
@@ -97,13 +97,13 @@ def test_images_that_do_not_match_the_placeholders_are_refused(tiny_vlm: Path) -
         policy(doubled)
 
 
-def test_greedy_temperature_is_refused(tiny_vlm: Path) -> None:
+def test_a_temperature_of_zero_is_an_error(tiny_vlm: Path) -> None:
     model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="temperature above 0, not 0"):
         Policy(model, load_processors(str(tiny_vlm)).family, temperature=0.0, banned_token_ids=())
 
 
-def test_an_update_tells_how_much_it_computes(tiny_model: TinyModel) -> None:
+def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_5_vl")
     policy, processors = make_policy(folder), load_processors(str(folder))
     prompt = make_prompt(processors, [(4, 6)], seed=1)
@@ -112,16 +112,16 @@ def test_an_update_tells_how_much_it_computes(tiny_model: TinyModel) -> None:
     lengths = [GroupLengths(prompt=len(prompt.token_ids), completions=(3, 3), grids=((1, 4, 6),))]
     [(name, work)] = policy.update_work(groups).items()
     assert name == "actor/model_tflops"
-    assert work.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths, "honest"))
+    assert work.value * 1e12 == pytest.approx(update_flops(policy.model.config, lengths, "shared"))
     policy.freeze_vision_tower()
     frozen = policy.update_work(groups)["actor/model_tflops"]
     assert frozen.value * 1e12 == pytest.approx(
-        update_flops(policy.model.config, lengths, "honest", vision_learns=False)
+        update_flops(policy.model.config, lengths, "shared", trains_vision=False)
     )
     assert make_policy(tiny_model("internvl")).update_work([]) == {}
 
 
-def test_on_a_known_gpu_an_update_tells_its_peak(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_work_has_the_peak_of_a_known_gpu(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy(tiny_model("qwen2"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L20")
     assert "perf/peak_tflops" not in policy.update_work([])

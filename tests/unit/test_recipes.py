@@ -1,4 +1,4 @@
-"""The recipes' command lines, without training (integration/test_examples.py does), and what lies beside them."""
+"""Command lines of the recipes, and the other files of examples/; test_examples.py trains them."""
 
 import importlib.util
 import re
@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.recipes import EXAMPLES, RECIPES, ROOT, arguments_of, name_of
-from trigon.config.checks import SHIPPED_REWARDS
 from trigon.config.load import load_config, split_arguments
 from trigon.data.sources import open_source
-from trigon.rewards.load import SHIPPED
+from trigon.names import SHIPPED_REWARDS
 from trigon.tiny.drawings import make_dataset
 
 RECIPE_NAMES = [
@@ -42,10 +41,10 @@ RECIPE_NAMES = [
     "qwen3_vl_4b_geo3k_grpo",
     "qwen3_vl_4b_geo3k_grpo_lora",
 ]
-"""EasyR1's names, verl's one, and our own recommended recipe."""
+"""Names from EasyR1 and verl, and the recommended recipe."""
 
 
-def test_the_list_of_recipes_is_complete_and_right_about_gpus(tmp_path):
+def test_the_readme_lists_every_recipe_with_its_number_of_gpus(tmp_path):
     rows = re.findall(
         r"^\| `([\w/.-]+)\.sh` \|.*\| (\d+) \|$", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE
     )
@@ -58,7 +57,7 @@ NUMBERS = {"one GPU": 1, "two GPUs": 2, "eight GPUs": 8}
 
 
 @pytest.fixture(autouse=True)
-def _at_the_top(monkeypatch):
+def _in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
@@ -67,7 +66,7 @@ def recipe(name):
 
 
 def configured(path, folder, *overrides):
-    """Return the configuration of a recipe; where its data are local files, these are made to be there."""
+    """Return the configuration of a recipe; creates the local files that some recipes read."""
     data = folder / "data"
     data.mkdir(exist_ok=True)
     for split in ("train", "test"):
@@ -77,40 +76,40 @@ def configured(path, folder, *overrides):
     return loaded.config
 
 
-def test_the_recipes_have_the_names_that_people_know():
+def test_the_recipes_have_their_published_names():
     assert [name_of(path) for path in RECIPES] == RECIPE_NAMES
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
-def test_a_recipe_passes_on_what_it_is_given_and_the_last_value_counts(path, tmp_path):
+def test_a_recipe_passes_arguments_on_and_the_last_value_counts(path, tmp_path):
     config = configured(path, tmp_path, "trainer.max_steps=10", "data.system_prompt=two words", "worker.rollout.n=3")
     assert (config.trainer.max_steps, config.data.system_prompt, config.worker.rollout.n) == (10, "two words", 3)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
-def test_a_recipe_says_first_what_it_trains_and_on_how_many_gpus(path, tmp_path):
+def test_the_comment_of_a_recipe_names_the_model_and_the_number_of_gpus(path, tmp_path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("#!/usr/bin/env bash\n# Qwen")
     assert "\nset -euo pipefail\n" in text
     assert path.stat().st_mode & 0o111
     comment = " ".join(line.lstrip("# ") for line in text.split("set -euo")[0].splitlines()[1:])
     config = configured(path, tmp_path)
-    said = [number for words, number in NUMBERS.items() if re.search(rf"\bon {words}\b", comment)]
-    assert said == [config.trainer.n_gpus_per_node]
+    gpus = [number for words, number in NUMBERS.items() if re.search(rf"\bon {words}\b", comment)]
+    assert gpus == [config.trainer.n_gpus_per_node]
     model = re.search(r"MODEL_PATH:-Qwen/([\w.-]+?)(-Instruct)?\}", text)[1]
     assert comment.startswith(model), (comment[:40], model)
     assert f"bash examples/{name_of(path)}.sh trainer.max_steps=10" in comment
 
 
-def test_no_two_recipes_write_into_one_folder_but_for_the_tracker(tmp_path):
+def test_recipes_write_to_different_folders(tmp_path):
     names = {name_of(path): configured(path, tmp_path).trainer for path in RECIPES}
     folders = {name: (trainer.project_name, trainer.experiment_name) for name, trainer in names.items()}
-    del folders["qwen2_5_vl_7b_geo3k_swanlab"]  # the same run as ..._grpo, followed elsewhere
+    del folders["qwen2_5_vl_7b_geo3k_swanlab"]  # the same run as ..._grpo with another logger
     assert len(set(folders.values())) == len(folders)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
-def test_prompt_and_reward_of_a_recipe_belong_together(path, tmp_path):
+def test_prompt_and_reward_of_a_recipe_match(path, tmp_path):
     config = configured(path, tmp_path)
     prompt, reward = Path(config.data.format_prompt), Path(config.worker.reward.reward_function.partition(":")[0])
     assert prompt.stem == reward.stem
@@ -131,19 +130,19 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize(("name", "expected"), ALGORITHMS.items())
-def test_a_recipe_asks_for_the_algorithm_in_its_name(name, expected, tmp_path):
+def test_a_recipe_configures_the_algorithm_of_its_name(name, expected, tmp_path):
     config = configured(recipe(name), tmp_path)
     algorithm, actor = config.algorithm, config.worker.actor
-    asked = (algorithm.adv_estimator, actor.loss_type, actor.loss_avg_mode)
-    assert (*asked, algorithm.disable_kl, algorithm.online_filtering) == expected
+    configured_algorithm = (algorithm.adv_estimator, actor.loss_type, actor.loss_avg_mode)
+    assert (*configured_algorithm, algorithm.disable_kl, algorithm.online_filtering) == expected
 
 
-def test_cispo_has_no_lower_bound_and_the_cap_of_the_paper(tmp_path):
+def test_cispo_has_no_lower_bound_and_a_cap_of_5(tmp_path):
     actor = configured(recipe("qwen2_5_vl_7b_geo3k_cispo"), tmp_path).worker.actor
     assert (actor.clip_ratio_low, actor.cispo_cap) == (1.0, 5.0)
 
 
-def test_the_recommended_recipe_learns_once_from_each_answer(tmp_path):
+def test_the_recommended_recipe_makes_one_update_per_step(tmp_path):
     config = configured(recipe("qwen2_5_vl_7b_geo3k_recommended"), tmp_path)
     actor, algorithm = config.worker.actor, config.algorithm
     assert config.data.rollout_batch_size == actor.global_batch_size
@@ -156,29 +155,28 @@ def test_the_recommended_recipe_learns_once_from_each_answer(tmp_path):
     assert actor.model.freeze_vision_tower
 
 
-def test_both_lists_of_shipped_rewards_are_one_and_each_has_its_files_and_its_line():
-    assert SHIPPED == SHIPPED_REWARDS
+def test_each_shipped_reward_has_its_files_and_its_line_in_the_documentation():
     page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
-    for name in SHIPPED:
+    for name in SHIPPED_REWARDS:
         assert (EXAMPLES / "reward_function" / f"{name}.py").is_file()
         assert (EXAMPLES / "format_prompt" / f"{name}.jinja").is_file()
         assert f"| `{name}` | `{name}.py` |" in page
 
 
 @pytest.mark.parametrize("question", ["Open the settings.", "<image>Open the settings."])
-def test_the_prompt_for_screens_shows_the_image_once(question):
+def test_the_prompt_for_screens_contains_the_image_once(question):
     template = (EXAMPLES / "format_prompt/android_gui.jinja").read_text(encoding="utf-8")
     text = jinja2.Template(template).render(content=question)
     assert text.count("<image>") == 1
     assert "Open the settings." in text
 
 
-# -- data_preprocess/geo3k.py --------------------------------------------------------------------------------------
+# -- data_preprocess/geo3k.py ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def prepare():
-    """Return the command as a function of its arguments."""
+    """Return a function that runs geo3k.py from a source into a folder."""
     spec = importlib.util.spec_from_file_location("geo3k", EXAMPLES / "data_preprocess" / "geo3k.py")
     geo3k = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(geo3k)
@@ -187,7 +185,7 @@ def prepare():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A folder with both splits, and one row in a hundred that cannot be used."""
+    """Return a folder with both splits; one of its hundred training rows is unusable."""
     folder = tmp_path_factory.mktemp("source")
     train, validation = make_dataset(folder, num_train=100, num_validation=6, seed=0)
     validation.rename(folder / "test.parquet")
@@ -197,23 +195,23 @@ def source(tmp_path_factory):
     return folder
 
 
-def test_geo3k_is_written_as_two_files_with_the_images_inside(prepare, source, tmp_path, capsys):
+def test_geo3k_is_written_as_two_files_that_contain_the_images(prepare, source, tmp_path, capsys):
     folder = tmp_path / "geo3k"
     assert prepare(folder, source) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [f"{folder / 'train.parquet'}: 99 rows", f"{folder / 'test.parquet'}: 6 rows"]
-    assert "left out: train:7: 0 <image> markers, 1 images\n" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [f"{folder / 'train.parquet'}: 99 rows", f"{folder / 'test.parquet'}: 6 rows"]
+    assert "skipped: train:7: 0 <image> markers, 1 images\n" in printed.err
     assert sorted(path.name for path in folder.iterdir()) == ["test.parquet", "train.parquet"]
-    written, given = open_source(f"{folder}@test"), open_source(f"{source}@test")
+    written, original = open_source(f"{folder}@test"), open_source(f"{source}@test")
     assert written.image_columns == ("images",)
-    assert written.rows[:]["answer"] == given.rows[:]["answer"]
-    assert [row["images"][0]["bytes"] for row in written.rows] == [row["images"][0]["bytes"] for row in given.rows]
+    assert written.rows[:]["answer"] == original.rows[:]["answer"]
+    assert [row["images"][0]["bytes"] for row in written.rows] == [row["images"][0]["bytes"] for row in original.rows]
 
 
-def test_images_that_lie_beside_the_source_are_taken_in(prepare, tmp_path):
+def test_image_files_of_the_source_are_written_into_the_output(prepare, tmp_path):
     source = tmp_path / "source"
-    made, _ = make_dataset(tmp_path / "made", num_train=1, num_validation=1, seed=0)
-    png = pq.read_table(made).to_pylist()[0]["images"][0]["bytes"]
+    dataset, _ = make_dataset(tmp_path / "made", num_train=1, num_validation=1, seed=0)
+    png = pq.read_table(dataset).to_pylist()[0]["images"][0]["bytes"]
     source.mkdir()
     (source / "figure.png").write_bytes(png)
     for split in ("train", "test"):
@@ -228,33 +226,33 @@ MISSING = '{"problem": "<image>Find x.", "answer": "1", "images": ["none.png"]}\
 
 
 @pytest.mark.parametrize(
-    ("rows", "complaint"),
+    ("rows", "message"),
     [
         (MISSING * 3, "train: 3 of 3 rows cannot be used; see above"),
         ('{"question": "?", "answer": "1"}\n', "has no column 'problem', only question, answer"),
         (None, "there is no file or folder"),
     ],
 )
-def test_a_source_that_is_no_such_dataset_is_refused(prepare, rows, complaint, tmp_path, capsys):
+def test_a_source_without_usable_rows_is_an_error(prepare, rows, message, tmp_path, capsys):
     source = tmp_path / "source"
     if rows is not None:
         source.mkdir()
         (source / "train.jsonl").write_text(rows, encoding="utf-8")
     assert prepare(tmp_path / "out", source) == 1
-    assert complaint in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
 
 
-# -- scripts/model_merger.py ---------------------------------------------------------------------------------------
+# -- scripts/model_merger.py -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"), [(["--local_dir"], 1, "CheckpointError: "), ([], 2, "--local_dir")]
+    ("arguments", "status", "message"), [(["--local_dir"], 1, "CheckpointError: "), ([], 2, "--local_dir")]
 )
-def test_easyr1s_merger_is_trigons(arguments, status, said, tmp_path, monkeypatch, capsys):
+def test_easyr1s_merge_script_runs_trigon_merge(arguments, status, message, tmp_path, monkeypatch, capsys):
     actor = tmp_path / "global_step_1" / "actor"
     monkeypatch.setattr(sys, "argv", ["model_merger.py", *arguments, *([str(actor)] if arguments else [])])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(ROOT / "scripts" / "model_merger.py"), run_name="__main__")
     assert stopped.value.code == status
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

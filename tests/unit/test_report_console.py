@@ -1,3 +1,5 @@
+"""The console: untrusted text, numbers, step lines, progress and tables."""
+
 import io
 import os
 import pty
@@ -8,7 +10,7 @@ import textwrap
 
 import pytest
 
-from trigon.report.console import Console, duration, harmless, number
+from trigon.report.console import Console, format_duration, format_number, sanitize
 from trigon.report.run_folder import RolloutRow
 
 
@@ -44,17 +46,17 @@ def stream():
         ("[bold]not markup[/bold] [/]", "[bold]not markup[/bold] [/]"),
     ],
 )
-def test_hostile_text_becomes_harmless(text, shown):
-    assert harmless(text, max_characters=100) == shown
+def test_control_characters_and_escape_sequences_are_removed(text, shown):
+    assert sanitize(text, max_characters=100) == shown
 
 
-def test_long_text_is_cut_and_says_so():
-    assert harmless("x" * 1_000_000, max_characters=5) == "xxxxx ... (999,995 more characters)"
-    assert harmless("xxxxx", max_characters=5) == "xxxxx"
+def test_long_text_is_cut_and_the_cut_is_shown():
+    assert sanitize("x" * 1_000_000, max_characters=5) == "xxxxx ... (999,995 more characters)"
+    assert sanitize("xxxxx", max_characters=5) == "xxxxx"
 
 
-def test_a_megabyte_of_escapes_is_no_problem():
-    assert "\x1b" not in harmless("\x1b]" * 500_000, max_characters=20_000)
+def test_a_megabyte_of_escape_sequences_is_removed():
+    assert "\x1b" not in sanitize("\x1b]" * 500_000, max_characters=20_000)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +76,17 @@ def test_a_megabyte_of_escapes_is_no_problem():
     ],
 )
 def test_small_numbers_are_not_rounded_to_zero(value, shown):
-    assert number(value) == shown
+    assert format_number(value) == shown
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.04, "0.0 s"), (3.21, "3.2 s"), (59.9, "59.9 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")]
 )
-def test_durations_are_said_as_people_say_them(seconds, shown):
-    assert duration(seconds) == shown
+def test_durations_have_the_largest_units_that_fit(seconds, shown):
+    assert format_duration(seconds) == shown
 
 
-def test_a_step_is_one_line_of_the_metrics_that_are_there(stream):
+def test_a_step_is_one_line_of_its_metrics(stream):
     console = Console(stream=stream)
     metrics = {
         "reward/overall": 0.8125,
@@ -103,19 +105,19 @@ def test_a_step_is_one_line_of_the_metrics_that_are_there(stream):
     )
 
 
-def test_the_last_step_has_nothing_left(stream):
+def test_the_last_step_shows_no_time_left(stream):
     Console(stream=stream).step(60, 60, {"reward/overall": 1.0}, seconds_left=0.0)
     assert stream.getvalue() == "step 60/60  reward 1\n"
 
 
-def test_step_lines_can_be_off_but_warnings_cannot(stream):
+def test_step_lines_can_be_disabled_but_warnings_cannot(stream):
     console = Console(stream=stream, step_lines=False, progress=False)
     console.step(1, 2, {}, seconds_left=None)
     console.warn("[disk] is nearly full\x1b[2J")
     assert stream.getvalue() == "warning: [disk] is nearly full\n"
 
 
-def test_without_a_terminal_progress_is_an_occasional_plain_line(stream):
+def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(stream):
     clock = Clock()
     console = Console(stream=stream, clock=clock)
     with console.progress("gen", 100) as advance:
@@ -125,7 +127,7 @@ def test_without_a_terminal_progress_is_an_occasional_plain_line(stream):
     assert stream.getvalue() == ("gen  20/100  2/s, 40.0 s left\ngen  40/100  2/s, 30.0 s left\ngen  done in 25.0 s\n")
 
 
-def test_a_short_phase_says_nothing_without_a_terminal(stream):
+def test_without_a_terminal_a_short_phase_prints_nothing(stream):
     console = Console(stream=stream)
     with console.progress("gen", 2) as advance:
         advance(2)
@@ -141,20 +143,20 @@ def test_progress_can_be_disabled(stream):
     assert stream.getvalue() == ""
 
 
-def test_tables_show_hostile_cells_as_text(stream):
-    Console(stream=stream).table("Ledger", ("what", "how much"), [("[red]prompts[/red]\x1b[2J", "512")])
+def test_tables_do_not_parse_markup_or_escapes_in_cells(stream):
+    Console(stream=stream).table("Overview", ("name", "value"), [("[red]prompts[/red]\x1b[2J", "512")])
     text = stream.getvalue()
     assert "[red]prompts[/red]" in text
     assert "512" in text
     assert "\x1b" not in text
 
 
-def test_answers_are_shown_with_question_truth_and_reward(stream):
+def test_completions_are_shown_with_prompt_ground_truth_and_reward(stream):
     row = RolloutRow(
         prompt_id="val:3",
         sample=0,
         prompt="<image> How many?",
-        response="[/bold]\x1b[31m4",
+        response="[/bold]\x1b[31m4\nthen 5",
         reward=0.5,
         parts={"accuracy": 1.0, "format": 0.0},
         outcome="ok",
@@ -165,10 +167,14 @@ def test_answers_are_shown_with_question_truth_and_reward(stream):
         images=(),
         ground_truth=4,
     )
-    Console(stream=stream).generations("validation after step 5", [row])
+    Console(stream=stream).completions("validation after step 5", [row])
     assert stream.getvalue() == (
-        "validation after step 5 | val:3\n  prompt  <image> How many?\n  answer  [/bold]4\n  truth   4\n"
-        "  reward  0.5 (accuracy 1, format 0)\n"
+        "validation after step 5 | val:3\n"
+        "  prompt        <image> How many?\n"
+        "  completion    [/bold]4\n"
+        "                then 5\n"
+        "  ground truth  4\n"
+        "  reward        0.5 (accuracy 1, format 0)\n"
     )
 
 
@@ -188,7 +194,7 @@ ON_A_TERMINAL = """
 """
 
 
-def test_on_a_terminal_bars_lie_within_each_other_and_vanish():
+def test_on_a_terminal_progress_bars_are_nested_and_removed_at_the_end():
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     environment.pop("NO_COLOR", None)
@@ -200,7 +206,7 @@ def test_on_a_terminal_bars_lie_within_each_other_and_vanish():
     try:
         while chunk := os.read(master, 65536):
             output += chunk
-    except OSError:  # how a pseudo-terminal says that the other end is closed
+    except OSError:  # raised when the other end of the pseudo-terminal is closed
         pass
     os.close(master)
     assert process.wait() == 0, output.decode()

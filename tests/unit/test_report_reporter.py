@@ -1,3 +1,5 @@
+"""The reporter: timings, throughput, trackers, validation and the summary."""
+
 import io
 import json
 import math
@@ -20,7 +22,7 @@ class Clock:
 
 
 class MemorySink:
-    """A tracker that remembers, and fails from the moment it is told to."""
+    """A tracker that stores its calls, or fails at each of them."""
 
     def __init__(self, name="memory", *, failing=False):
         self.name, self.failing = name, failing
@@ -70,8 +72,8 @@ def reporter(folder, stream, clock, *sinks, **options):
     return Reporter(folder, Console(stream=stream, clock=clock), sinks, clock=clock, **options)
 
 
-def test_the_share_of_the_peak_that_updates_reach(folder, stream, clock):
-    """Two updates of 300 TFLOP in all, in 2 s on two devices of 100 TFLOP/s each: three quarters."""
+def test_mfu_is_the_work_of_the_updates_over_the_peak_of_all_devices(folder, stream, clock):
+    """300 TFLOP in 2 s on two devices with 100 TFLOP/s each: an MFU of 0.75."""
     report = reporter(folder, stream, clock, num_devices=2)
     work, peak = {"actor/model_tflops": Sum(300.0)}, {"perf/peak_tflops": Max(100.0)}
     for step, metrics in enumerate((work | peak, work, peak, {}), start=1):
@@ -79,12 +81,12 @@ def test_the_share_of_the_peak_that_updates_reach(folder, stream, clock):
             clock.now += 2.0
         clock.now += 1.0
         report.step(step, 5, metrics)
-    report.step(5, 5, work | peak)  # a line without an update
+    report.step(5, 5, work | peak)  # a step without an update
     lines = [line.metrics.get("perf/mfu_actor") for line in folder.read_metrics()]
     assert lines == [0.75, None, None, None, None]
 
 
-def test_a_step_reaches_folder_screen_and_trackers_with_its_timings(folder, stream, clock):
+def test_a_step_is_reported_to_folder_console_and_trackers_with_its_timings(folder, stream, clock):
     sink = MemorySink()
     report = reporter(folder, stream, clock, sink, num_devices=2)
     with report.phase("gen", total=8) as advance:
@@ -118,7 +120,7 @@ def test_a_step_reaches_folder_screen_and_trackers_with_its_timings(folder, stre
     assert stream.getvalue().splitlines()[-1] == "step 1/5  reward 0.75  tokens/s 750  seconds 14  left 56.0 s"
 
 
-def test_the_save_after_a_step_is_part_of_the_next_line(folder, stream, clock):
+def test_the_save_after_a_step_is_timed_with_the_next_step(folder, stream, clock):
     report = reporter(folder, stream, clock)
     report.step(1, 2, {})
     with report.phase("save_checkpoint"):
@@ -132,7 +134,7 @@ def test_the_save_after_a_step_is_part_of_the_next_line(folder, stream, clock):
     assert second.metrics["perf/time_per_step"] == 1.0
 
 
-def test_a_phase_within_another_counts_as_the_outer_one(folder, stream, clock):
+def test_a_nested_phase_is_timed_with_the_outer_phase(folder, stream, clock):
     report = reporter(folder, stream, clock)
     with report.phase("validation"), report.phase("gen", total=1) as advance:
         clock.now += 2.0
@@ -142,7 +144,7 @@ def test_a_phase_within_another_counts_as_the_outer_one(folder, stream, clock):
     assert "timing_s/gen" not in folder.read_metrics()[0].metrics
 
 
-def test_a_phase_that_fails_is_timed_and_its_error_passed_on(folder, stream, clock):
+def test_a_phase_that_raises_is_timed_and_its_error_is_raised(folder, stream, clock):
     report = reporter(folder, stream, clock)
 
     def fail():
@@ -156,7 +158,7 @@ def test_a_phase_that_fails_is_timed_and_its_error_passed_on(folder, stream, clo
     assert folder.read_metrics()[0].metrics["timing_s/gen"] == 1.0
 
 
-def test_what_was_loaded_before_the_first_step_is_not_part_of_it(folder, stream, clock):
+def test_the_time_before_the_first_step_is_not_part_of_it(folder, stream, clock):
     report = reporter(folder, stream, clock)
     with report.phase("load_model"):
         clock.now += 60.0
@@ -167,7 +169,7 @@ def test_what_was_loaded_before_the_first_step_is_not_part_of_it(folder, stream,
     assert "timing_s/load_model" not in folder.read_metrics()[0].metrics
 
 
-def test_only_keys_under_timing_and_perf_are_the_reporters(folder, stream, clock):
+def test_the_reporter_adds_only_timing_and_perf_keys(folder, stream, clock):
     report = reporter(folder, stream, clock)
     with report.phase("gen"):
         clock.now += 1.0
@@ -176,7 +178,7 @@ def test_only_keys_under_timing_and_perf_are_the_reporters(folder, stream, clock
     assert all(key.startswith(("timing_s/", "timing_per_token_ms/", "perf/")) for key in own)
 
 
-def test_no_pace_is_told_where_no_tokens_were_counted(folder, stream, clock):
+def test_without_token_counts_no_throughput_is_reported(folder, stream, clock):
     report = reporter(folder, stream, clock)
     clock.now += 1.0
     report.step(0, 5, {})
@@ -185,7 +187,7 @@ def test_no_pace_is_told_where_no_tokens_were_counted(folder, stream, clock):
 
 
 @pytest.mark.parametrize("call", ["log", "rollouts", "close"])
-def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(folder, stream, clock, call):
+def test_a_tracker_that_fails_is_reported_once_and_training_continues(folder, stream, clock, call):
     bad, good = MemorySink("wandb", failing=True), MemorySink()
     report = reporter(folder, stream, clock, bad, good)
     if call == "rollouts":
@@ -196,17 +198,17 @@ def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(folder, stre
         assert [step for step, _ in good.logged] == [1, 2]
     report.close()
     assert good.closed
-    assert stream.getvalue().count("wandb failed and is not used any more: ConnectionError: no network") == 1
+    assert stream.getvalue().count("wandb failed and is no longer used: ConnectionError: no network") == 1
 
 
-def test_a_broken_run_folder_is_no_tracker_and_stops_the_run(folder, stream, clock):
+def test_an_error_of_the_run_folder_stops_the_run(folder, stream, clock):
     report = reporter(folder, stream, clock)
     (folder.path / "metrics.jsonl").mkdir()
     with pytest.raises(IsADirectoryError):
         report.step(1, 1, {})
 
 
-def test_validation_answers_are_all_written_and_the_first_ones_shown(folder, stream, clock):
+def test_all_validation_completions_are_written_and_the_first_are_shown(folder, stream, clock):
     sink = MemorySink()
     report = reporter(folder, stream, clock, sink)
     metrics = {
@@ -220,7 +222,7 @@ def test_validation_answers_are_all_written_and_the_first_ones_shown(folder, str
     assert [json.loads(line)["prompt_id"] for line in written] == ["val:1", "val:1", "val:2", "val:2"]
     assert sink.shown == [(5, ["val:1", "val:1", "val:2"])]
     assert stream.getvalue().count("How many?") == 3
-    assert stream.getvalue().endswith("validation after step 5: 4 answers  accuracy 0.85  format 1  reward 0.9\n")
+    assert stream.getvalue().endswith("validation after step 5: 4 completions  accuracy 0.85  format 1  reward 0.9\n")
 
 
 def test_rollouts_are_written_into_the_folder(folder, stream, clock):
@@ -228,7 +230,7 @@ def test_rollouts_are_written_into_the_folder(folder, stream, clock):
     assert len((folder.path / "rollouts" / "step_000007.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_summary_tells_the_whole_run_even_after_a_resume(folder, stream, clock, tmp_path):
+def test_the_summary_includes_the_steps_before_a_resume(folder, stream, clock, tmp_path):
     before = {"val/accuracy_reward": 0.25, "val/format_reward": 0.5, "val/reward_score": 0.3}
     after = {"val/accuracy_reward": 0.875, "val/format_reward": 1.0, "val/reward_score": 0.9}
     folder.append_metrics(0, before | {"timing_s/step": 2.0, "timing_s/validation": 2.0})
@@ -245,18 +247,18 @@ def test_the_summary_tells_the_whole_run_even_after_a_resume(folder, stream, clo
     assert ["other", "7.0", "s", "35", "%"] in words
     assert ["all", "20.0", "s", "100", "%"] in words
     text = stream.getvalue()
-    assert "tokens trained on: 10,000 (500 a second over all)" in text
+    assert "tokens trained on: 10,000 (500 per second of the run)" in text
     for part in (f"run:      {folder.path}\n", f"model:    {tmp_path / 'model'}\n", "next:\n  trigon train more=1\n"):
         assert part in text
 
 
-def test_the_summary_of_a_run_without_validation_or_steps_is_short(folder, stream, clock):
+def test_the_summary_of_a_run_without_steps_shows_its_folder(folder, stream, clock):
     reporter(folder, stream, clock).summary(exported=None, next_steps=[])
     assert "Validation" not in stream.getvalue()
     assert f"run:      {folder.path}" in stream.getvalue()
 
 
-def test_a_number_that_is_not_finite_is_reported_as_such(folder, stream, clock):
+def test_a_number_that_is_not_finite_is_reported_as_nan(folder, stream, clock):
     reporter(folder, stream, clock).step(1, 1, {"actor/grad_norm": Mean(0.0, 0.0)})
     assert math.isnan(folder.read_metrics()[0].metrics["actor/grad_norm"])
     assert "grad norm nan" in stream.getvalue()

@@ -1,3 +1,5 @@
+"""The files of a run folder, its lock, and what a resumed run leaves in it."""
+
 import json
 import math
 import os
@@ -36,7 +38,7 @@ def folder(tmp_path):
         yield folder
 
 
-def test_metrics_are_one_sorted_json_line_for_each_step(folder):
+def test_metrics_are_one_sorted_json_line_per_step(folder):
     folder.append_metrics(1, {"b": 0.1, "a": 1.0})
     folder.append_metrics(2, {"a": float("nan"), "b": float("inf")})
     text = (folder.path / "metrics.jsonl").read_text()
@@ -46,7 +48,7 @@ def test_metrics_are_one_sorted_json_line_for_each_step(folder):
     assert math.isnan(second.metrics["a"])
 
 
-def test_a_torn_last_line_is_left_out_and_never_glued_to_the_next(tmp_path):
+def test_an_incomplete_last_line_is_not_read_and_is_removed_before_appending(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.append_metrics(1, {"a": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -57,19 +59,19 @@ def test_a_torn_last_line_is_left_out_and_never_glued_to_the_next(tmp_path):
     assert read_metrics(tmp_path) == [StepMetrics(1, {"a": 1.0}), StepMetrics(2, {"a": 2.0})]
 
 
-def test_another_line_that_cannot_be_read_is_an_error_that_shows_it(folder):
+def test_another_line_that_cannot_be_parsed_is_an_error_that_shows_it(folder):
     (folder.path / "metrics.jsonl").write_text('garbage\n{"step": 2, "metrics": {}}\n')
     with pytest.raises(CheckpointError, match="garbage"):
         folder.read_metrics()
 
 
-def test_no_metrics_yet_is_an_empty_list(tmp_path):
+def test_without_a_metrics_file_there_are_no_steps(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
 def write(folder, steps):
     for step in steps:
-        folder.write_rollouts(step, "train", rollout_rows([group(f"answer {step}")]))
+        folder.write_rollouts(step, "train", rollout_rows([group(f"completion {step}")]))
         if step % 2 == 0:
             folder.write_rollouts(step, "validation", rollout_rows([group(f"validation {step}")]))
         folder.append_metrics(step, {"a": step / 3})
@@ -83,7 +85,7 @@ def contents(path):
     }
 
 
-def test_a_resumed_run_leaves_the_files_of_one_that_never_stopped(tmp_path):
+def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path):
     with RunFolder(tmp_path / "uninterrupted") as folder:
         write(folder, range(1, 7))
     with RunFolder(tmp_path / "resumed") as folder:
@@ -96,7 +98,7 @@ def test_a_resumed_run_leaves_the_files_of_one_that_never_stopped(tmp_path):
     assert contents(tmp_path / "resumed") == contents(tmp_path / "uninterrupted")
 
 
-def test_a_run_that_starts_anew_sets_an_earlier_one_aside(folder):
+def test_a_run_that_starts_from_the_beginning_moves_earlier_reports(folder):
     assert folder.rewind(0) is None
     folder.append_metrics(0, {"val/reward_score": 0.5})
     folder.write_rollouts(0, "validation", rollout_rows([group()]))
@@ -111,21 +113,21 @@ def test_a_run_that_starts_anew_sets_an_earlier_one_aside(folder):
     assert folder.rewind(0) == folder.path / "set_aside" / "report.2"
 
 
-def test_going_on_from_a_step_keeps_the_validation_before_the_first_step(folder):
+def test_resuming_keeps_the_validation_before_the_first_step(folder):
     folder.append_metrics(0, {"val/reward_score": 0.5})
     write(folder, [1, 2])
     folder.rewind(1)
     assert [line.step for line in folder.read_metrics()] == [0, 1]
 
 
-def test_rewind_leaves_files_of_others_alone(folder):
+def test_rewind_does_not_remove_files_of_the_user(folder):
     write(folder, [1, 2])
-    (folder.path / "rollouts" / "notes.jsonl").write_text("mine")
+    (folder.path / "rollouts" / "notes.jsonl").write_text("notes")
     folder.rewind(1)
     assert sorted(file.name for file in (folder.path / "rollouts").iterdir()) == ["notes.jsonl", "step_000001.jsonl"]
 
 
-def test_a_rollout_is_written_with_everything_that_a_reader_needs(folder):
+def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
     path = folder.write_rollouts(12, "train", rollout_rows([group()]))
     assert path == folder.path / "rollouts" / "step_000012.jsonl"
     first, second = (json.loads(line) for line in path.read_text().splitlines())
@@ -147,7 +149,7 @@ def test_a_rollout_is_written_with_everything_that_a_reader_needs(folder):
     assert second["sample"] == 1
 
 
-def test_validation_answers_lie_beside_under_their_own_name(folder):
+def test_validation_rollouts_have_a_file_of_their_own(folder):
     path = folder.write_rollouts(0, "validation", rollout_rows([group()]))
     assert path.name == "validation_000000.jsonl"
 
@@ -155,18 +157,18 @@ def test_validation_answers_lie_beside_under_their_own_name(folder):
 @pytest.mark.parametrize(
     "text", ["two\nlines\r\n", "\u2028 \x85 \x1b[31m", "答案 🙂", "half a pair \ud83d", "\x00", "x" * 1_000_000]
 )
-def test_hostile_text_stays_on_its_line_and_comes_back(folder, text):
+def test_any_text_stays_on_one_line_and_is_read_back_unchanged(folder, text):
     path = folder.write_rollouts(1, "train", rollout_rows([group(text)]))
     lines = path.read_bytes().split(b"\n")
     assert len(lines) == 3
     assert json.loads(lines[0])["response"] == text
 
 
-def test_numbers_that_are_not_finite_and_answers_of_any_kind_are_valid_json(folder):
-    odd = group(
+def test_numbers_that_are_not_finite_and_ground_truths_of_any_type_are_valid_json(folder):
+    unusual = group(
         ground_truth={"choices": (1, float("nan")), "set": {1}}, parts={"accuracy": float("inf")}, overall=math.nan
     )
-    row = json.loads(folder.write_rollouts(1, "train", rollout_rows([odd])).read_text().splitlines()[0])
+    row = json.loads(folder.write_rollouts(1, "train", rollout_rows([unusual])).read_text().splitlines()[0])
     assert row["reward"] is None
     assert row["parts"] == {"accuracy": None}
     assert row["ground_truth"] == {"choices": [1, None], "set": "{1}"}
@@ -177,25 +179,25 @@ def test_the_configuration_is_written(folder):
     assert (folder.path / "config.yaml").read_text() == "trainer:\n  max_steps: 3\n"
 
 
-def test_two_runs_cannot_write_into_one_folder(tmp_path):
+def test_two_runs_cannot_use_the_same_folder(tmp_path):
     with RunFolder(tmp_path), pytest.raises(ConfigError, match=rf"another run \(process {os.getpid()} on "):
         RunFolder(tmp_path)
     RunFolder(tmp_path).close()
 
 
-def test_a_killed_run_holds_no_lock(tmp_path):
+def test_the_lock_of_a_killed_run_is_released(tmp_path):
     script = """
         import sys, time
         from pathlib import Path
         from trigon.report.run_folder import RunFolder
         folder = RunFolder(Path(sys.argv[1]))
-        print("held", flush=True)
+        print("locked", flush=True)
         time.sleep(60)
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as other:
-        assert other.stdout.readline() == "held\n"
+        assert other.stdout.readline() == "locked\n"
         with pytest.raises(ConfigError, match=f"process {other.pid} on "):
             RunFolder(tmp_path)
         other.send_signal(signal.SIGKILL)

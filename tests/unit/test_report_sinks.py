@@ -1,3 +1,5 @@
+"""The trackers: which are known, and what TensorBoard gets."""
+
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -41,11 +43,11 @@ ROW = RolloutRow(
 )
 
 
-def test_the_screen_and_the_file_need_no_tracker(tmp_path):
+def test_console_and_file_are_not_trackers(tmp_path):
     assert open_sinks(["console", "file"], settings(tmp_path)) == []
 
 
-def test_an_unknown_tracker_is_refused_with_the_known_ones():
+def test_the_error_of_an_unknown_tracker_lists_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"names 'wandbb'; it takes console, file, mlflow, swanlab, tensorboard, wandb"
     ):
@@ -53,15 +55,15 @@ def test_an_unknown_tracker_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("name", [name for name in ("mlflow", "swanlab", "wandb") if find_spec(name) is None])
-def test_a_tracker_that_is_not_installed_is_refused_with_the_extra_to_install(name):
+def test_the_error_of_a_tracker_that_is_not_installed_names_the_extra(name):
     with pytest.raises(ConfigError, match=rf"pip install 'trigon\[{name}\]'"):
         check_sinks(["console", name])
 
 
-def test_a_tracker_that_does_not_open_is_an_error_of_the_configuration(tmp_path):
-    (tmp_path / "taken").write_text("a file, not a folder")
-    with pytest.raises(ConfigError, match=r"trainer\.logger names tensorboard, which does not open: "):
-        open_sinks(["tensorboard"], settings(tmp_path, tensorboard_dir=tmp_path / "taken"))
+def test_a_tracker_that_fails_to_open_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("a file, not a folder")
+    with pytest.raises(ConfigError, match=r"trainer\.logger names tensorboard, which failed to open: "):
+        open_sinks(["tensorboard"], settings(tmp_path, tensorboard_dir=tmp_path / "file"))
 
 
 def read_tensorboard(folder: Path):
@@ -70,7 +72,7 @@ def read_tensorboard(folder: Path):
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_tensorboard_gets_numbers_and_answers_as_plain_text(tmp_path):
+def test_tensorboard_gets_metrics_and_completions_as_plain_text(tmp_path):
     (sink,) = open_sinks(["console", "tensorboard"], settings(tmp_path))
     sink.log(1, {"reward/overall": 0.5, "actor/lr": 1e-6})
     sink.log(2, {"reward/overall": 0.75})
@@ -81,12 +83,12 @@ def test_tensorboard_gets_numbers_and_answers_as_plain_text(tmp_path):
     assert events.Scalars("actor/lr")[0].value == pytest.approx(1e-6)
     (text,) = events.Tensors("val/generations/text_summary")
     lines = text.tensor_proto.string_val[0].decode().split("\n")
-    assert "    answer: ![pixel](http://evil/x.png)" in lines
-    assert all(line.startswith("    ") for line in lines)  # a code block: Markdown shows it letter by letter
+    assert "    completion: ![pixel](http://evil/x.png)" in lines
+    assert all(line.startswith("    ") for line in lines)  # a Markdown code block, in which nothing is rendered
     assert "\x1b" not in "".join(lines)
 
 
-def test_tensorboard_writes_where_it_is_told(tmp_path):
+def test_tensorboard_writes_into_the_configured_folder(tmp_path):
     (sink,) = open_sinks(["tensorboard"], settings(tmp_path, tensorboard_dir=tmp_path / "elsewhere"))
     sink.close()
     assert list((tmp_path / "elsewhere").iterdir())

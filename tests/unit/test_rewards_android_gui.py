@@ -1,4 +1,4 @@
-"""Actions on a screen, graded by hand."""
+"""The android_gui verifier, on completions scored by hand."""
 
 import importlib.util
 from pathlib import Path
@@ -12,23 +12,23 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reward_function" / "android_
 BOX = [0.1, 0.2, 0.3, 0.4]
 
 
-def answer(given, ground_truth, row=None):
-    response = f"<think>a</think><answer>{given}</answer>"
+def reward_input(answer, ground_truth, row=None):
+    response = f"<think>a</think><answer>{answer}</answer>"
     return {"response": response, "ground_truth": ground_truth, "response_length": 10, "row": row or {}}
 
 
 TYPED = {"gt_action": "type", "gt_input_text": "Hello there"}
 PRESSED = {"gt_action": "press_back", "gt_input_text": "no input text"}
-ANSWERS = [
-    # given, ground truth, its row, accuracy, format, action
+CASES = [
+    # answer, ground truth, its row, accuracy, format, action
     ('{"action": "click", "point": [200, 300]}', BOX, {}, 1, 1, 1),
-    ('{"action": "click", "point": [100, 400]}', BOX, {}, 1, 1, 1),  # the border is inside
+    ('{"action": "click", "point": [100, 400]}', BOX, {}, 1, 1, 1),  # the border is part of the box
     ('{"action": "click", "point": [99, 300]}', BOX, {}, 0, 1, 1),
-    ('{"action": "click", "point": [300, 200]}', [0.3, 0.4, 0.1, 0.2], {}, 1, 1, 1),  # corners the other way round
-    ('{"action": "click", "point": [0.2, 0.3]}', BOX, {}, 0, 1, 1),  # thousandths are asked for
-    ('{"action": "click", "bbox": [100, 200, 300, 400]}', BOX, {}, 1, 1, 1),  # the middle of a box
+    ('{"action": "click", "point": [300, 200]}', [0.3, 0.4, 0.1, 0.2], {}, 1, 1, 1),  # corners in the other order
+    ('{"action": "click", "point": [0.2, 0.3]}', BOX, {}, 0, 1, 1),  # coordinates of the response are in thousandths
+    ('{"action": "click", "bbox": [100, 200, 300, 400]}', BOX, {}, 1, 1, 1),  # the center of a box
     ('{"action": "type", "text": "a"}', BOX, {}, 0, 1, 0),
-    ('{"action": "click"}', BOX, {}, 0, 1, 1),  # where?
+    ('{"action": "click"}', BOX, {}, 0, 1, 1),  # no position
     ('{"action": "tap", "coordinate": [200, 300]}', BOX, {"gt_action": "click"}, 1, 1, 1),
     ('{"action": "click", "point": [640, 500]}', [0.5, 0.5], {}, 1, 1, 1),  # within 0.14 of a point
     ('{"action": "click", "point": [641, 500]}', [0.5, 0.5], {}, 0, 1, 1),
@@ -40,9 +40,9 @@ ANSWERS = [
     ('{"action": "click", "point": [200, 300]}', '{"action": "click", "gt_bbox": [0.1, 0.2, 0.3, 0.4]}', {}, 1, 1, 1),
     ('{"action": "click", "point": [200, 300]}', "[0.1, 0.2, 0.3, 0.4]", {}, 1, 1, 1),
     ('{"action": "scroll", "direction": "up"}', {"action": "scroll", "direction": "down"}, {}, 0, 1, 1),
-    ("1", "1", {}, 1, 1, 1),  # a word alone
+    ("1", "1", {}, 1, 1, 1),  # a ground truth of text
     ("2", "1", {}, 0, 1, 0),
-    ("the left one", BOX, {}, 0, 0, 0),  # no action: not the format asked for
+    ("the left one", BOX, {}, 0, 0, 0),  # not an action, so the format is wrong
     ("", BOX, {}, 0, 0, 0),
     ("", "", {}, 0, 1, 0),  # an empty answer is never right
     ('{"action": "click", "point": [NaN, 300]}', BOX, {}, 0, 1, 1),
@@ -50,33 +50,33 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "ground_truth", "row", "accuracy", "form", "action"), ANSWERS)
-def test_actions_by_hand(given, ground_truth, row, accuracy, form, action):
-    assert android_gui.compute_score(answer(given, ground_truth, row)) == {
-        "overall": pytest.approx(0.9 * accuracy + 0.1 * form),
+@pytest.mark.parametrize(("answer", "ground_truth", "row", "accuracy", "format_score", "action"), CASES)
+def test_scores_by_hand(answer, ground_truth, row, accuracy, format_score, action):
+    assert android_gui.compute_score(reward_input(answer, ground_truth, row)) == {
+        "overall": pytest.approx(0.9 * accuracy + 0.1 * format_score),
         "accuracy": float(accuracy),
-        "format": float(form),
+        "format": float(format_score),
         "action": float(action),
     }
 
 
-def test_coordinates_may_be_pixels_on_both_sides():
+def test_coordinates_of_both_sides_may_be_pixels():
     pixels = {"response_scale": 1.0, "truth_scale": 1.0}
-    clicked = answer('{"action": "click", "point": [640, 360]}', [600, 300, 700, 400])
-    assert android_gui.compute_score(clicked, **pixels)["accuracy"] == 1.0
-    assert android_gui.compute_score(clicked)["accuracy"] == 0.0
+    click = reward_input('{"action": "click", "point": [640, 360]}', [600, 300, 700, 400])
+    assert android_gui.compute_score(click, **pixels)["accuracy"] == 1.0
+    assert android_gui.compute_score(click)["accuracy"] == 0.0
 
 
-def test_the_radius_around_a_point_can_be_chosen():
-    near = answer('{"action": "click", "point": [560, 580]}', [0.5, 0.5])  # 0.1 away
+def test_the_radius_around_a_point_is_an_argument():
+    near = reward_input('{"action": "click", "point": [560, 580]}', [0.5, 0.5])  # 0.1 away
     assert android_gui.compute_score(near, radius=0.11)["accuracy"] == 1.0
     assert android_gui.compute_score(near, radius=0.09)["accuracy"] == 0.0
 
 
-def test_without_tags_the_action_counts_and_the_format_does_not():
-    bare = {"response": '{"action": "click", "point": [200, 300]}', "ground_truth": BOX, "response_length": 9}
-    assert android_gui.compute_score(bare)["accuracy"] == 1.0
-    assert android_gui.compute_score(bare)["format"] == 0.0
+def test_without_tags_only_the_action_is_right():
+    without_tags = {"response": '{"action": "click", "point": [200, 300]}', "ground_truth": BOX, "response_length": 9}
+    assert android_gui.compute_score(without_tags)["accuracy"] == 1.0
+    assert android_gui.compute_score(without_tags)["format"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -105,21 +105,23 @@ def test_without_tags_the_action_counts_and_the_format_does_not():
         ("9" * 2001, None),
     ],
 )
-def test_what_is_read_as_an_action(text, action):
+def test_read_action_by_hand(text, action):
     assert read_action(text) == action
 
 
 @pytest.mark.parametrize("ground_truth", [[], [1, 2, 3], "[1, 2, 3]", [None, 2], [float("nan"), 0.5]])
-def test_a_ground_truth_without_a_place_is_an_error(ground_truth):
+def test_a_list_that_is_not_a_position_is_an_error(ground_truth):
     with pytest.raises(ValueError, match="is neither"):
         true_action(ground_truth, {})
 
 
-def test_the_example_file_scores_as_the_shipped_verifier_does():
+def test_the_example_file_equals_the_shipped_verifier():
     spec = importlib.util.spec_from_file_location("example_android_gui", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    answers = [answer(given, truth, row) for given, truth, row, _, _, _ in ANSWERS]
-    wishes = {"format_weight": 0.3, "radius": 0.2}
-    shipped = [android_gui.compute_score(one, **wishes) for one in answers]
-    assert [example.compute_score(one, **wishes) for one in answers] == [pytest.approx(parts) for parts in shipped]
+    reward_inputs = [reward_input(answer, truth, row) for answer, truth, row, _, _, _ in CASES]
+    kwargs = {"format_weight": 0.3, "radius": 0.2}
+    shipped = [android_gui.compute_score(single, **kwargs) for single in reward_inputs]
+    assert [example.compute_score(single, **kwargs) for single in reward_inputs] == [
+        pytest.approx(parts) for parts in shipped
+    ]

@@ -1,4 +1,4 @@
-"""What a reward function is given, which contract it keeps, and which replies count."""
+"""Contracts of reward functions: encoded requests, detection by signature, and return values."""
 
 import datetime
 import json
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest, bind, contract_of, encode, parts_of
+from trigon.rewards.contract import RewardRequest, bind_kwargs, detect_contract, encode_request, read_scores
 
 
 def request(**changes):
@@ -24,8 +24,8 @@ def request(**changes):
     return RewardRequest(**(fields | changes))
 
 
-def test_an_answer_is_a_plain_dict_with_every_field_of_the_request():
-    text, left_out = encode(request(row={"id": 7, "choices": ["a", "b"], "nested": {"x": None}}))
+def test_an_encoded_request_has_every_field():
+    text, omitted = encode_request(request(row={"id": 7, "choices": ["a", "b"], "nested": {"x": None}}))
     assert json.loads(text) == {
         "response": "42",
         "response_length": 2,
@@ -34,139 +34,142 @@ def test_an_answer_is_a_plain_dict_with_every_field_of_the_request():
         "finish_reason": "stop",
         "row": {"id": 7, "choices": ["a", "b"], "nested": {"x": None}},
     }
-    assert left_out == ()
+    assert omitted == ()
 
 
-def test_an_answer_is_one_line_whatever_it_holds():
-    text, _ = encode(request(response="a\nb\u2028c \ud800 \U0001f600"))
+def test_an_encoded_request_is_one_line():
+    text, _ = encode_request(request(response="a\nb\u2028c \ud800 \U0001f600"))
     assert text.splitlines() == [text]
     assert json.loads(text)["response"] == "a\nb\u2028c \ud800 \U0001f600"
 
 
-def test_numbers_arrays_and_dates_of_a_dataset_travel_as_numbers_lists_and_text():
+def test_numpy_values_and_dates_become_numbers_lists_and_text():
     row = {"scalar": np.int64(3), "array": np.array([[1.5, 2.5]]), "day": datetime.date(2024, 2, 29), "pair": (1, 2)}
-    text, left_out = encode(request(row=row, ground_truth=np.float32(0.5)))
+    text, omitted = encode_request(request(row=row, ground_truth=np.float32(0.5)))
     assert json.loads(text)["row"] == {"scalar": 3, "array": [[1.5, 2.5]], "day": "2024-02-29", "pair": [1, 2]}
     assert json.loads(text)["ground_truth"] == 0.5
-    assert left_out == ()
+    assert omitted == ()
 
 
-def test_columns_that_json_cannot_carry_are_left_out_and_named():
-    text, left_out = encode(request(row={"id": 7, "sound": b"\x00\x01", "deep": {"blob": [b"x"]}}))
+def test_columns_that_json_cannot_represent_are_omitted_and_returned():
+    text, omitted = encode_request(request(row={"id": 7, "sound": b"\x00\x01", "deep": {"blob": [b"x"]}}))
     assert json.loads(text)["row"] == {"id": 7}
-    assert left_out == ("sound", "deep")
+    assert omitted == ("sound", "deep")
 
 
-def test_a_ground_truth_that_json_cannot_carry_is_refused():
-    with pytest.raises(RewardError, match=r"the ground truth b'\\x00' \(a bytes\) cannot be handed"):
-        encode(request(ground_truth=b"\x00"))
+def test_a_ground_truth_that_json_cannot_represent_is_an_error():
+    with pytest.raises(RewardError, match=r"the ground truth b'\\x00' \(a bytes\) cannot be passed"):
+        encode_request(request(ground_truth=b"\x00"))
 
 
-def by_name_of_batch(reward_inputs, strictness, weight=1.0): ...
-def by_name_of_sequential(reward_input, weight=1.0): ...
-def by_list(samples: list[dict], strictness): ...
-def by_dict(sample: dict[str, object], strictness): ...
-def by_quoted_dict(sample: "dict[str, object]"): ...
-def by_one_argument(samples): ...
-def by_one_left(samples, weight): ...
-def by_legacy_names(predict_str, ground_truth, format_weight=0.1): ...
+def named_reward_inputs(reward_inputs, strictness, weight=1.0): ...
+def named_reward_input(reward_input, weight=1.0): ...
+def annotated_list(samples: list[dict], strictness): ...
+def annotated_dict(sample: dict[str, object], strictness): ...
+def annotated_quoted_dict(sample: "dict[str, object]"): ...
+def single_argument(samples): ...
+def single_required_argument(samples, weight): ...
+def legacy_names(predict_str, ground_truth, format_weight=0.1): ...
 
 
 @pytest.mark.parametrize(
     ("function", "kwargs", "contract"),
     [
-        (by_name_of_batch, {}, "batch"),
-        (by_name_of_sequential, {}, "sequential"),
-        (by_list, {}, "batch"),
-        (by_dict, {}, "sequential"),
-        (by_quoted_dict, {}, "sequential"),
-        (by_one_argument, {}, "batch"),
-        (by_one_left, {"weight": 1}, "batch"),
-        (by_legacy_names, {}, "legacy"),
+        (named_reward_inputs, {}, "batch"),
+        (named_reward_input, {}, "sequential"),
+        (annotated_list, {}, "batch"),
+        (annotated_dict, {}, "sequential"),
+        (annotated_quoted_dict, {}, "sequential"),
+        (single_argument, {}, "batch"),
+        (single_required_argument, {"weight": 1}, "batch"),
+        (legacy_names, {}, "legacy"),
     ],
 )
-def test_a_signature_tells_the_contract(function, kwargs, contract):
-    assert contract_of(function, None, kwargs, where="f") == contract
+def test_the_contract_is_detected_from_the_signature(function, kwargs, contract):
+    assert detect_contract(function, None, kwargs, where="f") == contract
 
 
-def test_reward_type_outranks_the_signature():
-    assert contract_of(by_name_of_sequential, "batch", {}, where="f") == "batch"
-    assert contract_of(by_one_argument, "sequential", {}, where="f") == "sequential"
+def test_reward_type_takes_precedence_over_the_signature():
+    assert detect_contract(named_reward_input, "batch", {}, where="f") == "batch"
+    assert detect_contract(single_argument, "sequential", {}, where="f") == "sequential"
 
 
-def test_signatures_that_fit_no_contract_are_refused():
+def test_signatures_that_fit_no_contract_are_an_error():
     def verl_style(data_source, solution_str, ground_truth, extra_info=None): ...
-    def nothing(): ...
+    def no_arguments(): ...
 
     with pytest.raises(
         RewardError, match=r"takes \(data_source, solution_str, ground_truth, extra_info\), which fits no"
     ):
-        contract_of(verl_style, None, {}, where="f")
+        detect_contract(verl_style, None, {}, where="f")
     with pytest.raises(RewardError, match=r"takes \(\), which fits no contract"):
-        contract_of(nothing, None, {}, where="f")
+        detect_contract(no_arguments, None, {}, where="f")
 
 
-def test_unknown_reward_types_and_async_functions_are_refused():
+def test_unknown_reward_types_and_async_functions_are_an_error():
     async def judge(reward_inputs): ...
 
     with pytest.raises(RewardError, match="REWARD_TYPE is 'function'; it must be"):
-        contract_of(by_one_argument, "function", {}, where="f")
+        detect_contract(single_argument, "function", {}, where="f")
     with pytest.raises(RewardError, match="is async"):
-        contract_of(judge, "batch", {}, where="f")
+        detect_contract(judge, "batch", {}, where="f")
 
 
-def test_further_arguments_are_bound():
-    assert bind(lambda answers, weight: weight, "batch", {"weight": 0.3}, where="f")([]) == 0.3
-    assert bind(lambda answers, **more: more["weight"], "batch", {"weight": 0.3}, where="f")([]) == 0.3
-    assert bind(lambda predict_str, ground_truth, weight: weight, "legacy", {"weight": 0.3}, where="f")("", "") == 0.3
+def test_keyword_arguments_are_bound():
+    assert bind_kwargs(lambda reward_inputs, weight: weight, "batch", {"weight": 0.3}, where="f")([]) == 0.3
+    assert bind_kwargs(lambda reward_inputs, **rest: rest["weight"], "batch", {"weight": 0.3}, where="f")([]) == 0.3
+    assert (
+        bind_kwargs(lambda predict_str, ground_truth, weight: weight, "legacy", {"weight": 0.3}, where="f")("", "")
+        == 0.3
+    )
 
 
-def test_further_arguments_that_the_function_does_not_take_are_refused_with_the_nearest_one():
-    with pytest.raises(RewardError, match=r"does not take 'format_wieght' .* \(did you mean 'format_weight'\?\)"):
-        bind(by_legacy_names, "legacy", {"format_wieght": 0.3}, where="f")
-    with pytest.raises(RewardError, match="does not take 'predict_str'"):  # that place is the answer's
-        bind(by_legacy_names, "legacy", {"predict_str": "x"}, where="f")
+def test_unknown_keyword_arguments_are_an_error_with_the_nearest_name():
+    with pytest.raises(RewardError, match=r"does not accept 'format_wieght' .* \(did you mean 'format_weight'\?\)"):
+        bind_kwargs(legacy_names, "legacy", {"format_wieght": 0.3}, where="f")
+    with pytest.raises(RewardError, match="does not accept 'predict_str'"):  # it is the completion
+        bind_kwargs(legacy_names, "legacy", {"predict_str": "x"}, where="f")
 
 
-def test_further_arguments_that_are_missing_are_named():
-    with pytest.raises(RewardError, match=r"missing a required argument: 'strictness'; give its further arguments"):
-        bind(by_name_of_batch, "batch", {}, where="f")
+def test_missing_keyword_arguments_are_named():
+    with pytest.raises(RewardError, match=r"missing a required argument: 'strictness'; set its keyword arguments"):
+        bind_kwargs(named_reward_inputs, "batch", {}, where="f")
 
 
-def test_numbers_of_all_makes_count():
-    reply = {
+def test_all_kinds_of_numbers_are_accepted():
+    returned = {
         "overall": True,
         "half": Fraction(1, 2).__float__(),
         "numpy": np.float32(0.25),
         "flag": np.bool_(False),
         "n": 3,
     }
-    assert parts_of(reply) == {"overall": 1.0, "half": 0.5, "numpy": 0.25, "flag": 0.0, "n": 3.0}
-    assert all(type(value) is float for value in parts_of(reply).values())
+    assert read_scores(returned) == {"overall": 1.0, "half": 0.5, "numpy": 0.25, "flag": 0.0, "n": 3.0}
+    assert all(type(value) is float for value in read_scores(returned).values())
 
 
 @pytest.mark.parametrize(
-    ("reply", "complaint"),
+    ("returned", "message"),
     [
-        (None, "returned None where a dict"),
-        ("1.0", "returned '1.0' where a dict"),
-        (1.0, "returned 1.0 where a dict"),
+        (None, "returned None, expected a dict"),
+        ("1.0", "returned '1.0', expected a dict"),
+        (1.0, "returned 1.0, expected a dict"),
         ({}, "without 'overall'"),
         ({"accuracy": 1.0}, "without 'overall'"),
-        ({"overall": math.nan}, "nan under 'overall' where a finite number"),
-        ({"overall": -math.inf}, "-inf under 'overall' where a finite number"),
-        ({"overall": 10**400}, "where a finite number"),
-        ({"overall": None}, "None under 'overall' where a number"),
-        ({"overall": "1.0"}, "'1.0' under 'overall' where a number"),
-        ({"overall": 1.0, "note": "good"}, "'good' under 'note' where a number"),
+        ({"overall": math.nan}, "nan for 'overall', expected a finite number"),
+        ({"overall": -math.inf}, "-inf for 'overall', expected a finite number"),
+        ({"overall": 10**400}, "expected a finite number"),
+        ({"overall": None}, "None for 'overall', expected a number"),
+        ({"overall": "1.0"}, "'1.0' for 'overall', expected a number"),
+        ({"overall": 1.0, "note": "good"}, "'good' for 'note', expected a number"),
         ({"overall": 1.0, 7: 1.0}, "7 as the name"),
         ({"overall": 1.0, "x" * 201: 1.0}, "as the name"),
-        ({"overall": 1.0} | {str(n): 1.0 for n in range(100)}, "returned 101 numbers"),
+        ({"overall": 1.0} | {str(n): 1.0 for n in range(100)}, "returned 101 scores"),
     ],
 )
-def test_anything_else_is_refused_in_one_line(reply, complaint):
-    with pytest.raises(RewardError) as refusal:
-        parts_of(reply)
-    assert complaint in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert len(str(refusal.value)) < 200
+def test_other_return_values_are_an_error_of_one_line(returned, message):
+    with pytest.raises(RewardError) as caught:
+        read_scores(returned)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200

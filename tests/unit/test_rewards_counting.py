@@ -1,4 +1,4 @@
-"""Counting, on answers graded by hand."""
+"""The counting verifier, on completions scored by hand."""
 
 import importlib.util
 from decimal import Decimal
@@ -11,19 +11,19 @@ from trigon.rewards.verifiers import counting
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reward_function" / "counting.py"
 
 
-def answer(response, ground_truth):
+def reward_input(response, ground_truth):
     return {"response": response, "ground_truth": ground_truth, "response_length": 10}
 
 
-ANSWERS = [
+CASES = [
     # response, ground truth, accuracy, format
     ("<think>one, two, three</think><answer>3</answer>", "3", 1, 1),
-    ("<think>one, two, three</think> <answer> 3 </answer>", "<answer> 3 </answer>", 1, 1),  # tags in the dataset
+    ("<think>one, two, three</think> <answer> 3 </answer>", "<answer> 3 </answer>", 1, 1),  # tags in the ground truth
     ("<think>a</think><answer>4</answer>", "3", 0, 1),
     ("<think>a</think><answer>There are 3 cubes.</answer>", 3, 1, 1),
     ("<think>a</think><answer>three</answer>", 3.0, 1, 1),
     ("<think>a</think><answer>none</answer>", "0", 1, 1),
-    ("<think>a</think><answer>3 or 4</answer>", "3", 0, 1),  # no choosing
+    ("<think>a</think><answer>3 or 4</answer>", "3", 0, 1),  # two numbers
     ("<think>a</think><answer>1</answer><answer>3</answer>", "3", 0, 1),  # the first answer counts
     ("<think>3</think><answer></answer>", "3", 0, 1),
     ("<answer>3</answer>", "3", 1, 0),
@@ -32,12 +32,12 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "form"), ANSWERS)
-def test_counting_by_hand(response, ground_truth, accuracy, form):
-    assert counting.compute_score(answer(response, ground_truth)) == {
-        "overall": 0.5 * accuracy + 0.5 * form,
+@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), CASES)
+def test_scores_by_hand(response, ground_truth, accuracy, format_score):
+    assert counting.compute_score(reward_input(response, ground_truth)) == {
+        "overall": 0.5 * accuracy + 0.5 * format_score,
         "accuracy": float(accuracy),
-        "format": float(form),
+        "format": float(format_score),
     }
 
 
@@ -70,19 +70,21 @@ def test_counting_by_hand(response, ground_truth, accuracy, form):
         ("9" * 201, None),
     ],
 )
-def test_the_number_that_a_text_says(text, count):
-    assert counting.count_in(text) == count
+def test_the_number_in_a_text(text, count):
+    assert counting.read_count(text) == count
 
 
 @pytest.mark.parametrize("ground_truth", ["several", "", "3 or 4", [3, 4]])
-def test_a_ground_truth_that_is_no_count_is_an_error(ground_truth):
-    with pytest.raises(ValueError, match="is no count"):
-        counting.compute_score(answer("<think>a</think><answer>3</answer>", ground_truth))
+def test_a_ground_truth_without_a_count_is_an_error(ground_truth):
+    with pytest.raises(ValueError, match="is not a count"):
+        counting.compute_score(reward_input("<think>a</think><answer>3</answer>", ground_truth))
 
 
-def test_the_example_file_scores_as_the_shipped_verifier_does():
+def test_the_example_file_equals_the_shipped_verifier():
     spec = importlib.util.spec_from_file_location("example_counting", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    answers = [answer(response, truth) for response, truth, _, _ in ANSWERS]
-    assert [example.compute_score(one, 0.3) for one in answers] == [counting.compute_score(one, 0.3) for one in answers]
+    reward_inputs = [reward_input(response, truth) for response, truth, _, _ in CASES]
+    assert [example.compute_score(single, 0.3) for single in reward_inputs] == [
+        counting.compute_score(single, 0.3) for single in reward_inputs
+    ]

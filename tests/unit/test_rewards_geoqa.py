@@ -1,4 +1,4 @@
-"""Geometry with units and typography, on answers graded by hand."""
+"""The geometry verifier, on completions scored by hand."""
 
 import importlib.util
 from pathlib import Path
@@ -10,12 +10,12 @@ from trigon.rewards.verifiers import geoqa
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reward_function" / "geoqa.py"
 
 
-def answer(response, ground_truth):
+def reward_input(response, ground_truth):
     return {"response": response, "ground_truth": ground_truth, "response_length": 10}
 
 
 VALUES = [
-    # given, ground truth, the same
+    # answer, ground truth, equal
     ("145°", "145°", True),
     ("145", "145°", True),
     ("145°", "145", True),
@@ -40,17 +40,17 @@ VALUES = [
     ("0.5", r"\frac{1}{2}", True),
     ("nan", "7", False),
     ("cm", "7", False),
-    ("°", "°", False),  # nothing is left to compare
+    ("°", "°", False),  # empty without the unit
     ("1" * 600, "1" * 600, False),
 ]
 
 
-@pytest.mark.parametrize(("given", "ground_truth", "same"), VALUES)
-def test_values_by_hand(given, ground_truth, same):
-    assert geoqa.accuracy_reward(f"<think>a</think><answer>{given}</answer>", ground_truth) == float(same)
+@pytest.mark.parametrize(("answer", "ground_truth", "equal"), VALUES)
+def test_values_by_hand(answer, ground_truth, equal):
+    assert geoqa.accuracy_reward(f"<think>a</think><answer>{answer}</answer>", ground_truth) == float(equal)
 
 
-ANSWERS = [
+CASES = [
     # response, ground truth, accuracy, format
     ("<think>a</think><answer>145°</answer>", "145", 1, 1),
     ("<think>a</think><answer>145°</answer>", "<answer> 145° </answer>", 1, 1),
@@ -63,18 +63,20 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "form"), ANSWERS)
-def test_geoqa_by_hand(response, ground_truth, accuracy, form):
-    assert geoqa.compute_score(answer(response, ground_truth)) == {
-        "overall": 0.5 * accuracy + 0.5 * form,
+@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), CASES)
+def test_scores_by_hand(response, ground_truth, accuracy, format_score):
+    assert geoqa.compute_score(reward_input(response, ground_truth)) == {
+        "overall": 0.5 * accuracy + 0.5 * format_score,
         "accuracy": float(accuracy),
-        "format": float(form),
+        "format": float(format_score),
     }
 
 
-def test_the_example_file_scores_as_the_shipped_verifier_does():
+def test_the_example_file_equals_the_shipped_verifier():
     spec = importlib.util.spec_from_file_location("example_geoqa", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    answers = [answer(response, truth) for response, truth, _, _ in ANSWERS]
-    assert [example.compute_score(one, 0.3) for one in answers] == [geoqa.compute_score(one, 0.3) for one in answers]
+    reward_inputs = [reward_input(response, truth) for response, truth, _, _ in CASES]
+    assert [example.compute_score(single, 0.3) for single in reward_inputs] == [
+        geoqa.compute_score(single, 0.3) for single in reward_inputs
+    ]

@@ -1,4 +1,4 @@
-"""The pool with real processes: all contracts, order, and answers that cost themselves and nobody else."""
+"""RewardPool with real processes: contracts, order, and failures of single completions."""
 
 import logging
 import re
@@ -12,10 +12,10 @@ from support.processes import is_running
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
-from trigon.rewards.process import MAX_OUTPUT_BYTES, child_environment, harmless
+from trigon.rewards.process import MAX_OUTPUT_BYTES, child_environment, sanitize_line
 from trigon.rewards.verifiers import math as math_verifier
 
-# Grades "good" answers with their length and misbehaves where an answer asks for it.
+# Scores completions by their length, and fails in the way that a completion names.
 MISBEHAVE = """
 import os, sys, time
 
@@ -43,7 +43,7 @@ def misbehave(response):
             os.write(1, b"more noise\\n")
             os.write(2, b"and more\\n")
             return {"overall": 5.0}
-        case "deluge":
+        case "flood":
             os.write(1, b"x" * 99 + b"\\n" + b"y" * 200_000)
             return {"overall": 5.0}
     return {"overall": float(len(response)), "half": len(response) / 2}
@@ -52,16 +52,16 @@ SEQUENTIAL = (
     MISBEHAVE
     + """
 REWARD_TYPE = "sequential"
-def main(answer):
-    return misbehave(answer["response"])
+def main(reward_input):
+    return misbehave(reward_input["response"])
 """
 )
 BATCH = (
     MISBEHAVE
     + """
 REWARD_TYPE = "batch"
-def main(answers):
-    responses = [answer["response"] for answer in answers]
+def main(reward_inputs):
+    responses = [reward_input["response"] for reward_input in reward_inputs]
     if "short" in responses:
         return [misbehave(response) for response in responses if response != "short"]
     if "number" in responses:
@@ -82,10 +82,10 @@ def pool_of(tmp_path):
     pools = []
 
     def make(text, *, function="main", num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0, **kwargs):
-        (tmp_path / "grade.py").write_text(text)
+        (tmp_path / "reward.py").write_text(text)
         pools.append(
             RewardPool(
-                f"{tmp_path}/grade.py:{function}",
+                f"{tmp_path}/reward.py:{function}",
                 kwargs=kwargs,
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
@@ -99,64 +99,64 @@ def pool_of(tmp_path):
         pool.close()
 
 
-def test_scores_come_in_order_from_several_workers(pool_of):
+def test_scores_of_several_workers_are_in_the_order_of_requests(pool_of):
     text = "import time\nREWARD_TYPE = 'sequential'\ndef main(a):\n  n = int(a['response']); time.sleep(n % 3 / 500); "
     pool = pool_of(text + "return {'overall': n}", num_workers=2)
     assert [score.overall for score in pool.score(requests(*map(str, range(100))))] == [*map(float, range(100))]
 
 
-def test_no_answers_have_no_scores(pool_of):
+def test_no_requests_give_no_scores(pool_of):
     assert pool_of(BATCH).score([]) == []
 
 
-def test_the_shipped_verifier_gives_what_a_direct_call_gives_from_any_thread():
+def test_a_shipped_verifier_returns_what_a_direct_call_returns_from_any_thread():
     responses = [rf"<think>a</think>\boxed{{{n}}}" for n in range(40)] + ["", "é" * 10, "4", r"\boxed{4}"]
     direct = [math_verifier.compute_score({"response": r, "ground_truth": "4"}, format_weight=0.3) for r in responses]
     pool = RewardPool("math", kwargs={"format_weight": 0.3}, num_workers=1, timeout_seconds=20, max_failed_fraction=0)
     with closing(pool):
         scores = pool.score(requests(*responses))
-        elsewhere = []
-        thread = threading.Thread(target=lambda: elsewhere.extend(pool.score(requests(*responses))))
+        from_thread = []
+        thread = threading.Thread(target=lambda: from_thread.extend(pool.score(requests(*responses))))
         thread.start()
         thread.join()
     assert [score.parts for score in scores] == direct
     assert [score.overall for score in scores] == [parts["overall"] for parts in direct]
     assert {(score.outcome, score.error) for score in scores} == {("ok", "")}
-    assert elsewhere == scores
+    assert from_thread == scores
 
 
-def test_a_function_sees_the_whole_answer(pool_of):
+def test_a_function_receives_all_fields_of_the_request(pool_of):
     text = """
 REWARD_TYPE = "sequential"
-def main(answer):
+def main(reward_input):
     expected = {"response": "\U0001f600", "response_length": 7, "ground_truth": {"a": [1, None]}, "prompt": "why?",
                 "finish_reason": "length", "row": {"id": 12, "choices": ["x", "é"]}}
-    return {"overall": answer == expected}
+    return {"overall": reward_input == expected}
 """
     request = RewardRequest("\U0001f600", 7, {"a": [1, None]}, "why?", "length", {"id": 12, "choices": ["x", "é"]})
     assert pool_of(text).score([request])[0].overall == 1.0
 
 
-def test_an_answer_of_a_megabyte_is_scored(pool_of):
+def test_a_completion_of_a_megabyte_is_scored(pool_of):
     assert pool_of(BATCH).score(requests("é" * 1_000_000))[0].overall == 1_000_000.0
 
 
 @pytest.mark.parametrize(
     ("returned", "parts"), [("1", {"overall": 1.0}), ("{'overall': 1, 'b': 2}", {"overall": 1.0, "b": 2.0})]
 )
-def test_the_legacy_contract_takes_numbers_and_dicts(pool_of, returned, parts):
+def test_the_legacy_contract_accepts_numbers_and_dicts(pool_of, returned, parts):
     text = "def compute_score(predict_str, ground_truth, w=0):\n  if (predict_str, ground_truth, w) == ('a', '4', 5):"
     pool = pool_of(f"{text}\n    return {returned}", function="compute_score", w=5)
     assert pool.score(requests("a"))[0].parts == parts
 
 
-def test_graders_that_use_alarms_work(pool_of):
+def test_a_function_may_use_signal_alarms(pool_of):
     text = """
 import signal, time
 class Late(Exception): ...
-def ring(*_): raise Late
+def on_alarm(*_): raise Late
 def main(reward_input):
-    signal.signal(signal.SIGALRM, ring)
+    signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         time.sleep(10)
@@ -167,17 +167,17 @@ def main(reward_input):
 
 
 @pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
-def test_each_bad_answer_costs_itself(pool_of, text):
+def test_only_the_completion_that_fails_gets_no_score(pool_of, text):
     bad = {
-        "raise": r"KeyError: 'no such\nstep' (grade.py:10)",
+        "raise": r"KeyError: 'no such\nstep' (reward.py:10)",
         "exit": "its worker exited with code 3",
-        "leave": "SystemExit: 4 (grade.py:14)",
-        "nan": "returned nan under 'overall' where a finite number is due",
-        "none": "returned None where a dict with 'overall' is due",
-        "text": "returned '1.0' where a dict with 'overall' is due",
+        "leave": "SystemExit: 4 (reward.py:14)",
+        "nan": "returned nan for 'overall', expected a finite number",
+        "none": "returned None, expected a dict with 'overall'",
+        "text": "returned '1.0', expected a dict with 'overall'",
         "bare": "returned a dict without 'overall': {'accuracy': 1.0}",
     }
-    responses = [one for name in bad for one in (name, "good", "better")]
+    responses = [response for name in bad for response in (name, "good", "better")]
     scores = pool_of(text, num_workers=2).score(requests(*responses))
     for response, score in zip(responses, scores, strict=True):
         if response in bad:
@@ -187,15 +187,15 @@ def test_each_bad_answer_costs_itself(pool_of, text):
 
 
 @pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
-def test_a_hung_answer_costs_itself(pool_of, text, caplog):
+def test_only_the_completion_that_hangs_times_out(pool_of, text, caplog):
     scores = pool_of(text, timeout_seconds=0.5).score(requests("good", "loop", "better", "best"))
     assert [score.outcome for score in scores] == ["ok", "timeout", "ok", "ok"]
     assert [score.overall for score in scores] == [4.0, 0.0, 6.0, 4.0]
     assert scores[1].error == "no score within 0.5 s; its worker was killed"
-    assert re.search('grade.py", line [78] in misbehave', caplog.text)  # where it hung
+    assert re.search('reward.py", line [78] in misbehave', caplog.text)  # where it hung
 
 
-def test_a_time_limit_is_for_each_answer_not_for_the_chunk(pool_of):
+def test_the_time_limit_is_for_each_completion_rather_than_the_chunk(pool_of):
     text = "import time\ndef main(reward_input):\n  time.sleep(0.15)\n  return {'overall': 1}"
     scores = pool_of(text, timeout_seconds=0.3).score(requests(*"abcdefghijkl"))  # in chunks of three
     assert {score.outcome for score in scores} == {"ok"}
@@ -203,97 +203,97 @@ def test_a_time_limit_is_for_each_answer_not_for_the_chunk(pool_of):
 
 @pytest.mark.parametrize(
     ("response", "error"),
-    [("short", "returned 0 replies to 1 answers"), ("number", "returned 1.0 where a list of 1 dicts is due")],
+    [("short", "returned a list of 0 for 1 completions"), ("number", "returned 1.0, expected a list of 1 dicts")],
 )
-def test_a_batch_of_the_wrong_length_is_taken_apart(pool_of, response, error):
+def test_a_chunk_with_a_list_of_the_wrong_length_is_retried_singly(pool_of, response, error):
     scores = pool_of(BATCH).score(requests("good", response, "better", "best"))
     assert [score.overall for score in scores] == [4.0, 0.0, 6.0, 4.0]
     assert scores[1].error.startswith(error)
 
 
-def test_what_a_function_prints_is_shown_harmlessly_and_disturbs_nothing(pool_of, caplog):
+def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(pool_of, caplog):
     with caplog.at_level(logging.WARNING):
         scores = pool_of(BATCH, timeout_seconds=1.0).score(requests("good", "noise", "better"))
-        pool_of(BATCH).score(requests("deluge"))
+        pool_of(BATCH).score(requests("flood"))
     assert [score.overall for score in scores] == [4.0, 5.0, 6.0]
     assert "[reward 0] �[31mnoise " in caplog.messages
     for line in ("[[{}", "more noise", "and more", "x" * 99):
         assert f"[reward 0] {line}" in caplog.messages
-    assert f"[reward 0] ... more than {MAX_OUTPUT_BYTES} bytes printed; the rest is not shown" in caplog.messages
+    assert f"[reward 0] ... more than {MAX_OUTPUT_BYTES} bytes printed; the rest is not logged" in caplog.messages
 
 
-def test_too_many_failures_stop_with_the_first_traceback(pool_of):
+def test_too_many_failures_are_an_error_with_the_first_traceback(pool_of):
     responses = ["good"] * 7 + ["raise"] * 3
     assert len(pool_of(SEQUENTIAL, max_failed_fraction=0.3).score(requests(*responses))) == 10
-    with pytest.raises(RewardError) as stop:
+    with pytest.raises(RewardError) as caught:
         pool_of(SEQUENTIAL, max_failed_fraction=0.29).score(requests(*responses))
-    message = str(stop.value)
-    assert "grade.py could not score 3 of 10 answers, and worker.reward.max_failed_fraction allows 2" in message
-    assert "(3 failed, 0 ran out of time" in message
-    assert 'raise KeyError("no such\\nstep")' in message
+    error = str(caught.value)
+    assert "reward.py could not score 3 of 10 completions, and worker.reward.max_failed_fraction allows 2" in error
+    assert "(3 failed, 0 timed out" in error
+    assert 'raise KeyError("no such\\nstep")' in error
 
 
-def test_a_pool_that_stopped_scores_on(pool_of):
+def test_a_pool_is_usable_after_too_many_failures(pool_of):
     pool = pool_of(BATCH, num_workers=2, timeout_seconds=0.5, max_failed_fraction=0.1)
-    with pytest.raises(RewardError, match=r"\(0 failed, 1 ran out of time"):
+    with pytest.raises(RewardError, match=r"\(0 failed, 1 timed out"):
         pool.score(requests("loop", "loop", "good"))
     assert [score.overall for score in pool.score(requests("good", "best"))] == [4.0, 4.0]
 
 
-def test_what_cannot_be_handed_over_is_said(pool_of):
+def test_values_that_json_cannot_represent_are_reported(pool_of):
     pool = pool_of(BATCH)
     with pytest.warns(UserWarning, match="column 'sound' of the dataset"):
         assert pool.score(requests("good", row={"sound": b"\x00"}))[0].overall == 4.0
-    assert pool.score(requests("good", row={"sound": b"\x00"}))[0].overall == 4.0  # said once
+    assert pool.score(requests("good", row={"sound": b"\x00"}))[0].overall == 4.0  # warned once
     assert "ground truth b'' (a bytes) cannot" in pool.score(requests("good", ground_truth=b""))[0].error
     assert "bytes" in pool.score(requests("é" * 3_000_000))[0].error
 
 
 @pytest.mark.parametrize(
-    ("text", "kwargs", "complaint"),
+    ("text", "kwargs", "message"),
     [
-        ("def mian(answers): ...", {}, "did you mean 'mian'?"),
-        ("def main(answers", {}, "SyntaxError"),
-        ("REWARD_TYPE = 'function'\ndef main(answers): ...", {}, "REWARD_TYPE is 'function'"),
-        ("def main(answers, weight=1): ...", {"wieght": 2}, "did you mean 'weight'?"),
+        ("def mian(reward_inputs): ...", {}, "did you mean 'mian'?"),
+        ("def main(reward_inputs", {}, "SyntaxError"),
+        ("REWARD_TYPE = 'function'\ndef main(reward_inputs): ...", {}, "REWARD_TYPE is 'function'"),
+        ("def main(reward_inputs, weight=1): ...", {"wieght": 2}, "did you mean 'weight'?"),
         ("def main(reward_inputs, weight): ...", {}, "missing a required argument: 'weight'"),
-        ("print('about to end')\nimport os\nos._exit(5)", {}, "exited with code 5, while it loaded\nabout to end"),
+        ("print('about to end')\nimport os\nos._exit(5)", {}, "exited with code 5 while loading\nabout to end"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_anything_is_scored(pool_of, text, kwargs, complaint):
+def test_an_unusable_function_is_an_error_before_anything_is_scored(pool_of, text, kwargs, message):
     pool = pool_of(text, **kwargs)
     for use in (pool.ready, lambda: pool.score(requests("good"))):
-        with pytest.raises(RewardError) as refusal:
+        with pytest.raises(RewardError) as caught:
             use()
-        assert complaint in str(refusal.value)
+        assert message in str(caught.value)
 
 
-def test_a_missing_file_and_unportable_arguments_are_refused_at_once(pool_of):
+def test_a_missing_file_and_arguments_that_json_cannot_represent_are_immediate_errors(pool_of):
     with pytest.raises(RewardError, match="there is no file"):
         RewardPool("nowhere.py:main", kwargs={}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)
-    with pytest.raises(RewardError, match="cannot be handed to another process"):
+    with pytest.raises(RewardError, match="cannot be sent to another process"):
         pool_of(BATCH, weight={1, 2})
 
 
-def test_a_closed_pool_says_so(pool_of):
+def test_a_closed_pool_cannot_be_used(pool_of):
     pool = pool_of(BATCH)
     pool.close()
     with pytest.raises(RewardError, match="the reward pool is closed"):
         pool.score(requests("good"))
 
 
-def test_secrets_stay_out_of_the_workers(pool_of, monkeypatch):
+def test_workers_do_not_get_secrets(pool_of, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_123")
-    monkeypatch.setenv("HARMLESS_SETTING", "1")
+    monkeypatch.setenv("PLAIN_SETTING", "1")
     text = """
 import os
 def main(reward_input):
-    return {"overall": 0, "secret": "HF_TOKEN" in os.environ, "setting": "HARMLESS_SETTING" in os.environ}
+    return {"overall": 0, "secret": "HF_TOKEN" in os.environ, "setting": "PLAIN_SETTING" in os.environ}
 """
     assert pool_of(text).score(requests("a"))[0].parts == {"overall": 0.0, "secret": 0.0, "setting": 1.0}
 
 
-def test_what_looks_like_a_secret_is_taken_out_of_the_environment():
+def test_variables_that_look_like_secrets_are_removed():
     kept = {"PATH": "/bin", "HF_HOME": "/cache", "TOKENIZERS_PARALLELISM": "false", "HTTP_PROXY": "http://proxy:1"}
     secret = [
         "HF_TOKEN",
@@ -305,17 +305,17 @@ def test_what_looks_like_a_secret_is_taken_out_of_the_environment():
         "SSH_AUTH_SOCK",
     ]
     secrets = dict.fromkeys(secret, "x") | {"DATABASE_URL": "postgres://me:pw@host/db"}
-    ours = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert child_environment(kept | secrets) == kept | ours
+    added = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert child_environment(kept | secrets) == kept | added
 
 
-def test_lines_for_the_terminal_are_harmless():
-    assert harmless("a\x1b[2J\u202eb\tc é\r".encode()) == "a�[2J�b\tc é"
-    assert harmless(b"\xff") == "�"
-    assert harmless(b"z" * 600) == "z" * 500 + " ... (600 characters)"
+def test_printed_lines_are_sanitized():
+    assert sanitize_line("a\x1b[2J\u202eb\tc é\r".encode()) == "a�[2J�b\tc é"
+    assert sanitize_line(b"\xff") == "�"
+    assert sanitize_line(b"z" * 600) == "z" * 500 + " ... (600 characters)"
 
 
-def test_a_closed_pool_leaves_no_process(pool_of):
+def test_close_kills_all_processes(pool_of):
     text = """
 import os, subprocess
 def main(reward_input):
@@ -326,5 +326,5 @@ def main(reward_input):
     assert all(is_running(int(pid)) for pid in parts.values())
     pool.close()
     assert not is_running(int(parts["overall"]))
-    while is_running(int(parts["child"])):  # killed, too, but not ours to wait for: the test's time limit ends this
+    while is_running(int(parts["child"])):  # killed, too, but not a child of this process
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Answers that are graded while others are still to come, by real processes: the scores are those of score()."""
+"""RewardPool.scoring() with real processes: scores do not depend on when completions are added."""
 
 import os
 import random
@@ -13,18 +13,18 @@ from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 
-# Tells by files what it does, and does what the answer's ground truth says.
-GRADER = """
+# Writes files that show its progress, and behaves as the ground truth of a completion says.
+REWARD = """
 import os, pathlib, time
 
 REWARD_TYPE = "sequential"
 
-def main(answer):
-    notes = pathlib.Path(answer["row"]["notes"])
+def main(reward_input):
+    notes = pathlib.Path(reward_input["row"]["notes"])
     (notes / "pids").mkdir(exist_ok=True)
-    (notes / "pids" / answer["response"]).write_text(str(os.getpid()))
-    (notes / f"asked {answer['response']}").touch()
-    match answer["ground_truth"]:
+    (notes / "pids" / reward_input["response"]).write_text(str(os.getpid()))
+    (notes / f"started {reward_input['response']}").touch()
+    match reward_input["ground_truth"]:
         case "hang":
             time.sleep(1000)
         case "exit":
@@ -33,29 +33,29 @@ def main(answer):
             raise ValueError("no")
         case float(seconds):
             time.sleep(seconds)
-    (notes / f"graded {answer['response']}").touch()
-    return {"overall": float(len(answer["response"]))}
+    (notes / f"scored {reward_input['response']}").touch()
+    return {"overall": float(len(reward_input["response"]))}
 """
 
-# Scores that depend on which answers came together, as they should not: what shows that the same ones do.
-LISTS = """
+# Returns the composition of its chunk, to show that it does not change.
+BATCH = """
 REWARD_TYPE = "batch"
 
-def main(answers):
-    numbers = [int(answer["response"]) for answer in answers]
+def main(reward_inputs):
+    numbers = [int(reward_input["response"]) for reward_input in reward_inputs]
     if -1 in numbers:
-        raise ValueError("an answer that spoils its list")
-    return [{"overall": n, "first": numbers[0], "last": numbers[-1], "asked": len(numbers)} for n in numbers]
+        raise ValueError("a completion that fails its chunk")
+    return [{"overall": n, "first": numbers[0], "last": numbers[-1], "size": len(numbers)} for n in numbers]
 """
 
 
 @pytest.fixture(scope="module")
 def open_pool(tmp_path_factory):
-    """Return a function that makes a pool from a reward file's text, closed when the last test has ended."""
+    """Return a function that makes a pool from a reward file's text, closed after the last test."""
     pools = []
 
     def make(text, *, num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0):
-        file = tmp_path_factory.mktemp("reward") / "grade.py"
+        file = tmp_path_factory.mktemp("reward") / "reward.py"
         file.write_text(text)
         pools.append(
             RewardPool(
@@ -75,12 +75,12 @@ def open_pool(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(open_pool):
-    return open_pool(GRADER, num_workers=2)
+    return open_pool(REWARD, num_workers=2)
 
 
 @pytest.fixture(scope="module")
-def lists(open_pool):
-    return open_pool(LISTS, num_workers=2)
+def batch_pool(open_pool):
+    return open_pool(BATCH, num_workers=2)
 
 
 def request(response, notes="", truth="4", **row):
@@ -88,30 +88,30 @@ def request(response, notes="", truth="4", **row):
 
 
 def wait_for(path: Path) -> None:
-    """Return once there is such a file; the test's own time limit ends a wait in vain."""
+    """Return once the file exists; otherwise the time limit of the test applies."""
     while not path.exists():
         time.sleep(0.005)
 
 
-def test_an_answer_is_graded_before_the_next_is_there(pool, tmp_path):
-    with pool.scoring(num_answers=3) as scoring:
-        for place, response in [(2, "aaa"), (0, "a"), (1, "aa")]:
-            scoring.add(place, [request(response, tmp_path)])
-            wait_for(tmp_path / f"graded {response}")
+def test_a_completion_is_scored_before_the_next_is_added(pool, tmp_path):
+    with pool.scoring(num_completions=3) as scoring:
+        for index, response in [(2, "aaa"), (0, "a"), (1, "aa")]:
+            scoring.add(index, [request(response, tmp_path)])
+            wait_for(tmp_path / f"scored {response}")
         scores = scoring.result()
     assert [score.overall for score in scores] == [1.0, 2.0, 3.0]
     assert scores == pool.score([request("a" * length, tmp_path) for length in (1, 2, 3)])
 
 
-def test_nothing_is_hurried_by_a_thread_that_keeps_the_interpreter_to_itself(open_pool, tmp_path):
-    pool = open_pool(GRADER, num_workers=2, timeout_seconds=0.4)
-    with pool.scoring(num_answers=2) as scoring:
+def test_no_timeout_while_another_thread_holds_the_interpreter_lock(open_pool, tmp_path):
+    pool = open_pool(REWARD, num_workers=2, timeout_seconds=0.4)
+    with pool.scoring(num_completions=2) as scoring:
         scoring.add(0, [request("first", tmp_path, 0.1), request("second", tmp_path, 0.2)])
         for name in ("first", "second"):
-            wait_for(tmp_path / f"asked {name}")
+            wait_for(tmp_path / f"started {name}")
         interval = sys.getswitchinterval()
         sys.setswitchinterval(10)
-        try:  # beyond the limit of 0.4 s, after which both replies lie there unread
+        try:  # longer than the limit of 0.4 s; both results arrive in time but are not read
             released = time.monotonic() + 0.8
             while time.monotonic() < released:
                 pass
@@ -121,56 +121,56 @@ def test_nothing_is_hurried_by_a_thread_that_keeps_the_interpreter_to_itself(ope
 
 
 def arrivals(num_groups, *, without=()):
-    """Return orders in which groups may end."""
+    """Return orders in which groups may finish."""
     groups = [group for group in range(num_groups) if group not in without]
     return [groups, groups[::-1], *(random.Random(seed).sample(groups, len(groups)) for seed in range(4))]
 
 
-def scored(pool, numbers, groups, *, each):
-    with pool.scoring(num_answers=len(numbers)) as scoring:
+def score_in_order(pool, numbers, groups, *, group_size):
+    with pool.scoring(num_completions=len(numbers)) as scoring:
         for group in groups:
-            answers = numbers[group * each : (group + 1) * each]
-            scoring.add(group * each, [request(str(number)) for number in answers])
+            completions = numbers[group * group_size : (group + 1) * group_size]
+            scoring.add(group * group_size, [request(str(number)) for number in completions])
         return scoring.result()
 
 
-def test_a_function_that_is_handed_lists_gets_the_same_lists_whatever_ends_first(lists):
-    numbers = [*range(40)]  # in lists of 5, which are made of two groups of 4 each
-    numbers[13] = -1  # it spoils its list, whose others are then asked alone
-    expected = lists.score([request(str(number)) for number in numbers])
-    assert {score.parts["asked"] for score in expected if score.outcome == "ok"} == {1, 5}
+def test_chunks_of_a_batch_function_do_not_depend_on_the_order_of_groups(batch_pool):
+    numbers = [*range(40)]  # in chunks of 5, each with completions of two groups of 4
+    numbers[13] = -1  # it fails its chunk, whose others are then scored one by one
+    expected = batch_pool.score([request(str(number)) for number in numbers])
+    assert {score.parts["size"] for score in expected if score.outcome == "ok"} == {1, 5}
     assert [score.outcome for score in expected].count("failed") == 1
     for groups in arrivals(10):
-        assert scored(lists, numbers, groups, each=4) == expected
+        assert score_in_order(batch_pool, numbers, groups, group_size=4) == expected
 
 
-def test_a_list_lacks_what_is_lost_and_nothing_else_changes(lists):
+def test_a_chunk_omits_missing_completions_and_no_other_chunk_changes(batch_pool):
     numbers = [*range(40)]
     orders = arrivals(10, without=(2, 7))
-    expected = scored(lists, numbers, orders[0], each=4)
+    expected = score_in_order(batch_pool, numbers, orders[0], group_size=4)
     assert [score.overall for score in expected] == [n for n in numbers if n // 4 not in (2, 7)]
-    assert [score.parts["asked"] for score in expected[:8]] == [5] * 5 + [3] * 3  # 0 to 4; 5, 6, 7 without 8 and 9
+    assert [score.parts["size"] for score in expected[:8]] == [5] * 5 + [3] * 3  # 0 to 4; 5, 6, 7 without 8 and 9
     for groups in orders[1:]:
-        assert scored(lists, numbers, groups, each=4) == expected
+        assert score_in_order(batch_pool, numbers, groups, group_size=4) == expected
 
 
-def test_answers_that_are_asked_one_by_one_are_scored_the_same_whatever_ends_first(pool, tmp_path):
-    answers = [request("x" * length, tmp_path, "raise" if length % 4 == 3 else "4") for length in range(1, 25)]
-    expected = pool.score(answers)
+def test_scores_of_a_sequential_function_do_not_depend_on_the_order_of_groups(pool, tmp_path):
+    completions = [request("x" * length, tmp_path, "raise" if length % 4 == 3 else "4") for length in range(1, 25)]
+    expected = pool.score(completions)
     assert [score.outcome for score in expected] == ["ok", "ok", "failed", "ok"] * 6
     for groups in arrivals(6)[1:3]:
-        with pool.scoring(num_answers=24) as scoring:
+        with pool.scoring(num_completions=24) as scoring:
             for group in groups:
-                scoring.add(4 * group, answers[4 * group : 4 * group + 4])
+                scoring.add(4 * group, completions[4 * group : 4 * group + 4])
             assert scoring.result() == expected
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_who_leaves_in_the_middle_leaves_nobody_at_work_and_the_pool_usable(pool, tmp_path, error):
+def test_an_error_in_the_context_stops_the_workers_and_the_pool_is_usable(pool, tmp_path, error):
     def sample():
-        with pool.scoring(num_answers=9) as scoring:
+        with pool.scoring(num_completions=9) as scoring:
             scoring.add(0, [request("good", tmp_path), request("endless", tmp_path, "hang")])
-            wait_for(tmp_path / "asked endless")
+            wait_for(tmp_path / "started endless")
             raise error
 
     with pytest.raises(error):
@@ -179,23 +179,23 @@ def test_who_leaves_in_the_middle_leaves_nobody_at_work_and_the_pool_usable(pool
     assert [score.overall for score in pool.score([request("aa", tmp_path)] * 5)] == [2.0] * 5
 
 
-def test_who_does_not_want_the_result_need_not_wait_for_it(pool, tmp_path):
-    with pool.scoring(num_answers=1) as scoring:
+def test_leaving_the_context_does_not_wait_for_scores(pool, tmp_path):
+    with pool.scoring(num_completions=1) as scoring:
         scoring.add(0, [request("endless", tmp_path, "hang")])
-        wait_for(tmp_path / "asked endless")
+        wait_for(tmp_path / "started endless")
     assert not is_running(int((tmp_path / "pids" / "endless").read_text()))
     assert pool.score([request("a", tmp_path)])[0].overall == 1.0
 
 
-def test_a_grader_that_dies_or_hangs_meanwhile_costs_its_answer_alone(open_pool, tmp_path):
-    pool = open_pool(GRADER, num_workers=1, timeout_seconds=0.5)
-    with pool.scoring(num_answers=7) as scoring:
-        for place, truth in ((4, "exit"), (1, "hang")):
-            answers = [request("good", tmp_path), request(f"{place}", tmp_path, truth), request("better", tmp_path)]
-            scoring.add(place - 1, answers)
-            wait_for(tmp_path / f"asked {place}")
-            pid = int((tmp_path / "pids" / f"{place}").read_text())
-            while is_running(pid):  # its limit is kept while nobody asks for the result
+def test_a_crash_or_hang_before_result_affects_only_its_completion(open_pool, tmp_path):
+    pool = open_pool(REWARD, num_workers=1, timeout_seconds=0.5)
+    with pool.scoring(num_completions=7) as scoring:
+        for index, truth in ((4, "exit"), (1, "hang")):
+            completions = [request("good", tmp_path), request(f"{index}", tmp_path, truth), request("better", tmp_path)]
+            scoring.add(index - 1, completions)
+            wait_for(tmp_path / f"started {index}")
+            pid = int((tmp_path / "pids" / f"{index}").read_text())
+            while is_running(pid):  # the time limit holds before result() is called
                 time.sleep(0.005)
         scoring.add(6, [request("last", tmp_path)])
         scores = scoring.result()
@@ -205,69 +205,70 @@ def test_a_grader_that_dies_or_hangs_meanwhile_costs_its_answer_alone(open_pool,
 
 
 @pytest.mark.parametrize(
-    ("num_bad", "num_lost", "is_enough"), [(3, 0, True), (4, 0, False), (3, 2, False), (2, 2, True), (0, 10, True)]
+    ("num_bad", "num_missing", "is_allowed"), [(3, 0, True), (4, 0, False), (3, 2, False), (2, 2, True), (0, 10, True)]
 )
-def test_too_many_failures_are_told_by_their_share_of_all_whatever_comes_first(
-    open_pool, tmp_path, num_bad, num_lost, is_enough
-):
-    pool = open_pool(GRADER, max_failed_fraction=0.3)
-    answers = [request("good", tmp_path, "raise" if place < num_bad else "4") for place in range(10 - num_lost)]
-    places = [*range(len(answers))]
+def test_the_failed_fraction_does_not_depend_on_the_order(open_pool, tmp_path, num_bad, num_missing, is_allowed):
+    pool = open_pool(REWARD, max_failed_fraction=0.3)
+    completions = [request("good", tmp_path, "raise" if index < num_bad else "4") for index in range(10 - num_missing)]
+    indices = [*range(len(completions))]
 
     def outcomes(order):
-        with pool.scoring(num_answers=10) as scoring:
-            for place in order:
-                scoring.add(place, [answers[place]])
+        with pool.scoring(num_completions=10) as scoring:
+            for index in order:
+                scoring.add(index, [completions[index]])
             return [score.outcome for score in scoring.result()]
 
-    for order in (places, places[::-1]):
-        if is_enough:
-            assert outcomes(order) == ["failed"] * num_bad + ["ok"] * (len(answers) - num_bad)
+    for order in (indices, indices[::-1]):
+        if is_allowed:
+            assert outcomes(order) == ["failed"] * num_bad + ["ok"] * (len(completions) - num_bad)
         else:
-            with pytest.raises(RewardError, match=r'(?s)grade.py could not score .* raise ValueError\("no"\)'):
+            with pytest.raises(RewardError, match=r'(?s)reward.py could not score .* raise ValueError\("no"\)'):
                 outcomes(order)
 
 
-def test_too_many_failures_stop_who_would_add_more(open_pool, tmp_path):
-    pool = open_pool(GRADER, max_failed_fraction=0.001)
+def test_add_raises_after_too_many_failures(open_pool, tmp_path):
+    pool = open_pool(REWARD, max_failed_fraction=0.001)
 
     def add_many():
-        with pool.scoring(num_answers=1000) as scoring:
+        with pool.scoring(num_completions=1000) as scoring:
             scoring.add(0, [request("bad", tmp_path, "raise"), request("worse", tmp_path, "raise")])
-            for place in range(2, 1000):
-                scoring.add(place, [request("good", tmp_path)])
+            for index in range(2, 1000):
+                scoring.add(index, [request("good", tmp_path)])
                 time.sleep(0.02)
 
-    with pytest.raises(RewardError, match=r"could not score 2 of 1000 answers, and .* allows 1 "):
+    with pytest.raises(RewardError, match=r"could not score 2 of 1000 completions, and .* allows 1 "):
         add_many()
 
 
-def test_what_cannot_be_handed_over_is_said_to_the_caller(pool, tmp_path):
-    with pool.scoring(num_answers=2) as scoring:
+def test_values_that_json_cannot_represent_are_reported_to_the_caller(pool, tmp_path):
+    with pool.scoring(num_completions=2) as scoring:
         with pytest.warns(UserWarning, match="column 'sound' of the dataset"):
             scoring.add(1, [request("good", tmp_path, sound=b"\x00")])
         scoring.add(0, [request("good", tmp_path, truth=b"")])
-        refused, good = scoring.result()
+        invalid, good = scoring.result()
     assert good.overall == 4.0
-    assert "cannot be handed" in refused.error
+    assert "cannot be passed" in invalid.error
 
 
-def test_a_function_that_cannot_be_used_is_refused_before_anything_is_sampled(open_pool):
-    with pytest.raises(RewardError, match="did you mean 'mian'"), open_pool("def mian(a): ...").scoring(num_answers=1):
-        raise AssertionError("this is where sampling would begin")
+def test_an_unusable_function_is_an_error_before_sampling(open_pool):
+    with (
+        pytest.raises(RewardError, match="did you mean 'mian'"),
+        open_pool("def mian(a): ...").scoring(num_completions=1),
+    ):
+        raise AssertionError("sampling must not begin")
 
 
-def test_a_place_is_filled_once(pool, tmp_path):
-    with pool.scoring(num_answers=2) as scoring:
+def test_adding_an_index_twice_is_an_error(pool, tmp_path):
+    with pool.scoring(num_completions=2) as scoring:
         scoring.add(1, [request("a", tmp_path)])
         scoring.add(1, [request("a", tmp_path)])
-        with pytest.raises(AssertionError, match="1 came twice"):
+        with pytest.raises(AssertionError, match="index 1 was added twice"):
             scoring.result()
 
 
-def test_nothing_is_left_open(open_pool):
+def test_close_closes_all_files(open_pool):
     before = set(os.listdir("/proc/self/fd"))
-    pool = open_pool(GRADER)
+    pool = open_pool(REWARD)
     pool.score([request("a", "/tmp")])
     pool.close()
     assert set(os.listdir("/proc/self/fd")) <= before

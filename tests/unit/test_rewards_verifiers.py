@@ -1,4 +1,4 @@
-"""The shipped verifiers, on answers graded by hand; the example files must agree with them."""
+"""The math, r1v and dapo verifiers, on completions scored by hand; example files equal them."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ from trigon.rewards.verifiers import dapo, math, r1v
 EXAMPLES = Path(__file__).parents[2] / "examples" / "reward_function"
 
 
-def answer(response, ground_truth, response_length=10):
+def reward_input(response, ground_truth, response_length=10):
     return {"response": response, "ground_truth": ground_truth, "response_length": response_length}
 
 
@@ -20,11 +20,11 @@ MATH = [
     (r"<think>3 + 4</think> So it is \boxed{7}, I think.", "7", 1, 1),
     (r"<think>3 + 4</think>\boxed{8}", "7", 0, 1),
     (r"It is \boxed{7}", "7", 1, 0),
-    (r"so <think>3 + 4</think>\boxed{7}", "7", 1, 0),  # something stands before
-    (r"<think>3 + 4 is \boxed{7}</think>", "7", 1, 0),  # the box belongs after the thought
+    (r"so <think>3 + 4</think>\boxed{7}", "7", 1, 0),  # text before <think>
+    (r"<think>3 + 4 is \boxed{7}</think>", "7", 1, 0),  # the box must follow </think>
     (r"<think>3 + 4</think>7", "7", 0, 0),
-    (r"<think>3 + 4</think>\boxed{7", "7", 0, 0),  # never closed
-    ("< think >3 + 4< / think >\n\\boxed{7}", "7", 1, 1),  # spaces in the tags are forgiven
+    (r"<think>3 + 4</think>\boxed{7", "7", 0, 0),  # not closed
+    ("< think >3 + 4< / think >\n\\boxed{7}", "7", 1, 1),  # spaces in tags are allowed
     (r"<think>a</think>\boxed{1} or \boxed{2}", "2", 1, 1),  # the last box counts
     (r"<think>a</think>\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1, 1),
     (r"<think>a</think>\boxed{0.5}", r"\frac{1}{2}", 1, 1),
@@ -37,21 +37,21 @@ MATH = [
 ]
 
 
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "form"), MATH)
-def test_math_by_hand(response, ground_truth, accuracy, form):
-    assert math.compute_score(answer(response, ground_truth)) == {
-        "overall": pytest.approx(0.9 * accuracy + 0.1 * form),
+@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), MATH)
+def test_math_by_hand(response, ground_truth, accuracy, format_score):
+    assert math.compute_score(reward_input(response, ground_truth)) == {
+        "overall": pytest.approx(0.9 * accuracy + 0.1 * format_score),
         "accuracy": float(accuracy),
-        "format": float(form),
+        "format": float(format_score),
     }
 
 
-def test_the_weight_of_the_format_can_be_chosen():
-    right_but_unformatted = answer(r"\boxed{7}", "7")
-    assert math.compute_score(right_but_unformatted, format_weight=0.25)["overall"] == 0.75
+def test_the_weight_of_the_format_is_an_argument():
+    without_think = reward_input(r"\boxed{7}", "7")
+    assert math.compute_score(without_think, format_weight=0.25)["overall"] == 0.75
 
 
-def test_tidy_takes_white_space_around_angle_brackets_and_slashes_only():
+def test_tidy_only_removes_white_space_around_angle_brackets_and_slashes():
     assert math.tidy(" a  b < think >\t1 / 2 </ think > c ") == " a  b<think>1/2</think>c "
 
 
@@ -69,12 +69,12 @@ R1V = [
 ]
 
 
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "form"), R1V)
-def test_r1v_by_hand(response, ground_truth, accuracy, form):
-    assert r1v.compute_score(answer(response, ground_truth)) == {
-        "overall": 0.5 * accuracy + 0.5 * form,
+@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), R1V)
+def test_r1v_by_hand(response, ground_truth, accuracy, format_score):
+    assert r1v.compute_score(reward_input(response, ground_truth)) == {
+        "overall": 0.5 * accuracy + 0.5 * format_score,
         "accuracy": float(accuracy),
-        "format": float(form),
+        "format": float(format_score),
     }
 
 
@@ -102,26 +102,26 @@ def test_dapo_accuracy_by_hand(response, ground_truth, accuracy):
 
 
 @pytest.mark.parametrize(
-    ("length", "punishment"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0)]
+    ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0)]
 )
-def test_dapo_punishes_the_last_fifth_of_the_length(length, punishment):
-    assert dapo.overlong_punishment(length, max_response_length=100, overlong_buffer_length=20) == punishment
+def test_dapo_penalty_grows_over_the_buffer(length, penalty):
+    assert dapo.overlong_punishment(length, max_response_length=100, overlong_buffer_length=20) == penalty
 
 
-def test_dapo_without_a_buffer_punishes_only_beyond_the_limit():
+def test_dapo_penalty_without_a_buffer_applies_beyond_the_limit():
     assert dapo.overlong_punishment(100, max_response_length=100, overlong_buffer_length=0) == 0.0
     assert dapo.overlong_punishment(101, max_response_length=100, overlong_buffer_length=0) == -1.0
 
 
-def test_dapo_adds_accuracy_and_the_weighted_punishment():
+def test_dapo_adds_accuracy_and_the_weighted_penalty():
     limits = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
-    assert dapo.compute_score(answer("Answer: 34", "34", response_length=90), **limits) == {
+    assert dapo.compute_score(reward_input("Answer: 34", "34", response_length=90), **limits) == {
         "overall": 0.75,
         "accuracy": 1.0,
         "overlong": -0.5,
         "accuracy_normalized": 1.0,
     }
-    assert dapo.compute_score(answer("Answer: 33", "34", response_length=10), **limits) == {
+    assert dapo.compute_score(reward_input("Answer: 33", "34", response_length=10), **limits) == {
         "overall": -1.0,
         "accuracy": -1.0,
         "overlong": 0.0,
@@ -136,17 +136,23 @@ def example(name):
     return module
 
 
-def test_the_example_files_score_as_the_shipped_verifiers_do():
+def test_the_example_files_equal_the_shipped_verifiers():
     limits = {"max_response_length": 100, "overlong_buffer_length": 20, "overlong_penalty_factor": 0.5}
-    answers = [answer(response, truth) for response, truth, _, _ in MATH + R1V]
-    answers += [answer("Answer: 34", "34", response_length=length) for length in (10, 90, 200)]
-    assert example("math").compute_score(answers, 0.3) == [math.compute_score(one, 0.3) for one in answers]
-    assert [example("r1v").compute_score(one) for one in answers] == [r1v.compute_score(one) for one in answers]
-    assert example("dapo").compute_score(answers, **limits) == [dapo.compute_score(one, **limits) for one in answers]
+    reward_inputs = [reward_input(response, truth) for response, truth, _, _ in MATH + R1V]
+    reward_inputs += [reward_input("Answer: 34", "34", response_length=length) for length in (10, 90, 200)]
+    assert example("math").compute_score(reward_inputs, 0.3) == [
+        math.compute_score(single, 0.3) for single in reward_inputs
+    ]
+    assert [example("r1v").compute_score(single) for single in reward_inputs] == [
+        r1v.compute_score(single) for single in reward_inputs
+    ]
+    assert example("dapo").compute_score(reward_inputs, **limits) == [
+        dapo.compute_score(single, **limits) for single in reward_inputs
+    ]
 
 
 @pytest.mark.parametrize("text", [" \n" * 100_000, "</think>\\boxed{" * 20_000, "<think>" * 40_000, "<" * 200_000])
-def test_hostile_text_is_searched_in_linear_time(text):
-    """A search that takes quadratic time would run into the time limit of the test."""
+def test_adversarial_text_is_searched_in_linear_time(text):
+    """A search in quadratic time would exceed the time limit of the test."""
     assert math.format_reward(math.tidy("<think>" + text)) == 0.0
     assert r1v.format_reward("<think>" + text + "</answer>") == 0.0

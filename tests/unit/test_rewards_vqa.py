@@ -1,4 +1,4 @@
-"""Short answers and choices, graded by hand."""
+"""The VQA verifier, on completions scored by hand."""
 
 import importlib.util
 from pathlib import Path
@@ -10,12 +10,12 @@ from trigon.rewards.verifiers import vqa
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reward_function" / "vqa.py"
 
 
-def answer(response, ground_truth):
+def reward_input(response, ground_truth):
     return {"response": response, "ground_truth": ground_truth, "response_length": 10}
 
 
-GIVEN = [
-    # given, ground truth, the same
+COMPARISONS = [
+    # answer, ground truth, equal
     ("A red car.", "a red car", True),
     ("The Two red cars", "2 red cars", True),
     ("red car", "blue car", False),
@@ -38,7 +38,7 @@ GIVEN = [
     ("9" * 1001, "9" * 1001, False),
     ("", "x", False),
     ("nan", "7", False),
-    # choices
+    # multiple choice
     ("B", "B", True),
     ("b", "B", True),
     ("(B)", "B", True),
@@ -49,7 +49,7 @@ GIVEN = [
     ("The answer is (C).", "C", True),
     ("option d", "D", True),
     ("C", "B", False),
-    ("A dog", "A", False),  # an article, not a choice
+    ("A dog", "A", False),  # an article rather than a letter
     ("A or B", "A", False),
     ("A. or B.", "A", False),
     ("(A) and (B)", "A", False),
@@ -67,16 +67,16 @@ GIVEN = [
     ("sofa", [], False),
     ("2", 2, True),
     ("2", 2.0, True),
-    ("yes", True, False),  # a dataset of truth values says "True"
+    ("yes", True, False),  # the text of True is "True"
 ]
 
 
-@pytest.mark.parametrize(("given", "ground_truth", "same"), GIVEN)
-def test_answers_by_hand(given, ground_truth, same):
-    assert vqa.accuracy_reward(f"<think>a</think><answer>{given}</answer>", ground_truth) == float(same)
+@pytest.mark.parametrize(("answer", "ground_truth", "equal"), COMPARISONS)
+def test_answers_by_hand(answer, ground_truth, equal):
+    assert vqa.accuracy_reward(f"<think>a</think><answer>{answer}</answer>", ground_truth) == float(equal)
 
 
-ANSWERS = [
+CASES = [
     # response, ground truth, accuracy, format
     ("<think>a</think><answer>B</answer>", "B", 1, 1),
     ("<think>a</think><answer>C</answer>", "B", 0, 1),
@@ -86,18 +86,20 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "form"), ANSWERS)
-def test_vqa_by_hand(response, ground_truth, accuracy, form):
-    assert vqa.compute_score(answer(response, ground_truth)) == {
-        "overall": pytest.approx(0.9 * accuracy + 0.1 * form),
+@pytest.mark.parametrize(("response", "ground_truth", "accuracy", "format_score"), CASES)
+def test_scores_by_hand(response, ground_truth, accuracy, format_score):
+    assert vqa.compute_score(reward_input(response, ground_truth)) == {
+        "overall": pytest.approx(0.9 * accuracy + 0.1 * format_score),
         "accuracy": float(accuracy),
-        "format": float(form),
+        "format": float(format_score),
     }
 
 
-def test_the_example_file_scores_as_the_shipped_verifier_does():
+def test_the_example_file_equals_the_shipped_verifier():
     spec = importlib.util.spec_from_file_location("example_vqa", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    answers = [answer(response, truth) for response, truth, _, _ in ANSWERS]
-    assert [example.compute_score(one, 0.3) for one in answers] == [vqa.compute_score(one, 0.3) for one in answers]
+    reward_inputs = [reward_input(response, truth) for response, truth, _, _ in CASES]
+    assert [example.compute_score(single, 0.3) for single in reward_inputs] == [
+        vqa.compute_score(single, 0.3) for single in reward_inputs
+    ]

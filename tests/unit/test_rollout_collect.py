@@ -1,11 +1,11 @@
-"""Prompts become scored groups: everything in order, and the reward function sees all there is to see, in time."""
+"""collect() samples and scores groups, in order; scoring overlaps with sampling."""
 
 import time
 from contextlib import closing, contextmanager
 
 import pytest
-import torch
 
+from support.rollout import NO_WEIGHTS
 from trigon.errors import EngineError, RewardError
 from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
@@ -18,16 +18,16 @@ SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 REWARD = """
 REWARD_TYPE = "sequential"
 
-def reward(answer):
-    assert set(answer) == {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row"}
-    digit, _, seed = answer["response"].partition(" ")
+def reward(completion):
+    assert set(completion) == {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row"}
+    digit, _, seed = completion["response"].partition(" ")
     return {
-        "overall": float(digit == answer["ground_truth"]),
-        "length": answer["response_length"],
+        "overall": float(digit == completion["ground_truth"]),
+        "length": completion["response_length"],
         "seed": float(seed),
-        "stopped": answer["finish_reason"] == "stop",
-        "asked": answer["prompt"] == "How many?",
-        "level": answer["row"]["level"],
+        "stopped": completion["finish_reason"] == "stop",
+        "has_prompt": completion["prompt"] == "How many?",
+        "level": completion["row"]["level"],
     }
 """
 
@@ -48,19 +48,19 @@ def rewards(tmp_path):
 
 
 class Phases:
-    """Remembers what was announced: (name, total, how far it came)."""
+    """Records the phases that were announced: (name, total, progress)."""
 
     def __init__(self):
-        self.seen = []
+        self.announced = []
 
     @contextmanager
     def __call__(self, name, *, total=None):
         done = []
         yield done.append
-        self.seen.append((name, total, sum(done)))
+        self.announced.append((name, total, sum(done)))
 
 
-def prompts():
+def make_prompts():
     return [
         Prompt(f"train:{i}", (1, 2, 3), None, text="How many?", ground_truth=str(i), row={"level": i}, image_refs=())
         for i in range(4)
@@ -68,135 +68,140 @@ def prompts():
 
 
 def test_groups_come_in_order_with_their_scores(tokenizer, rewards):
-    def answer(prompt, version, seed):
-        return f"{2 * (int(prompt.ground_truth) // 2)} {seed % 1000}"  # right for the even prompts
+    def complete(prompt, version, seed):
+        return f"{2 * (int(prompt.ground_truth) // 2)} {seed % 1000}"  # correct for prompts with an even number
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
-    phases, asked = Phases(), prompts()
-    with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
-        groups = collect(asked, engine, rewards, SAMPLING, step=1, phase=phases)
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
+    phases, prompts = Phases(), make_prompts()
+    with engine.awake(NO_WEIGHTS, version=0):
+        groups = collect(prompts, engine, rewards, SAMPLING, step=1, phase=phases)
 
-    assert [group.prompt for group in groups] == asked
+    assert [group.prompt for group in groups] == prompts
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3] * 2
     assert all(rollout.score.outcome == "ok" for group in groups for rollout in group.rollouts)
     for level, group in enumerate(groups):
         for rollout in group.rollouts:
             completion, parts = rollout.completion, rollout.score.parts
             assert completion.text.split()[1] == str(int(parts["seed"]))
-            assert (parts["stopped"], parts["asked"], parts["level"]) == (1.0, 1.0, level)
+            assert (parts["stopped"], parts["has_prompt"], parts["level"]) == (1.0, 1.0, level)
             assert parts["length"] == len(completion.token_ids)
-    assert phases.seen == [("gen", 12, 12), ("reward", None, 0)]
+    assert phases.announced == [("gen", 12, 12), ("reward", None, 0)]
 
 
-def test_no_prompts_no_groups(tokenizer, rewards):
+def test_no_prompts_give_no_groups(tokenizer, rewards):
     engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
-    with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
+    with engine.awake(NO_WEIGHTS, version=0):
         assert collect([], engine, rewards, SAMPLING, step=1, phase=Phases()) == []
 
 
-class Failing(FakeEngine):
-    """Fails to sample some prompts."""
+class FailingEngine(FakeEngine):
+    """A fake engine that fails to sample the prompts of these indices."""
 
-    fails: tuple[int, ...] = ()
+    failing: tuple[int, ...] = ()
 
     def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
-        def hear(index, row):
-            on_group(index, [] if index in self.fails else row)
+        def forward_group(index, row):
+            on_group(index, [] if index in self.failing else row)
 
-        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=hear)
-        return [[] if index in self.fails else row for index, row in enumerate(rows)]
+        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=forward_group)
+        return [[] if index in self.failing else row for index, row in enumerate(rows)]
 
 
-def test_a_prompt_that_the_engine_fails_for_is_left_out(tokenizer, rewards):
-    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
-    engine.fails = (0, 2)
-    asked = prompts()
-    with engine.awake(iter([("updates", torch.zeros(1))]), version=0):
-        groups = collect(asked, engine, rewards, SAMPLING, step=1, phase=Phases())
-    assert [group.prompt for group in groups] == [asked[1], asked[3]]
+def test_a_prompt_that_the_engine_fails_to_sample_has_no_group(tokenizer, rewards):
+    engine = FailingEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
+    engine.failing = (0, 2)
+    prompts = make_prompts()
+    with engine.awake(NO_WEIGHTS, version=0):
+        groups = collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
+    assert [group.prompt for group in groups] == [prompts[1], prompts[3]]
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[1.0] * 3, [0.0] * 3]
 
 
-def test_an_engine_that_fails_for_every_prompt_ends_the_run(tokenizer, rewards):
-    engine = Failing(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
-    engine.fails = (0, 1, 2, 3)
+def test_an_engine_that_fails_for_every_prompt_raises(tokenizer, rewards):
+    engine = FailingEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "1 1")
+    engine.failing = (0, 1, 2, 3)
     with (
-        engine.awake(iter([("updates", torch.zeros(1))]), version=0),
+        engine.awake(NO_WEIGHTS, version=0),
         pytest.raises(EngineError, match="failed to sample any of 4 prompts"),
     ):
-        collect(prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
+        collect(make_prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
 
 
-# Tells by files what it has graded, and how many answers it was handed together.
-NOTING = """
+# Writes a file for each completion that it scored, and returns how many completions it scored in
+# one call.
+RECORDING_REWARD = """
 import pathlib
 
 REWARD_TYPE = {contract!r}
 
-def one(answer, together):
-    if answer["ground_truth"] in {bad!r}:
+def score(completion, batch_size):
+    if completion["ground_truth"] in {failing!r}:
         raise ValueError("no")
-    (pathlib.Path({notes!r}) / ("graded " + answer["ground_truth"])).touch()
-    return {{"overall": float(answer["ground_truth"]), "together": together}}
+    (pathlib.Path({folder!r}) / ("scored " + completion["ground_truth"])).touch()
+    return {{"overall": float(completion["ground_truth"]), "batch_size": batch_size}}
 
-def reward(answers):
-    return one(answers, 1) if REWARD_TYPE == "sequential" else [one(answer, len(answers)) for answer in answers]
+def reward(completions):
+    if REWARD_TYPE == "sequential":
+        return score(completions, 1)
+    return [score(completion, len(completions)) for completion in completions]
 """
 
 
-def noting(folder, contract, *, bad=(), max_failed_fraction=0.0):
-    (folder / "noting.py").write_text(NOTING.format(contract=contract, bad=bad, notes=str(folder)))
-    spec = f"{folder / 'noting.py'}:reward"
+def recording_rewards(folder, contract, *, failing=(), max_failed_fraction=0.0):
+    (folder / "recording.py").write_text(
+        RECORDING_REWARD.format(contract=contract, failing=failing, folder=str(folder))
+    )
+    spec = f"{folder / 'recording.py'}:reward"
     return closing(
         RewardPool(spec, kwargs={}, num_workers=1, timeout_seconds=20, max_failed_fraction=max_failed_fraction)
     )
 
 
 @pytest.mark.parametrize("contract", ["sequential", "batch"])
-def test_answers_are_graded_before_the_last_is_sampled(tokenizer, tmp_path, contract):
-    def answer(prompt, version, seed):
-        if prompt.ground_truth == "3":  # the test's own time limit ends a wait in vain
-            while not (tmp_path / "graded 0").exists():
+def test_completions_are_scored_before_the_last_one_is_sampled(tokenizer, tmp_path, contract):
+    def complete(prompt, version, seed):
+        if prompt.ground_truth == "3":  # the test's time limit ends the wait if nothing is scored
+            while not (tmp_path / "scored 0").exists():
                 time.sleep(0.005)
         return "1"
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
-    with noting(tmp_path, contract) as rewards, engine.awake(iter([]), version=0):
-        groups = collect(prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
+    with recording_rewards(tmp_path, contract) as rewards, engine.awake(NO_WEIGHTS, version=0):
+        groups = collect(make_prompts(), engine, rewards, SAMPLING, step=1, phase=Phases())
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[i] * 3 for i in range(4)]
-    together = 1 if contract == "sequential" else 3  # a quarter of the twelve
-    assert {rollout.score.parts["together"] for group in groups for rollout in group.rollouts} == {together}
+    batch_size = 1 if contract == "sequential" else 3  # a group
+    assert {rollout.score.parts["batch_size"] for group in groups for rollout in group.rollouts} == {batch_size}
 
 
-def test_an_engine_that_fails_in_the_middle_leaves_the_graders_usable(tokenizer, rewards):
-    def answer(prompt, version, seed):
+def test_reward_workers_remain_usable_after_an_engine_error(tokenizer, rewards):
+    def complete(prompt, version, seed):
         if prompt.ground_truth == "2":
             raise EngineError("out of memory")
         return "1 1"
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
-    asked = prompts()
-    with engine.awake(iter([]), version=0):
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
+    prompts = make_prompts()
+    with engine.awake(NO_WEIGHTS, version=0):
         with pytest.raises(EngineError, match="out of memory"):
-            collect(asked, engine, rewards, SAMPLING, step=1, phase=Phases())
-        groups = collect(asked[:2], engine, rewards, SAMPLING, step=1, phase=Phases())
+            collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
+        groups = collect(prompts[:2], engine, rewards, SAMPLING, step=1, phase=Phases())
     assert [[rollout.score.overall for rollout in group.rollouts] for group in groups] == [[0.0] * 3, [1.0] * 3]
 
 
-def test_too_many_failures_end_the_sampling(tokenizer, tmp_path):
+def test_too_many_reward_failures_stop_the_sampling(tokenizer, tmp_path):
     sampled = []
 
-    def answer(prompt, version, seed):
+    def complete(prompt, version, seed):
         sampled.append(prompt.prompt_id)
         time.sleep(0.01)
         return "1"
 
-    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=answer)
-    many = prompts() * 200
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=complete)
+    prompts = make_prompts() * 200
     with (
-        noting(tmp_path, "sequential", bad=("0",)) as rewards,
-        engine.awake(iter([]), version=0),
-        pytest.raises(RewardError, match="could not score 1 of 2400 answers"),
+        recording_rewards(tmp_path, "sequential", failing=("0",)) as rewards,
+        engine.awake(NO_WEIGHTS, version=0),
+        pytest.raises(RewardError, match="could not score 1 of 2400 completions"),
     ):
-        collect(many, engine, rewards, SAMPLING, step=1, phase=Phases())
+        collect(prompts, engine, rewards, SAMPLING, step=1, phase=Phases())
     assert len(sampled) < 2400

@@ -1,13 +1,13 @@
-"""Each sample has a seed of its own, which depends on nothing else."""
+"""The seed of a sample is a function of (run seed, step, prompt, sample) alone."""
 
 from trigon.rollout.seeds import sample_seed
 
 
-def test_a_seed_is_the_same_in_every_version_of_the_program():
+def test_a_seed_does_not_change_between_versions_of_trigon():
     assert sample_seed(1, step=2, prompt_id="train:17", sample=3) == 7240194199493609275
 
 
-def test_each_of_the_four_changes_the_seed():
+def test_each_argument_changes_the_seed():
     seeds = {
         sample_seed(run_seed, step=step, prompt_id=f"train:{row}", sample=sample)
         for run_seed in range(3)
@@ -18,7 +18,7 @@ def test_each_of_the_four_changes_the_seed():
     assert len(seeds) == 3 * 10 * 20 * 8
 
 
-def test_numbers_that_read_alike_side_by_side_are_kept_apart():
+def test_arguments_that_concatenate_to_the_same_text_have_different_seeds():
     assert sample_seed(1, step=11, prompt_id="a", sample=1) != sample_seed(11, step=1, prompt_id="a", sample=1)
     assert sample_seed(1, step=2, prompt_id="3/a", sample=4) != sample_seed(1, step=2, prompt_id="a", sample=3)
 

@@ -1,4 +1,4 @@
-"""What a batch looks like in numbers, counted by hand."""
+"""Metrics of a batch of groups, computed by hand."""
 
 import math
 
@@ -19,13 +19,13 @@ def group(prompt_length, *rollouts):
     return RolloutGroup(Prompt("train:0", (1,) * prompt_length, None, "", "", {}, ()), rollouts)
 
 
-def graded(overall, **parts):
-    return {"overall": overall, **parts}
+def parts(overall, **others):
+    return {"overall": overall, **others}
 
 
 GROUPS = [
-    group(10, rollout(2, graded(1.0, accuracy=1.0)), rollout(4, graded(0.0, accuracy=0.0), finish_reason="length")),
-    group(30, rollout(3, graded(0.5, accuracy=1.0, extra=4.0)), rollout(1, {}, outcome="timeout")),
+    group(10, rollout(2, parts(1.0, accuracy=1.0)), rollout(4, parts(0.0, accuracy=0.0), finish_reason="length")),
+    group(30, rollout(3, parts(0.5, accuracy=1.0, extra=4.0)), rollout(1, {}, outcome="timeout")),
     group(20, rollout(6, {}, outcome="failed"), rollout(8, {}, outcome="failed", finish_reason="length")),
 ]
 REWARDS = torch.tensor([[1.0, 0.0], [0.5, 0.0], [0.0, 0.0]])
@@ -35,51 +35,51 @@ ADVANTAGES = [
 ]
 
 
-GRADED = torch.tensor([[True, True], [True, False], [False, False]])
+VALID = torch.tensor([[True, True], [True, False], [False, False]])
 
 
-def described():
-    return values({**describe_groups(GROUPS), **describe_learned(GROUPS, REWARDS, ADVANTAGES, GRADED)})
+def metrics():
+    return values({**describe_groups(GROUPS), **describe_learned(GROUPS, REWARDS, ADVANTAGES, VALID)})
 
 
-def test_rewards_are_averaged_over_the_answers_that_have_them():
-    numbers = described()
-    assert numbers["reward/overall"] == 0.5  # of three graded answers
+def test_rewards_are_averaged_over_the_completions_that_have_them():
+    numbers = metrics()
+    assert numbers["reward/overall"] == 0.5  # of three scored completions
     assert numbers["reward/accuracy"] == pytest.approx(2 / 3)
     assert numbers["reward/extra"] == 4.0  # of the one that has it
     assert [numbers[f"critic/score/{figure}"] for figure in ("mean", "max", "min")] == [0.5, 1.0, 0.0]
 
 
-def test_groups_are_compared_within_themselves():
-    numbers = described()
-    # The first group's rewards are 1 and 0, the second's is alone, the third has none.
+def test_group_metrics_compare_the_rewards_within_a_group():
+    numbers = metrics()
+    # The first group has rewards 1 and 0, the second has one reward, the third none.
     assert numbers["group/equal_rewards_fraction"] == 0.5
     assert numbers["group/reward_std"] == 0.25
     assert numbers["group/all_right_fraction"] == 0.5
     assert numbers["group/all_wrong_fraction"] == 0.0
 
 
-def test_failures_of_the_grader_are_counted():
-    numbers = described()
+def test_failures_of_the_reward_function_are_counted():
+    numbers = metrics()
     assert (numbers["grader/failed"], numbers["grader/timeout"]) == (2.0, 1.0)
 
 
-def test_lengths_are_of_all_answers_and_of_each_prompt_once():
-    numbers = described()
+def test_lengths_count_all_completions_and_each_prompt_once():
+    numbers = metrics()
     assert [numbers[f"response_length/{figure}"] for figure in ("mean", "max", "min")] == [4.0, 8.0, 1.0]
     assert numbers["response_length/clip_ratio"] == pytest.approx(2 / 6)
     assert [numbers[f"prompt_length/{figure}"] for figure in ("mean", "max", "min")] == [20.0, 30.0, 10.0]
 
 
-def test_advantages_are_described():
-    numbers = described()
+def test_advantages_have_metrics():
+    numbers = metrics()
     assert numbers["critic/advantages/max"] == pytest.approx(0.7)
     assert numbers["critic/advantages/mean"] == pytest.approx(0.0)
 
 
-def test_a_whole_batch_without_grades_has_no_rewards():
+def test_a_batch_without_scores_has_no_reward_metrics():
     numbers = values(
-        {**describe_groups(GROUPS[2:]), **describe_learned(GROUPS[2:], REWARDS[2:], ADVANTAGES[2:], GRADED[2:])}
+        {**describe_groups(GROUPS[2:]), **describe_learned(GROUPS[2:], REWARDS[2:], ADVANTAGES[2:], VALID[2:])}
     )
     assert not any(key.startswith(("reward/", "critic/score/")) for key in numbers)
     assert math.isnan(numbers["group/equal_rewards_fraction"])
@@ -87,8 +87,8 @@ def test_a_whole_batch_without_grades_has_no_rewards():
     assert numbers["grader/failed"] == 2.0
 
 
-def test_without_an_accuracy_nothing_is_said_of_right_and_wrong():
-    groups = [group(1, rollout(1, graded(0.25)), rollout(1, graded(0.25)))]
+def test_without_an_accuracy_there_are_no_all_right_and_all_wrong_fractions():
+    groups = [group(1, rollout(1, parts(0.25)), rollout(1, parts(0.25)))]
     numbers = values(describe_groups(groups))
     assert "group/all_right_fraction" not in numbers
     assert "group/all_wrong_fraction" not in numbers
@@ -96,14 +96,14 @@ def test_without_an_accuracy_nothing_is_said_of_right_and_wrong():
     assert numbers["group/reward_std"] == 0.0
 
 
-def test_rewards_that_float_sums_would_tell_apart_are_equal():
-    third = 0.1  # 0.1 + 0.1 + 0.1 is not 0.3
-    groups = [group(1, *(rollout(1, graded(third)) for _ in range(3)))]
+def test_equal_rewards_have_a_standard_deviation_of_exactly_zero():
+    reward = 0.1  # in floating point, 0.1 + 0.1 + 0.1 is not 0.3
+    groups = [group(1, *(rollout(1, parts(reward)) for _ in range(3)))]
     numbers = values(describe_groups(groups))
     assert numbers["group/reward_std"] == 0.0
 
 
-def test_validation_speaks_under_its_own_names():
+def test_validation_metrics_have_their_own_keys():
     assert values(describe_validation(GROUPS)) == {
         "val/reward_score": 0.5,
         "val/overall_reward": 0.5,
@@ -121,6 +121,6 @@ def test_validation_speaks_under_its_own_names():
     }
 
 
-@pytest.mark.parametrize("groups", [[], GROUPS[2:]], ids=["no answers", "no grades"])
-def test_a_validation_without_grades_has_a_score_that_is_no_number(groups):
+@pytest.mark.parametrize("groups", [[], GROUPS[2:]], ids=["no completions", "no scores"])
+def test_the_score_of_a_validation_without_scores_is_nan(groups):
     assert math.isnan(values(describe_validation(groups))["val/reward_score"])

@@ -1,4 +1,4 @@
-"""The generated drawings: Geometry3K's schema, disjoint files, balanced answers that only the picture tells."""
+"""The generated drawings: schema, disjoint files, balanced answers that need the image."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_dataset(tmp_path_factory.mktemp("drawings"), num_train=240, num_validation=60, seed=0)
 
 
-def test_datasets_reads_the_columns_of_geometry3k_back_with_pictures(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_datasets_reads_the_columns_of_geometry3k_with_images(files: tuple[Path, Path], tmp_path: Path) -> None:
     import datasets
 
     for path, num_rows in zip(files, (240, 60), strict=True):
@@ -40,15 +40,15 @@ def test_datasets_reads_the_columns_of_geometry3k_back_with_pictures(files: tupl
         assert rows.features["images"] == datasets.List(datasets.Image())
         assert rows.features["answer"] == datasets.Value("string")
         assert len(rows) == num_rows
-        [picture] = rows[0]["images"]
-        assert (picture.mode, picture.size) == ("RGB", (84, 84))
+        [image] = rows[0]["images"]
+        assert (image.mode, image.size) == ("RGB", (84, 84))
 
 
-def test_the_picture_is_stored_as_png_bytes(files: tuple[Path, Path]) -> None:
+def test_images_are_stored_as_png_bytes(files: tuple[Path, Path]) -> None:
     assert all(_png(row).startswith(b"\x89PNG\r\n\x1a\n") for path in files for row in _rows(path))
 
 
-def test_no_drawing_comes_twice_in_a_file_or_in_both(files: tuple[Path, Path]) -> None:
+def test_all_drawings_are_different(files: tuple[Path, Path]) -> None:
     pixels = [_pixels(row) for path in files for row in _rows(path)]
     assert len(set(pixels)) == 300
 
@@ -59,7 +59,7 @@ def test_answers_are_equally_frequent_in_both_files(files: tuple[Path, Path]) ->
     assert validation == {str(area): 10 for area in range(1, 7)}
 
 
-def test_the_question_is_the_same_for_all_and_holds_one_marker(files: tuple[Path, Path]) -> None:
+def test_the_problem_text_is_the_same_for_all_rows_and_has_one_image_marker(files: tuple[Path, Path]) -> None:
     assert {row["problem"] for path in files for row in _rows(path)} == {PROBLEM}
     assert PROBLEM.count("<image>") == 1
     assert not any(character.isdigit() for character in PROBLEM)
@@ -67,20 +67,19 @@ def test_the_question_is_the_same_for_all_and_holds_one_marker(files: tuple[Path
 
 def test_the_answer_is_the_number_of_shaded_cells(files: tuple[Path, Path]) -> None:
     for row in _rows(files[1]):
-        picture = Image.open(io.BytesIO(_png(row)))
-        middles = [
-            picture.getpixel((column * CELL_PIXELS + 14, line * CELL_PIXELS + 14))
+        image = Image.open(io.BytesIO(_png(row)))
+        centres = [
+            image.getpixel((column * CELL_PIXELS + 14, line * CELL_PIXELS + 14))
             for column in range(CELLS)
             for line in range(CELLS)
         ]
-        paper = max(
-            middles, key=sum
-        )  # paper is lighter than every shade, and at most NUM_ANSWERS of 9 cells are shaded
-        assert str(sum(middle != paper for middle in middles)) == row["answer"]
+        # The paper is lighter than every shade, and at most NUM_ANSWERS of 9 cells are shaded.
+        paper = max(centres, key=sum)
+        assert str(sum(centre != paper for centre in centres)) == row["answer"]
     assert NUM_ANSWERS < CELLS**2
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_drawings(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_different_drawings(tmp_path: Path) -> None:
     first, again, other = (
         make_dataset(tmp_path / name, num_train=12, num_validation=6, seed=seed)
         for name, seed in (("first", 5), ("again", 5), ("other", 6))
@@ -89,7 +88,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_drawings(tmp_
     assert not {_pixels(row) for row in _rows(first[0])} & {_pixels(row) for row in _rows(other[0])}
 
 
-def test_blank_pictures_are_all_one_colour_and_leave_the_rest_alone(files: tuple[Path, Path]) -> None:
+def test_blank_images_have_one_colour_and_the_other_columns_are_unchanged(files: tuple[Path, Path]) -> None:
     _, validation = files
     rows, blank_rows = _rows(validation), _rows(validation.with_name(BLANK))
     assert [row["answer"] for row in rows] == [row["answer"] for row in blank_rows]

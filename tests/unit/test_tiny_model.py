@@ -1,4 +1,4 @@
-"""The tiny model folders: genuine, complete, small, and the same bytes for the same arguments."""
+"""The tiny model folders: complete, small, and the same bytes for the same arguments."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _load(folder: Path, model_type: str):
     return auto_class.from_pretrained(folder, local_files_only=True)
 
 
-def test_another_model_type_is_refused_with_the_possible_ones(tmp_path: Path) -> None:
+def test_the_error_of_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'gpt2'.*qwen2_5_vl, qwen3_vl, .*, llama"):
         make_tiny(tmp_path, model_type="gpt2")
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ALL_TYPES)
-def test_it_loads_as_its_family_with_under_a_million_parameters(
+def test_a_model_loads_as_its_family_with_under_a_million_parameters(
     model_type: str, tied: bool, tiny_model: MakeTiny
 ) -> None:
     model = _load(tiny_model(model_type, tie_word_embeddings=tied), model_type)
@@ -72,13 +72,13 @@ def test_another_seed_changes_the_weights_and_nothing_else(tmp_path: Path) -> No
     assert first.keys() == second.keys()
 
 
-def test_making_a_model_does_not_touch_the_global_random_state(tmp_path: Path) -> None:
+def test_making_a_model_does_not_change_the_global_random_state(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     make_tiny(tmp_path)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_tokenizer_spells_any_text_and_keeps_special_tokens_last(tiny_vlm: Path) -> None:
+def test_the_tokenizer_round_trips_any_text_and_has_special_tokens_last(tiny_vlm: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_vlm)
@@ -90,27 +90,31 @@ def test_the_tokenizer_spells_any_text_and_keeps_special_tokens_last(tiny_vlm: P
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_the_chat_layout_is_qwens(tiny_vlm: Path) -> None:
+def test_the_chat_layout_is_that_of_qwen(tiny_vlm: Path) -> None:
     from transformers import AutoTokenizer
 
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
     tokenizer = AutoTokenizer.from_pretrained(tiny_vlm)
-    shown = tokenizer.apply_chat_template(
+    rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
     )
-    assert shown == (
+    assert rendered == (
         "<|im_start|>system\nYou answer questions about pictures.<|im_end|>\n"
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    own = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    assert tokenizer.apply_chat_template(own, tokenize=False) == (
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A"},
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
     )
 
 
 @pytest.mark.parametrize("model_type", VISION_TYPES)
-def test_a_drawing_becomes_image_tokens_and_reaches_the_logits(model_type: str, tiny_model: MakeTiny) -> None:
+def test_an_image_becomes_image_tokens_and_changes_the_logits(model_type: str, tiny_model: MakeTiny) -> None:
     from transformers import AutoProcessor
 
     folder = tiny_model(model_type)
@@ -121,7 +125,8 @@ def test_a_drawing_becomes_image_tokens_and_reaches_the_logits(model_type: str, 
         parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
         text = processor.apply_chat_template([{"role": "user", "content": parts}])
         batch = processor(text=[text], images=[Image.new("RGB", (84, 84), colour)], return_tensors="pt")
-        # Five tiles of four tokens (one of them the whole drawing), one tile of sixteen, or nine for 84 x 84 pixels.
+        # Five tiles of four tokens (one is the thumbnail), one of sixteen, or nine tokens for 84 x
+        # 84 pixels.
         expected = {"internvl": 20, "llava": 16}.get(model_type, 9)
         assert (batch["input_ids"] == model.config.image_token_id).sum() == expected
         with torch.no_grad():
@@ -141,7 +146,7 @@ def test_qwen2_5_vl_has_window_and_full_attention_and_qwen3_vl_has_deepstack(tin
 
 
 @pytest.mark.parametrize("model_type", ALL_TYPES)
-def test_generation_ends_at_either_end_token(model_type: str, tiny_model: MakeTiny) -> None:
+def test_generation_stops_at_both_end_tokens(model_type: str, tiny_model: MakeTiny) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
     folder = tiny_model(model_type)

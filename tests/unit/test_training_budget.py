@@ -1,4 +1,4 @@
-"""How many tokens a pass may take: measured, agreed, proved, and without a trace in what is learned."""
+"""Measuring token budgets: the fit, agreement between ranks, and no effect on training."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from support.engines import FULL_KL_TERMS, KL_TERMS, TERMS, make_engine, make_ro
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.metrics import values
-from trigon.training.budget import Budgets, Lengths, dummy_group, measure_budgets, tune_engines
+from trigon.training.budget import Budgets, Lengths, measure_budgets, tune_engines
+from trigon.training.dry_run import dummy_group
 from trigon.training.memory import CudaMemory, HostMemory
 from trigon.training.parallel import SingleProcess
+from trigon.types import TrainGroup
 
 GIB = 2**30
 LENGTHS = Lengths(prompt_tokens=60, response_tokens=40, image_pixels=None, update_tokens=900, step_tokens=700)
 
 
-class Emulated:
-    """A device that takes so much for a pass as is said, and remembers how many tokens each had. Satisfies Memory."""
+class EmulatedMemory:
+    """A device on which a pass takes peak(tokens) bytes. Satisfies Memory.
+
+    passes: the number of tokens of each pass.
+    """
 
     device_name = "Emulated"
-    most_tokens: int | None = None
+    max_tokens: int | None = None
 
     def __init__(self, *, total: int, free: int, peak: Callable[[int], int]) -> None:
         self.total_bytes = total
@@ -39,7 +44,10 @@ class Emulated:
         return self._free
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """The work is not done; its one variable is the groups of the row."""
+        """Record the pass without making it.
+
+        The only sequence in the closure of the function is the list of groups.
+        """
         [groups] = [cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, Sequence)]
         self.passes.append(sum(map(tokens_of, groups)))
         peak = self._peak(self.passes[-1])
@@ -52,91 +60,106 @@ def budgets_on(memory, engine, lengths: Lengths = LENGTHS, *, ranks=None, known:
     return measure_budgets(engine, None, memory, lengths, ranks or SingleProcess(), known=known)
 
 
+def make_dummy_group(policy, lengths: Lengths, num_completions: int) -> TrainGroup:
+    return dummy_group(
+        policy,
+        prompt_tokens=lengths.prompt_tokens,
+        response_tokens=lengths.response_tokens,
+        image_pixels=lengths.image_pixels,
+        num_completions=num_completions,
+    )
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_model):
-    """Of the made-up group: 60 + 26 * 40 = 1100 tokens, since 26 answers fill the chunk of logits."""
+    """Return an engine whose dummy group has 60 + 26 * 40 = 1100 tokens.
+
+    26 completions fill a chunk of logits.
+    """
     return make_engine(tiny_model("qwen2"))
 
 
-# -- the arithmetic, by hand --------------------------------------------------------------------------------------
+# -- the fit, by hand ------------------------------------------------------------------------------
 
 ENOUGH = replace(LENGTHS, update_tokens=10**9, step_tokens=10**9)
 
 
-def test_what_is_free_less_a_tenth_of_the_device_is_filled(engine):
-    # 5000 MB + 1 MB a token; of 100,000 MB 60,000 are free, and the optimizer is still to come.
-    memory = Emulated(total=100_000 << 20, free=60_000 << 20, peak=lambda tokens: (5000 + tokens) << 20)
+def test_a_pass_fills_the_free_memory_except_a_tenth_of_the_device(engine):
+    # 5000 MB + 1 MB per token; 60,000 of 100,000 MB are free, of which the optimizer will take
+    # some.
+    memory = EmulatedMemory(total=100_000 << 20, free=60_000 << 20, peak=lambda tokens: (5000 + tokens) << 20)
     found = budgets_on(memory, engine, ENOUGH)
     optimizer = engine.optimizer_bytes / 2**20
     assert 0 < optimizer < 100
     assert found.update_tokens == found.experience_tokens == int(60_000 - optimizer - 10_000 - 5000) // 256 * 256
     assert found.update_bytes == pytest.approx((100_000 - 60_000 + optimizer + 5000 + found.update_tokens) * 2**20)
     assert (found.device, found.device_bytes) == ("Emulated", 100_000 << 20)
-    # three passes, and one that proves what they say; before those with gradient one that leaves gradients behind
-    proof = found.update_tokens // 1100 * 1100
-    assert memory.passes == [1100, 1100, 2140, 2200, proof, 1100, 2140, 2200, proof]
+    # three passes, and one that verifies the fit; before those with gradient, one that allocates
+    # the gradients
+    verified = found.update_tokens // 1100 * 1100
+    assert memory.passes == [1100, 1100, 2140, 2200, verified, 1100, 2140, 2200, verified]
 
 
-def test_the_dearer_kind_of_token_counts(engine):
-    # 1100, 2140 and 2200 tokens take 1100, 2140 and 2400 MB: an answer's token 1 MB, a prompt's 260 / 60.
+def test_every_token_counts_as_the_more_expensive_kind(engine):
+    # 1100, 2140 and 2200 tokens take 1100, 2140 and 2400 MB: 1 MB per completion token, 260 / 60
+    # per prompt token.
     peaks = {1100: 1100, 2140: 2140, 2200: 2400}
-    memory = Emulated(total=50_000 << 20, free=50_000 << 20, peak=lambda tokens: peaks.get(tokens, 1) << 20)
+    memory = EmulatedMemory(total=50_000 << 20, free=50_000 << 20, peak=lambda tokens: peaks.get(tokens, 1) << 20)
     found = budgets_on(memory, engine, ENOUGH)
     assert found.update_tokens == int((45_000 - engine.optimizer_bytes / 2**20) * 60 / 260) // 256 * 256
 
 
-def test_more_tokens_than_there_are_in_an_update_or_a_step_are_not_asked_for(engine):
-    memory = Emulated(total=100 * GIB, free=90 * GIB, peak=lambda tokens: tokens << 20)
+def test_budgets_do_not_exceed_the_tokens_of_an_update_or_a_step(engine):
+    memory = EmulatedMemory(total=100 * GIB, free=90 * GIB, peak=lambda tokens: tokens << 20)
     found = budgets_on(memory, engine)
     assert (found.update_tokens, found.experience_tokens) == (900, 700)
-    memory.most_tokens = 300
+    memory.max_tokens = 300
     assert budgets_on(memory, engine).update_tokens == 300
-    memory.most_tokens = 30
+    memory.max_tokens = 30
     assert budgets_on(memory, engine).update_tokens == LENGTHS.longest
 
 
-def test_a_pass_that_takes_more_than_a_line_says_is_made_smaller_until_it_fits(engine):
+def test_a_pass_that_takes_more_than_the_fit_is_made_smaller_until_it_fits(engine):
     def curved(tokens: int) -> int:
         return (tokens if tokens <= 2200 else tokens * 3 // 2) << 20
 
-    memory = Emulated(total=20_000 << 20, free=20_000 << 20, peak=curved)
+    memory = EmulatedMemory(total=20_000 << 20, free=20_000 << 20, peak=curved)
     found = budgets_on(memory, engine, ENOUGH)
     assert curved(found.update_tokens // 1100 * 1100) <= 18_000 << 20
     assert found.update_tokens > 9000
 
 
-@pytest.mark.parametrize("fitting", [1100, 2140])
-def test_a_device_with_room_for_little_takes_the_longest_sequence(engine, fitting):
-    # Larger passes run out of memory.
-    memory = Emulated(total=4 * GIB, free=2 * GIB, peak=lambda tokens: GIB if tokens <= fitting else 3 * GIB)
+@pytest.mark.parametrize("largest_pass", [1100, 2140])
+def test_the_budget_is_the_longest_sequence_if_larger_passes_run_out_of_memory(engine, largest_pass):
+    memory = EmulatedMemory(total=4 * GIB, free=2 * GIB, peak=lambda tokens: GIB if tokens <= largest_pass else 3 * GIB)
     found = budgets_on(memory, engine, ENOUGH)
     assert found.update_tokens == 100
 
 
-def test_a_device_without_room_for_the_longest_sequence_is_refused_with_what_to_do(engine):
-    memory = Emulated(total=10 * GIB, free=2 * GIB, peak=lambda tokens: tokens << 24)
+def test_a_device_without_memory_for_the_longest_sequence_raises_an_error_with_a_remedy(engine):
+    memory = EmulatedMemory(total=10 * GIB, free=2 * GIB, peak=lambda tokens: tokens << 24)
     with pytest.raises(ConfigError, match=r"100 tokens.*more than there is.*Emulated.*enable_gradient_checkpointing"):
         budgets_on(memory, engine, ENOUGH)
-    memory = Emulated(total=10 * GIB, free=3 * GIB // 2, peak=lambda tokens: tokens << 19)
+    memory = EmulatedMemory(total=10 * GIB, free=3 * GIB // 2, peak=lambda tokens: tokens << 19)
     with pytest.raises(ConfigError, match=r"about 1\.\d\d GiB.*has 0\.\d\d GiB left.*lower data.max_prompt_length"):
         budgets_on(memory, engine, replace(ENOUGH, prompt_tokens=2000, response_tokens=1024))
 
 
-def test_what_was_found_before_is_not_measured_again_on_a_device_of_the_same_kind(engine):
+def test_known_budgets_are_not_measured_again_on_a_device_of_the_same_kind(engine):
     known = Budgets(500, GIB, 600, GIB, "Emulated", 9 * GIB)
-    memory = Emulated(total=10 * GIB, free=9 * GIB, peak=lambda tokens: tokens << 20)
+    memory = EmulatedMemory(total=10 * GIB, free=9 * GIB, peak=lambda tokens: tokens << 20)
     assert budgets_on(memory, engine, known=known) is known
     assert memory.passes == []
     assert budgets_on(memory, engine, known=replace(known, device="Another")) != known
 
 
-# -- real passes --------------------------------------------------------------------------------------------------
+# -- real passes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_5_vl", "internvl"])
-def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_model, model_type):
+def test_a_dummy_group_has_the_maximum_lengths_and_as_many_images_as_fit(tiny_model, model_type):
     engine = make_engine(tiny_model(model_type))
-    group = dummy_group(engine.policy, LENGTHS, 3)
+    group = make_dummy_group(engine.policy, LENGTHS, 3)
     assert len(group.prompt.token_ids) == 60
     assert [len(part.token_ids) for part in group.sequences] == [40] * 3
     if model_type == "qwen2":
@@ -144,34 +167,34 @@ def test_a_made_up_group_is_as_long_as_any_and_shows_as_many_images_as_fit(tiny_
         return
     image = engine.policy.family.image_token_id(engine.policy.model.config)
     shown = group.prompt.token_ids.count(image)
-    assert shown == {"qwen2_5_vl": 49, "internvl": 44}[model_type]  # 7 x 7; eleven tiles of 4 with a word between them
+    assert shown == {"qwen2_5_vl": 49, "internvl": 44}[model_type]  # 7 x 7; eleven tiles of 4 tokens, each with a word
     small = replace(LENGTHS, image_pixels=28 * 28 * 9)
     assert (
-        dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
+        make_dummy_group(engine.policy, small, 3).prompt.token_ids.count(image)
         == {"qwen2_5_vl": 45, "internvl": 44}[model_type]
     )
 
 
 @pytest.mark.parametrize("options", [{}, {"freeze": True}, {"lora_rank": 2}, {"checkpointing": True}], ids=str)
-def test_measuring_leaves_no_trace_in_what_is_learned(tiny_vlm, options):
-    measured, by_hand = make_engine(tiny_vlm, **options), make_engine(tiny_vlm, **options)
+def test_measuring_does_not_change_training(tiny_vlm, options):
+    measured, configured = make_engine(tiny_vlm, **options), make_engine(tiny_vlm, **options)
     state = torch.random.get_rng_state()
     found = tune_engines(measured, None, HostMemory(shared_by=1), LENGTHS, SingleProcess(), known=None)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in measured.policy.parameters())
-    by_hand.use_budgets(update_max_tokens=found.update_tokens, score_max_tokens=found.experience_tokens)
+    configured.use_budgets(update_max_tokens=found.update_tokens, score_max_tokens=found.experience_tokens)
     for seed in (0, 20):
         rollouts = make_rollouts(tiny_vlm, seed=seed)
-        ours, theirs = (
-            torch.cat([t for group in one.logprobs(rollouts) for t in group]) for one in (measured, by_hand)
+        actual, expected = (
+            torch.cat([t for group in one.logprobs(rollouts) for t in group]) for one in (measured, configured)
         )
-        assert torch.equal(ours, theirs)
-        assert values(measured.step(to_train(rollouts))) == values(by_hand.step(to_train(rollouts)))
-    ours, theirs = weights_of(measured), weights_of(by_hand)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert torch.equal(actual, expected)
+        assert values(measured.step(to_train(rollouts))) == values(configured.step(to_train(rollouts)))
+    actual, expected = weights_of(measured), weights_of(configured)
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def test_budgets_are_gone_by(tiny_model):
+def test_rows_are_packed_to_the_budgets(tiny_model):
     folder = tiny_model("qwen2")
     engine = make_engine(folder)
     engine.use_budgets(update_max_tokens=45, score_max_tokens=45)
@@ -180,7 +203,7 @@ def test_budgets_are_gone_by(tiny_model):
     assert metrics["actor/micro_batches"] > 1
 
 
-WHATEVER_THE_LOSS = {
+LOSSES = {
     "plain": TERMS,
     "kl": KL_TERMS,
     "full kl": FULL_KL_TERMS,
@@ -188,25 +211,27 @@ WHATEVER_THE_LOSS = {
 }
 
 
-@pytest.mark.parametrize("terms", WHATEVER_THE_LOSS.values(), ids=WHATEVER_THE_LOSS)
-def test_a_pass_takes_the_same_each_time_and_a_larger_one_no_more_than_a_line_says(tiny_model, terms):
+@pytest.mark.parametrize("terms", LOSSES.values(), ids=LOSSES)
+def test_a_pass_takes_the_same_memory_each_time_and_a_larger_one_grows_linearly(tiny_model, terms):
     folder = tiny_model("qwen2")
     engine = make_engine(folder, terms=terms, compared_with=folder if terms.kl_estimator == "full" else None)
     memory = HostMemory(shared_by=1)
-    groups = [dummy_group(engine.policy, LENGTHS, 26)]
+    groups = [make_dummy_group(engine.policy, LENGTHS, 26)]
     with engine.dry_run_updates() as update:
         update(groups)
         one, again, two, four = (memory.peak_bytes(lambda n=n: update(groups * n)) for n in (1, 1, 2, 4))
     assert one == again
-    # A row of one group lacks the copies by which alike pieces of several are joined: from two on it is a line. The
-    # 4.6 % that are missed are within the headroom, and a row of the size that was found is tried before it counts.
+    # With several groups, pieces of equal length are joined, which copies them; with one group
+    # nothing is copied. The memory is therefore linear from two groups on. The fit over one and two
+    # groups is 4.6 % too low, which is less than the headroom, and a pass of the size of the budget
+    # verifies it.
     assert 0.8 * 2 * (two - one) < four - two < 1.05 * 2 * (two - one)
 
 
-def test_one_rank_with_less_room_decides_for_all(tiny_model, engine):
+def test_the_rank_with_the_least_memory_determines_the_budget_of_all(tiny_model, engine):
     barrier, board = threading.Barrier(2, timeout=30), {}
     ranks = [ThreadRanks(rank, 2, barrier, board) for rank in range(2)]
-    memories = [Emulated(total=80 * GIB, free=free * GIB, peak=lambda tokens: tokens << 20) for free in (60, 30)]
+    memories = [EmulatedMemory(total=80 * GIB, free=free * GIB, peak=lambda tokens: tokens << 20) for free in (60, 30)]
     engines = [engine, make_engine(tiny_model("qwen2"))]
     with ThreadPoolExecutor(2) as pool:
         found = list(
@@ -216,21 +241,21 @@ def test_one_rank_with_less_room_decides_for_all(tiny_model, engine):
         )
     assert found[0].update_tokens == found[1].update_tokens
     assert found[0].update_tokens == budgets_on(memories[1], engine, ENOUGH).update_tokens
-    assert memories[0].passes == memories[1].passes[: len(memories[0].passes)]  # the latter was asked once more
+    assert memories[0].passes == memories[1].passes[: len(memories[0].passes)]  # rank 1 was measured once more above
 
 
-# -- memory -------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
-def test_the_host_tells_its_memory_and_each_rank_its_share():
-    whole, half = HostMemory(shared_by=1), HostMemory(shared_by=2)
-    assert half.total_bytes == whole.total_bytes // 2
-    assert 0 < whole.free_bytes() <= whole.total_bytes
+def test_ranks_on_one_host_have_equal_shares_of_its_memory():
+    full, half = HostMemory(shared_by=1), HostMemory(shared_by=2)
+    assert half.total_bytes == full.total_bytes // 2
+    assert 0 < full.free_bytes() <= full.total_bytes
 
 
-def test_a_machine_that_does_not_tell_is_refused_with_what_to_do(tmp_path):
+def test_memory_that_cannot_be_read_raises_an_error_with_a_remedy(tmp_path):
     (tmp_path / "other").write_text("MemTotal:        1024 kB\n")
-    with pytest.raises(ConfigError, match=r"auto_micro_batch.*absent does not tell.*set it to false"):
+    with pytest.raises(ConfigError, match=r"auto_micro_batch.*cannot be read from .*absent.*set it to false"):
         HostMemory(shared_by=1, meminfo=tmp_path / "absent")
     memory = HostMemory(shared_by=2, meminfo=tmp_path / "other")
     assert memory.total_bytes == 512 * 1024
@@ -238,23 +263,24 @@ def test_a_machine_that_does_not_tell_is_refused_with_what_to_do(tmp_path):
         memory.free_bytes()
 
 
-def test_tensors_are_counted_while_they_live_and_no_view_nor_what_was_there_before():
+def test_tensors_are_counted_until_they_are_freed_but_not_views_and_existing_tensors():
     weight = torch.ones(1000, requires_grad=True)
     weight.grad = torch.zeros(1000)
 
     def work() -> None:
         for _ in range(3):
-            first = torch.zeros(1000)  # 4000 bytes, and as many while the one before is there; a view adds none
+            first = torch.zeros(1000)  # 4000 bytes, and 4000 of the one before, until that is freed; a view adds none
             first.view(10, 100)[2:].add_(1.0)
-            weight.detach()[5:].clone()  # 3980, gone at once
-        # 4000 for the product, gone at once, 4 for the sum, 4 for its gradient, 4000 for the one that is added
+            weight.detach()[5:].clone()  # 3980, freed at once
+        # 4000 for the product, freed at once, 4 for the sum, 4 for its gradient, 4000 for the
+        # gradient of weight
         (weight * first).sum().backward()
 
     assert HostMemory(shared_by=1).peak_bytes(work) == 8_008
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_counts_what_a_piece_of_work_takes_besides_what_is_held():
+def test_peak_bytes_of_a_gpu_do_not_count_existing_tensors():
     device = torch.device("cuda")
     memory = CudaMemory(device)
     held = torch.empty(64 << 20, dtype=torch.uint8, device=device)

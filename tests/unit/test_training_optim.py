@@ -1,4 +1,4 @@
-"""The schedule and the two optimizers, by hand."""
+"""The learning-rate schedule and the optimizers, by hand."""
 
 import math
 
@@ -14,11 +14,11 @@ def test_warm_up_starts_above_zero_and_reaches_the_peak():
     assert [schedule.learning_rate(k) for k in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_no_warm_up_starts_at_the_peak():
+def test_without_warm_up_the_first_update_has_the_peak_rate():
     assert Schedule(2.0, "constant", 0, 10, 0.0).learning_rate(1) == 2.0
 
 
-def test_cosine_falls_to_its_floor_and_stays_there():
+def test_cosine_falls_to_its_minimum_and_stays_there():
     schedule = Schedule(peak=1.0, shape="cosine", warmup_updates=0, total_updates=4, min_ratio=0.1)
     half = 0.1 + 0.9 * 0.5
     assert schedule.learning_rate(2) == pytest.approx(half)
@@ -27,7 +27,7 @@ def test_cosine_falls_to_its_floor_and_stays_there():
     assert schedule.learning_rate(1) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
 
 
-def test_matrices_decay_and_vectors_do_not():
+def test_only_matrices_have_weight_decay():
     layer = nn.Linear(2, 2)
     with torch.no_grad():
         layer.weight.fill_(1.0)
@@ -41,7 +41,7 @@ def test_matrices_decay_and_vectors_do_not():
     torch.testing.assert_close(layer.bias.data, torch.ones(2))
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_not_in_the_optimizer():
     layer = nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
     optimizer = make_optimizer(
@@ -72,7 +72,8 @@ def test_bf16_adamw_equals_adamw_in_float32():
 
 
 def test_bf16_adamw_keeps_updates_that_bfloat16_would_round_away():
-    # An update of 1e-4 is below half a unit in the last place of a bfloat16 near 1: alone, none would move it.
+    # An update of 1e-4 is less than half a unit in the last place of a bfloat16 near 1: each would
+    # be rounded to 0.
     parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = make_optimizer(
         [parameter], strategy="adamw_bf16", learning_rate=1e-4, betas=(0.9, 0.999), weight_decay=0.0

@@ -1,4 +1,4 @@
-"""What ranks agree on, by hand."""
+"""The number of passes that ranks agree on, by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trigon.training.parallel import ProcessGroup, SingleProcess, passes_in_step
 
 
 class ThreadRanks:
-    """One of several ranks, each a thread of this process. Satisfies Ranks."""
+    """One of several ranks, each of which is a thread. Satisfies ProcessGroup."""
 
     state_group: Any | None = None
 
@@ -24,10 +24,10 @@ class ThreadRanks:
         self._barrier = barrier
         self._board = board
 
-    def totals(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
         return [sum(column) for column in self._columns(numbers)]
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
         return [max(column) for column in self._columns(numbers)]
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
@@ -39,13 +39,16 @@ class ThreadRanks:
     def _columns(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
         self._board[self.rank] = list(numbers)
         self._barrier.wait()
-        columns = list(zip(*self._board.values(), strict=True))  # as many numbers on every rank
+        columns = list(zip(*self._board.values(), strict=True))  # strict: the same number of values on every rank
         self._barrier.wait()
         return columns
 
 
 def passes_on(*shows_image: Sequence[bool]) -> list[tuple[bool, ...]]:
-    """Return what passes_in_step says on each rank, given which micro-batches of each show an image."""
+    """Return the passes on each rank.
+
+    shows_image: for each rank, which of its micro-batches have images.
+    """
     size = len(shows_image)
     barrier, board = threading.Barrier(size, timeout=10), {}
     ranks: list[ProcessGroup] = [ThreadRanks(rank, size, barrier, board) for rank in range(size)]
@@ -63,17 +66,17 @@ def passes_on(*shows_image: Sequence[bool]) -> list[tuple[bool, ...]]:
         (([False], [False, False]), (False, False)),
         (([], []), ()),
     ],
-    ids=["the one that has most", "in each pass any", "one has none", "all but one have none", "text alone", "nothing"],
+    ids=["different numbers", "images on any rank", "one rank without", "one rank with", "text only", "no passes"],
 )
-def test_all_ranks_make_as_many_passes_as_the_busiest_and_see_when_any_sees(shows_image, expected):
+def test_all_ranks_make_the_most_passes_of_any_and_run_the_vision_tower_together(shows_image, expected):
     assert passes_on(*shows_image) == [expected] * len(shows_image)
 
 
 @pytest.mark.parametrize("shows_image", [[True, False, True], [False], []])
-def test_alone_a_rank_makes_its_own_passes_and_sees_its_own_images(shows_image):
+def test_a_single_process_makes_its_own_passes(shows_image):
     assert passes_in_step(shows_image, SingleProcess()) == tuple(shows_image)
 
 
-def test_alone_every_number_is_the_total_and_the_largest():
-    assert SingleProcess().totals([1.5, -2.0]) == SingleProcess().largest([1.5, -2.0]) == [1.5, -2.0]
+def test_reductions_of_a_single_process_return_its_numbers():
+    assert SingleProcess().all_reduce_sum([1.5, -2.0]) == SingleProcess().all_reduce_max([1.5, -2.0]) == [1.5, -2.0]
     assert (SingleProcess().rank, SingleProcess().size, SingleProcess().state_group) == (0, 1, None)

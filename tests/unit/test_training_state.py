@@ -1,4 +1,4 @@
-"""Tensors that go to disk from any number of processes, and come back in any other."""
+"""Tensors that any number of processes save, and any other number loads."""
 
 import io
 import shutil
@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from support.ranks import RankProcesses
 from trigon.errors import CheckpointError
 from trigon.training import state
-from trigon.training.state import ShardedFiles, StoredTensor, load_tensors, save_tensors, stage
+from trigon.training.state import ShardedFiles, StoredTensor, copy_to_host, load_tensors, save_tensors
 
 SHARDED = {
     "layer.weight": torch.arange(28.0).view(7, 4).sqrt(),
     "layer.bias": torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16),
-    "one_row": torch.tensor([[1.0, float("inf"), -0.0]]).half(),  # the others' shards of it are empty
+    "one_row": torch.tensor([[1.0, float("inf"), -0.0]]).half(),  # the shards of the other ranks are empty
     "no_row": torch.zeros(0, 4),
-    "turned": torch.arange(15.0).view(3, 5).t(),
+    "transposed": torch.arange(15.0).view(3, 5).t(),
 }
 PLAIN = {"layer.weight/step": torch.tensor(5.0), "table": torch.arange(6).view(2, 3)}
 TENSORS = SHARDED | PLAIN
@@ -32,12 +32,12 @@ TENSORS = SHARDED | PLAIN
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    with RankProcesses(3, tmp_path_factory.mktemp("meetings")) as processes:
+    with RankProcesses(3, tmp_path_factory.mktemp("rendezvous")) as processes:
         yield processes
 
 
 def sharded(tensors=SHARDED, *, copies=1):
-    """The tensors as this rank holds them: sharded by rows over the ranks, in so many copies."""
+    """Return this rank's tensors, sharded by rows. copies: of each tensor over all ranks."""
     if copies == 1:
         mesh, placements = init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]
     else:
@@ -55,35 +55,38 @@ def copies_of(tensors):
 
 
 def same(tensors, expected=TENSORS):
-    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-    assert whole.keys() == expected.keys()
-    return all(torch.equal(whole[name], expected[name]) for name in expected)
+    full = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    assert full.keys() == expected.keys()
+    return all(torch.equal(full[name], expected[name]) for name in expected)
 
 
 def save_on_rank(folder, copies=1):
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output), warnings.catch_warnings():
         warnings.simplefilter("error")
         save_tensors(sharded(copies=copies) | PLAIN, folder, group=dist.group.WORLD)
-    return said.getvalue()
+    return output.getvalue()
 
 
 def load_on_rank(folder):
-    said = io.StringIO()
+    output = io.StringIO()
     tensors = sharded(zeros()) | {name: torch.zeros_like(tensor) for name, tensor in PLAIN.items()}
-    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+    with redirect_stdout(output), redirect_stderr(output), warnings.catch_warnings():
         warnings.simplefilter("error")
         load_tensors(tensors, folder, group=dist.group.WORLD)
     assert same(tensors)
-    return said.getvalue()
+    return output.getvalue()
 
 
 @pytest.fixture(scope="module")
 def saved(processes, tmp_path_factory):
-    """Return a function that gives the folder written by so many ranks: 0 is one process by itself."""
+    """Return a function that returns the folder of a save.
+
+    ranks: that wrote it; 0: a process without a process group.
+    """
     folders = {}
 
-    def by(ranks, copies=1):
+    def saved_by(ranks, copies=1):
         if (ranks, copies) not in folders:
             folder = folders[ranks, copies] = tmp_path_factory.mktemp("saved") / "weights"
             if ranks == 0:
@@ -92,21 +95,21 @@ def saved(processes, tmp_path_factory):
                 assert processes.run(save_on_rank, folder, copies, ranks=ranks) == [""] * ranks
         return folders[ranks, copies]
 
-    return by
+    return saved_by
 
 
 @pytest.mark.parametrize(("writers", "copies"), [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2)])
-def test_what_any_number_of_ranks_wrote_any_other_number_reads(processes, saved, writers, copies):
+def test_any_number_of_ranks_loads_what_any_number_saved(processes, saved, writers, copies):
     folder = saved(writers, copies)
-    alone = copies_of({name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()})
-    load_tensors(alone, folder, group=None)
-    assert same(alone)
+    loaded = copies_of({name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()})
+    load_tensors(loaded, folder, group=None)
+    assert same(loaded)
     for readers in (1, 2, 3):
         assert processes.run(load_on_rank, folder, ranks=readers) == [""] * readers
 
 
 @pytest.mark.parametrize(("writers", "copies"), [(0, 1), (2, 1), (3, 1), (2, 2)])
-def test_the_files_are_seen_as_whole_tensors_without_any_process_group(saved, writers, copies):
+def test_full_tensors_are_read_without_a_process_group(saved, writers, copies):
     files = ShardedFiles(saved(writers, copies))
     assert list(files.tensors) == sorted(TENSORS)
     assert files.tensors["layer.weight"] == StoredTensor((7, 4), torch.float32)
@@ -115,7 +118,7 @@ def test_the_files_are_seen_as_whole_tensors_without_any_process_group(saved, wr
     assert same({name: files.read(name) for name in files.tensors})
 
 
-def test_every_rank_writes_its_part_and_no_copy_is_written_twice(saved):
+def test_every_rank_writes_its_shards_and_copies_are_written_once(saved):
     assert sorted(path.name for path in saved(2).iterdir()) == [
         "shard-00001-model-00001-of-00001.safetensors",
         "shard-00002-model-00001-of-00001.safetensors",
@@ -128,7 +131,7 @@ def test_every_rank_writes_its_part_and_no_copy_is_written_twice(saved):
     assert sorted(name for file in copied for name in file) == sorted(TENSORS)
 
 
-def test_files_of_others_hold_whole_tensors(tmp_path):
+def test_files_without_offsets_have_full_tensors(tmp_path):
     save_file({"a": torch.ones(2), "b": torch.zeros(3, 3)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"c": torch.ones(1)}, tmp_path / "model-00002-of-00002.safetensors")
     files = ShardedFiles(tmp_path)
@@ -136,9 +139,9 @@ def test_files_of_others_hold_whole_tensors(tmp_path):
     assert torch.equal(files.read("b"), torch.zeros(3, 3))
 
 
-def test_tensors_that_share_memory_or_skip_through_it_are_saved_one_by_one(tmp_path):
+def test_tensors_with_shared_or_strided_memory_are_saved_separately(tmp_path):
     memory = torch.arange(12.0).view(3, 4)
-    tensors = {"all": memory, "again": memory, "turned": memory.t(), "column": memory[:, 1], "row": memory[1]}
+    tensors = {"all": memory, "again": memory, "transposed": memory.t(), "column": memory[:, 1], "row": memory[1]}
     save_tensors(tensors, tmp_path / "weights", group=None)
     files = ShardedFiles(tmp_path / "weights")
     assert same({name: files.read(name) for name in files.tensors}, tensors)
@@ -150,7 +153,7 @@ def save_small_files_on_rank(folder):
         save_tensors(sharded() | PLAIN, folder, group=dist.group.WORLD)
 
 
-def test_a_rank_writes_several_files_when_it_has_much(processes, tmp_path):
+def test_a_rank_with_many_tensors_writes_several_files(processes, tmp_path):
     processes.run(save_small_files_on_rank, tmp_path, ranks=2)
     assert {path.name.partition("-model-")[2] for path in tmp_path.iterdir()} == {
         f"0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
@@ -164,14 +167,14 @@ def no_tensors_on_rank(folder):
     load_tensors({}, folder, group=dist.group.WORLD)
 
 
-def test_no_tensors_at_all_are_something_to_save_too(processes, tmp_path):
-    save_tensors({}, tmp_path / "alone", group=None)
-    load_tensors({}, tmp_path / "alone", group=None)
+def test_an_empty_set_of_tensors_can_be_saved_and_loaded(processes, tmp_path):
+    save_tensors({}, tmp_path / "single", group=None)
+    load_tensors({}, tmp_path / "single", group=None)
     processes.run(no_tensors_on_rank, tmp_path / "together", ranks=2)
     assert ShardedFiles(tmp_path / "together").tensors == {}
 
 
-# -- what does not fit --------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def without(name):
@@ -179,7 +182,7 @@ def without(name):
 
 
 MISFITS = [
-    (SHARDED | {"new": torch.zeros(2)}, r"missing \['new'\], unknown \[\].*\(1, 0 and 0 in all\)"),
+    (SHARDED | {"new": torch.zeros(2)}, r"missing \['new'\], unknown \[\].*\(1, 0 and 0 in total\)"),
     (without("one_row"), r"missing \[\], unknown \['one_row'\]"),
     (
         SHARDED | {"layer.weight": torch.zeros(7, 3)},
@@ -189,63 +192,63 @@ MISFITS = [
 ]
 
 
-def misfit_on_rank(folder, tensors, complaint):
+def misfit_on_rank(folder, tensors, message):
     held = sharded(tensors) | PLAIN
     before = {name: tensor.full_tensor().clone() for name, tensor in held.items() if isinstance(tensor, DTensor)}
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         load_tensors(held, folder, group=dist.group.WORLD)
     assert same({name: held[name] for name in before}, before)
 
 
-@pytest.mark.parametrize(("tensors", "complaint"), MISFITS)
-def test_tensors_that_do_not_fit_are_named_and_nothing_is_touched(processes, saved, tensors, complaint):
+@pytest.mark.parametrize(("tensors", "message"), MISFITS)
+def test_tensors_that_do_not_match_are_listed_and_nothing_is_loaded(processes, saved, tensors, message):
     tensors = {name: torch.full_like(tensor, 3) for name, tensor in tensors.items()}
     held = copies_of(tensors)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         load_tensors(held | PLAIN, saved(2), group=None)
     assert same(held, tensors)
-    processes.run(misfit_on_rank, saved(2), tensors, complaint, ranks=2)
+    processes.run(misfit_on_rank, saved(2), tensors, message, ranks=2)
 
 
-def cut_short(files):
+def truncate(files):
     files[1].write_bytes(files[1].read_bytes()[:-3])
 
 
-def of_another_save(files):
-    """A first piece that three ranks would have written, beside a second one of two."""
+def mix_saves(files):
+    """Combine the first piece of a save on three ranks with the second piece of a save on two."""
     with safe_open(files[0], framework="pt") as opened:
         metadata = opened.metadata()
     save_file(load_file(files[0]) | {"layer.weight": torch.zeros(3, 4)}, files[0], metadata=metadata)
 
 
-def twice(files):
+def duplicate(files):
     shutil.copy(files[0], files[0].with_name("shard-00003-model-00001-of-00001.safetensors"))
 
 
-def refused_on_rank(folder, complaint):
-    with pytest.raises(CheckpointError, match=complaint):
+def fail_to_load_on_rank(folder, message):
+    with pytest.raises(CheckpointError, match=message):
         load_tensors(sharded() | PLAIN, folder, group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize(
-    ("damage", "complaint"),
+    ("damage", "message"),
     [
-        (cut_short, r"shard-00002-model-00001-of-00001\.safetensors cannot be read"),
-        (of_another_save, r"the pieces of layer\.weight in .* make no tensor"),
-        (twice, r"the pieces of .* \(.*shard-00003.*\) make no tensor"),
-        (lambda files: files[0].unlink(), r"the pieces of layer\.\w+ in .* make no tensor: a file is missing"),
+        (truncate, r"shard-00002-model-00001-of-00001\.safetensors cannot be read"),
+        (mix_saves, r"the pieces of layer\.weight in .* do not form a tensor"),
+        (duplicate, r"the pieces of .* \(.*shard-00003.*\) do not form a tensor"),
+        (lambda files: files[0].unlink(), r"the pieces of layer\.\w+ in .* do not form a tensor: a file is missing"),
         (lambda files: files[1].unlink(), r"layer\.weight torch\.float32 \[4, 4\] instead of torch\.float32 \[7, 4\]"),
         (lambda files: [file.unlink() for file in files], "holds no safetensors files"),
     ],
 )
-def test_a_damaged_folder_is_refused_before_anything_is_touched(processes, saved, tmp_path, damage, complaint):
+def test_a_damaged_folder_raises_an_error_and_nothing_is_loaded(processes, saved, tmp_path, damage, message):
     shutil.copytree(saved(2), tmp_path / "weights")
     damage(sorted((tmp_path / "weights").iterdir()))
     held = copies_of(TENSORS)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(CheckpointError, match=message):
         load_tensors(held, tmp_path / "weights", group=None)
     assert same(held)
-    processes.run(refused_on_rank, tmp_path / "weights", complaint, ranks=2)
+    processes.run(fail_to_load_on_rank, tmp_path / "weights", message, ranks=2)
 
 
 def fail_on_one_rank(folder):
@@ -253,28 +256,28 @@ def fail_on_one_rank(folder):
         save_tensors(sharded() | PLAIN, folder, group=dist.group.WORLD)
 
 
-def test_what_fails_on_one_rank_is_an_error_on_all(processes, tmp_path):
+def test_an_error_on_one_rank_is_raised_on_all(processes, tmp_path):
     (tmp_path / "shard-00002-model-00001-of-00001.safetensors").mkdir()
     processes.run(fail_on_one_rank, tmp_path, ranks=2)
 
 
-def save_into_folders_of_their_own(folder):
+def save_to_separate_folders(folder):
     with pytest.raises(CheckpointError, match=r"the tensors in .*/0 are not those of this run"):
         save_tensors(sharded(), folder / str(dist.get_rank()), group=dist.group.WORLD)
 
 
-def test_a_folder_that_the_ranks_do_not_share_is_noticed_when_it_is_written(processes, tmp_path):
-    processes.run(save_into_folders_of_their_own, tmp_path, ranks=2)
+def test_saving_to_a_folder_that_the_ranks_do_not_share_raises_an_error(processes, tmp_path):
+    processes.run(save_to_separate_folders, tmp_path, ranks=2)
 
 
-# -- staging ------------------------------------------------------------------------------------------------------
+# -- saving in the background ----------------------------------------------------------------------
 
 
-def save_behind_training_on_rank(folder):
-    """Save from a thread, while tensors change and the default group is busy with other messages."""
+def save_in_the_background_on_rank(folder):
+    """Save from a thread while the tensors change and the default group runs other collectives."""
     group = dist.new_group(backend="gloo")
     tensors = sharded() | copies_of(PLAIN)
-    staged = stage(tensors)
+    staged = copy_to_host(tensors)
     failures = []
 
     def write():
@@ -292,12 +295,12 @@ def save_behind_training_on_rank(folder):
         for tensor in tensors.values():
             tensor.add_(1)
         total = torch.ones(1000) * dist.get_rank()
-        going_on = torch.tensor([float(thread.is_alive())])
+        is_alive = torch.tensor([float(thread.is_alive())])
         dist.all_reduce(total)
-        dist.all_reduce(going_on)
+        dist.all_reduce(is_alive)
         assert total.tolist() == [1.0] * 1000
         rounds += 1
-        if not going_on:
+        if not is_alive:
             break
     thread.join()
     assert not failures
@@ -305,8 +308,8 @@ def save_behind_training_on_rank(folder):
     return {name: tensor.device.type for name, tensor in staged.items()}
 
 
-def test_staged_tensors_are_written_from_a_thread_while_training_goes_on(processes, tmp_path):
-    [first, _] = processes.run(save_behind_training_on_rank, tmp_path, ranks=2)
+def test_copies_in_host_memory_are_written_from_a_thread_while_training_goes_on(processes, tmp_path):
+    [first, _] = processes.run(save_in_the_background_on_rank, tmp_path, ranks=2)
     assert first == dict.fromkeys(TENSORS, "cpu")
     for k in range(5):
         files = ShardedFiles(tmp_path / str(k))

@@ -1,1 +1,1 @@
-"""The mathematics: tensors in, tensors out. Knows no configuration, no files and no collectives."""
+"""Advantages, losses and KL: functions of tensors, without configuration, files or collectives."""

@@ -1,39 +1,25 @@
-"""From what completions were worth to the advantage of each of their tokens.
+"""Advantage estimators: from the rewards of completions to the advantage of each token.
 
-Every estimator sees the same Outcomes. Most give one number to a whole completion, which each of its tokens gets; two
-(reinforce_plus_plus, remax) add up rewards from the end, so that with a KL penalty in the reward or a discount a token
-is credited with what follows it.
+Most estimators compute one advantage per completion, which each of its tokens gets.
+reinforce_plus_plus and remax compute returns per token, so that with a discount, or a KL penalty in
+the reward, a token is credited with the rewards that follow it.
 
-A group of equal rewards teaches nothing and gets exactly zero from every estimator that compares within groups. Its
-float32 mean and standard deviation are themselves rounded, and their quotient can reach 0.2 where 0 is meant, so
-equality is tested, not computed. docs/algorithms.md has a section for each estimator.
+A group of equal rewards gets exactly zero from every estimator that compares within groups.
+Equality is tested on the rewards: in float32 the mean and standard deviation of equal numbers are
+rounded, and their quotient can reach 0.2. docs/algorithms.md has a section for each estimator.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-AdvantageEstimator = Literal[
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "reinforce_plus_plus",
-    "remax",
-    "dr_grpo",
-    "grpo_batch",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gdpo",
-]
-
-WITHOUT_A_GROUP: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus", "remax"})
-"""Estimators that do not compare the completions of a prompt with each other, and so work with one of them."""
+from trigon.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
@@ -41,16 +27,17 @@ VARIANCE_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardBatch:
-    """What a step's completions were worth: G groups of N.
+    """The rewards of a step's completions: G groups of N.
 
-    rewards: [G, N] float32, one for each completion, at its end.
-    valid: [G, N] bool; completions that could not be graded are False. They enter no statistic and get zero.
-    lengths: [G, N] int64, tokens of each completion, at least one.
-    penalties: [R] float32 for each completion of each group: what is taken from each token's reward (a KL penalty with
-    its coefficient), or None.
-    parts: the numbers of which the rewards are made, by name, [G, N] each; read by gdpo only.
-    baselines: [G] float32, the reward of each prompt's greedy completion, nan where that was not graded; read by remax
-    only.
+    rewards: [G, N] float32, earned by the last token of each completion.
+    valid: [G, N] bool, False for completions that were not scored. They are excluded from all
+    statistics, and their advantage is zero.
+    lengths: [G, N] int64, number of tokens of each completion, at least one.
+    penalties: [R] float32 for each completion of each group, subtracted from the reward of each
+    token: the KL times its coefficient. None: no penalty.
+    parts: the parts of the rewards by name, [G, N] each; used by gdpo only.
+    baselines: [G] float32, the reward of each prompt's greedy completion, nan where it was not
+    scored; used by remax only.
     """
 
     rewards: Tensor
@@ -61,216 +48,228 @@ class RewardBatch:
     baselines: Tensor | None
 
     def totals(self) -> Tensor:
-        """Return the rewards [G, N] less all of each completion's penalties."""
+        """Return the rewards less the sum of each completion's penalties: [G, N] float32."""
         if self.penalties is None:
             return self.rewards
         return self.rewards - torch.stack([torch.stack([part.sum() for part in group]) for group in self.penalties])
 
 
-def estimate(
-    outcomes: RewardBatch,
+def estimate_advantages(
+    batch: RewardBatch,
     estimator: AdvantageEstimator,
     *,
     gamma: float = 1.0,
     weights: Mapping[str, float] | None = None,
 ) -> list[list[Tensor]]:
-    """Return the advantage of every token, for each completion of each group: float32 [R].
+    """Return the advantage of each token: [R] float32 for each completion of each group.
 
-    gamma: discount for each token between a reward and the token that is credited with it; reinforce_plus_plus only.
-    weights: of outcomes.parts, for gdpo; None: 1 each.
+    gamma: discount per token between a reward and the token credited with it; used by
+    reinforce_plus_plus only.
+    weights: weight of each of batch.parts, for gdpo; None: 1 each.
     Raises: ValueError if the estimator compares within groups and N < 2.
     """
-    if estimator not in WITHOUT_A_GROUP and outcomes.rewards.shape[1] < 2:
-        raise ValueError(f"a group needs at least 2 completions to compare, got {outcomes.rewards.shape[1]}")
-    rewards, valid = outcomes.totals(), outcomes.valid
+    if estimator not in SINGLE_COMPLETION_ESTIMATORS and batch.rewards.shape[1] < 2:
+        raise ValueError(f"a group needs at least 2 completions to compare, got {batch.rewards.shape[1]}")
+    rewards, valid = batch.totals(), batch.valid
     match estimator:
         case "grpo":
             values = group_relative(rewards, valid)
         case "dr_grpo":
-            values = group_centred(rewards, valid)
+            values = group_centered(rewards, valid)
         case "grpo_batch":
-            values = batch_scaled(rewards, valid)
+            values = batch_relative(rewards, valid)
         case "grpo_passk":
-            values = best_over_second(rewards, valid)
+            values = best_of_group(rewards, valid)
         case "rloo":
             values = leave_one_out(rewards, valid)
         case "opo":
-            values = length_weighted(rewards, valid, outcomes.lengths)
+            values = length_weighted_baseline(rewards, valid, batch.lengths)
         case "reinforce_plus_plus_baseline":
-            values = root_mean_square_scaled(group_centred(rewards, valid), valid)
+            values = divide_by_batch_std(group_centered(rewards, valid), valid)
         case "gdpo":
-            assert outcomes.penalties is None, "gdpo normalizes the parts of a reward, of which a penalty is none"
-            values = parts_normalized(outcomes.parts, valid, weights)
+            assert batch.penalties is None, "gdpo normalizes the parts of a reward, and a penalty is not one of them"
+            values = decoupled_parts(batch.parts, valid, weights)
         case "reinforce_plus_plus":
-            return whitened(token_returns(outcomes, gamma), valid)
+            return whiten(token_returns(batch, gamma), valid)
         case "remax":
-            # Not discounted, since the greedy completion's reward is not.
-            return above_baseline(token_returns(outcomes, 1.0), valid, outcomes.baselines)
+            # Not discounted, since the reward of the greedy completion is not.
+            return subtract_baselines(token_returns(batch, 1.0), valid, batch.baselines)
         case _:
             assert_never(estimator)
-    # Views of one tensor: made one by one they would be most of what the controller costs.
-    lengths = outcomes.lengths.flatten()
-    each = iter(values.flatten().repeat_interleave(lengths).split_with_sizes(lengths.tolist()))
-    return [list(islice(each, len(group))) for group in values]
+    # Views of one tensor: creating them one by one would take most of the controller's time.
+    lengths = batch.lengths.flatten()
+    per_completion = iter(values.flatten().repeat_interleave(lengths).split_with_sizes(lengths.tolist()))
+    return [list(itertools.islice(per_completion, len(group))) for group in values]
 
 
-# -- one advantage for a whole completion: [G, N] in, [G, N] float32 out ----------------------------------------------
+# -- one advantage per completion: [G, N] in, [G, N] float32 out -----------------------------------
 
 
-def group_centred(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Centre each reward on its group. Dr. GRPO, section 3.2 (arXiv:2503.20783).
+def group_centered(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return each reward less the mean of its group. Dr. GRPO, section 3.2 (arXiv:2503.20783).
 
-    Args: rewards [G, N] float; valid [G, N] bool. Returns: [G, N] float32; rows sum to zero up to rounding.
+    Args: rewards: [G, N] float; valid: [G, N] bool.
+    Returns: [G, N] float32; rows sum to zero up to rounding.
     """
     rewards = rewards.float()
     mean = (rewards * valid).sum(dim=1, keepdim=True) / _count(valid).clamp(min=1)
-    return torch.where(_differ(rewards, valid) & valid, rewards - mean, 0.0)
+    return torch.where(_has_unequal(rewards, valid) & valid, rewards - mean, 0.0)
 
 
 def group_relative(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Centre each reward on its group and divide by the group's standard deviation (unbiased, n - 1).
+    """Return each reward less the mean of its group, divided by the group's standard deviation.
 
-    GRPO: DeepSeekMath, section 4.1.2 (arXiv:2402.03300). Args and Returns: as group_centred.
+    The standard deviation is the unbiased one (n - 1). GRPO: DeepSeekMath, section 4.1.2
+    (arXiv:2402.03300). Args and Returns: as group_centered.
     """
-    return group_centred(rewards, valid) / (_group_std(rewards, valid) + STD_EPSILON)
+    return group_centered(rewards, valid) / (_group_std(rewards, valid) + STD_EPSILON)
 
 
-def batch_scaled(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Centre each reward on its group and divide by the standard deviation of all rewards of the batch.
+def batch_relative(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return each reward less the mean of its group, divided by the batch's standard deviation.
 
-    Lite PPO (arXiv:2508.08221). Args and Returns: as group_centred.
+    Lite PPO (arXiv:2508.08221). Args and Returns: as group_centered.
     """
-    chosen = rewards.float()[valid]
-    std = chosen.std() if len(chosen) > 1 else torch.zeros(())
-    return group_centred(rewards, valid) / (std + STD_EPSILON)
+    scored = rewards.float()[valid]
+    std = scored.std() if len(scored) > 1 else torch.zeros(())
+    return group_centered(rewards, valid) / (std + STD_EPSILON)
 
 
-def best_over_second(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Give the best completion of a group its lead over the second best, in the group's standard deviations.
+def best_of_group(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return (best - second best) / standard deviation for the best of a group, 0 for all others.
 
-    All others, and the best two where they are equal, get zero: what a group gains in its maximum (arXiv:2503.19595).
-    Args and Returns: as group_centred.
+    Zero for all if the best two are equal. Pass@k training (arXiv:2503.19595).
+    Args and Returns: as group_centered.
     """
-    known = torch.where(valid, rewards.float(), -torch.inf)
-    (best, second), place = known.topk(2, dim=1).values.T, known.argmax(dim=1)
+    scored = torch.where(valid, rewards.float(), -torch.inf)
+    (best, second), best_index = scored.topk(2, dim=1).values.T, scored.argmax(dim=1)
     lead = torch.where(torch.isfinite(second), best - second, 0.0)
     scaled = lead / (_group_std(rewards, valid)[:, 0] + STD_EPSILON)
-    return torch.zeros_like(known).scatter(1, place[:, None], scaled[:, None])
+    return torch.zeros_like(scored).scatter(1, best_index[:, None], scaled[:, None])
 
 
 def leave_one_out(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Compare each reward with the mean of the others of its group: n / (n - 1) times the centred reward.
+    """Return each reward less the mean of the other rewards of its group.
 
-    RLOO (arXiv:2402.14740). Args and Returns: as group_centred.
+    This is n / (n - 1) times the centered reward. RLOO (arXiv:2402.14740). Args and Returns: as
+    group_centered.
     """
     count = _count(valid)
-    return group_centred(rewards, valid) * count / (count - 1).clamp(min=1)
+    return group_centered(rewards, valid) * count / (count - 1).clamp(min=1)
 
 
-def length_weighted(rewards: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-    """Compare each reward with the mean of its group weighted by length, the baseline of least variance.
+def length_weighted_baseline(rewards: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
+    """Return each reward less the length-weighted mean of its group, the minimum-variance baseline.
 
-    OPO (arXiv:2505.23585). Args: as group_centred; lengths [G, N] int64. Returns: [G, N] float32.
+    OPO (arXiv:2505.23585).
+    Args: as group_centered; lengths: [G, N] int64. Returns: [G, N] float32.
     """
-    rewards, shares = rewards.float(), (lengths * valid).float()
-    baseline = (rewards * shares).sum(dim=1, keepdim=True) / shares.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.where(_differ(rewards, valid) & valid, rewards - baseline, 0.0)
+    rewards, weights = rewards.float(), (lengths * valid).float()
+    baseline = (rewards * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(_has_unequal(rewards, valid) & valid, rewards - baseline, 0.0)
 
 
-def root_mean_square_scaled(values: Tensor, valid: Tensor) -> Tensor:
-    """Divide values by their standard deviation over the batch, taking as given that their mean is zero.
+def divide_by_batch_std(values: Tensor, valid: Tensor) -> Tensor:
+    """Return values of mean zero divided by their standard deviation over the batch.
 
-    Nothing is subtracted, so that what is exactly zero stays so. Args and Returns: [G, N].
+    The mean is not subtracted, so that an exact zero stays zero.
+    Args: values: [G, N] float32; valid: [G, N] bool. Returns: [G, N] float32.
     """
-    chosen = values[valid]
-    std = (chosen.square().sum() / max(len(chosen) - 1, 1)).sqrt()
+    scored = values[valid]
+    std = (scored.square().sum() / max(len(scored) - 1, 1)).sqrt()
     return values / (std + STD_EPSILON)
 
 
-def parts_normalized(parts: Mapping[str, Tensor], valid: Tensor, weights: Mapping[str, float] | None) -> Tensor:
-    """Normalize each part of the reward within its group, add them up by weight, and scale by the whole batch.
+def decoupled_parts(parts: Mapping[str, Tensor], valid: Tensor, weights: Mapping[str, float] | None) -> Tensor:
+    """Return the weighted sum of the parts, normalized per group and then over the batch.
 
-    Added up first, parts of different combinations but equal sums would get equal advantages. GDPO
-    (arXiv:2601.05242). Args: parts {name: [G, N]}; weights by name, None: 1 each. Returns: [G, N] float32.
+    Each part is normalized in its group before the sum: otherwise different parts with equal sums
+    would get equal advantages. GDPO (arXiv:2601.05242).
+    Args: parts: {name: [G, N] float}; weights: by name, None: 1 each. Returns: [G, N] float32.
     """
-    chosen = dict.fromkeys(parts, 1.0) if weights is None else weights
+    weight_of_part = dict.fromkeys(parts, 1.0) if weights is None else weights
     total = torch.zeros(valid.shape)
-    for name, weight in chosen.items():
+    for name, weight in weight_of_part.items():
         total = total + weight * group_relative(parts[name], valid)
-    return root_mean_square_scaled(total, valid)
+    return divide_by_batch_std(total, valid)
 
 
-# -- one advantage for each token ---------------------------------------------------------------------------------
+# -- one advantage per token -----------------------------------------------------------------------
 
 
-def token_returns(outcomes: RewardBatch, gamma: float) -> list[list[Tensor]]:
-    """Return for each token the discounted sum of what is still to come: float32 [R] for each completion.
+def token_returns(batch: RewardBatch, gamma: float) -> list[list[Tensor]]:
+    """Return the discounted sum of rewards from each token on: [R] float32 for each completion.
 
-    A completion's reward comes with its last token; penalties come with the token that earns them.
+    The last token earns the completion's reward, and each token its own penalty.
     """
-    penalties = outcomes.penalties
+    penalties = batch.penalties
     return [
         [
-            _discounted(int(outcomes.lengths[g, i]), reward, None if penalties is None else penalties[g][i], gamma)
+            _discounted_returns(int(batch.lengths[g, i]), reward, None if penalties is None else penalties[g][i], gamma)
             for i, reward in enumerate(rewards.tolist())
         ]
-        for g, rewards in enumerate(outcomes.rewards)
+        for g, rewards in enumerate(batch.rewards)
     ]
 
 
-def whitened(returns: Sequence[Sequence[Tensor]], valid: Tensor) -> list[list[Tensor]]:
-    """Give the tokens of all valid completions of the batch together mean 0 and variance 1; zeros where all are equal.
+def whiten(returns: Sequence[Sequence[Tensor]], valid: Tensor) -> list[list[Tensor]]:
+    """Return the returns of all tokens of valid completions, scaled to mean 0 and variance 1.
 
-    REINFORCE++ (arXiv:2501.03262), with the unbiased variance.
+    If all of them are equal, they become zero. REINFORCE++ (arXiv:2501.03262), with the unbiased
+    variance.
     """
-    chosen = [values for row, kept in zip(returns, valid.tolist(), strict=True) for values in _only(row, kept)]
-    tokens = torch.cat(chosen) if chosen else torch.zeros(1)
+    scored = [
+        values
+        for group, is_valid in zip(returns, valid.tolist(), strict=True)
+        for values in itertools.compress(group, is_valid)
+    ]
+    tokens = torch.cat(scored) if scored else torch.zeros(1)
     if tokens.max() == tokens.min():
-        return _each(returns, valid, torch.zeros_like)
+        return _map_valid(returns, valid, torch.zeros_like)
     mean, scale = tokens.mean(), (tokens.var() + VARIANCE_EPSILON).rsqrt()
-    return _each(returns, valid, lambda values: (values - mean) * scale)
+    return _map_valid(returns, valid, lambda values: (values - mean) * scale)
 
 
-def above_baseline(returns: Sequence[Sequence[Tensor]], valid: Tensor, baselines: Tensor | None) -> list[list[Tensor]]:
-    """Subtract from each return the reward of the prompt's greedy completion; zero where that could not be graded.
+def subtract_baselines(
+    returns: Sequence[Sequence[Tensor]], valid: Tensor, baselines: Tensor | None
+) -> list[list[Tensor]]:
+    """Return each return less the reward of the prompt's greedy completion.
 
-    ReMax, algorithm 1 (arXiv:2310.10505).
+    Zero if that was not scored. ReMax, algorithm 1 (arXiv:2310.10505).
     """
-    assert baselines is not None, "remax compares with a greedy completion"
-    known = valid & torch.isfinite(baselines)[:, None]
+    assert baselines is not None, "remax needs the reward of a greedy completion"
+    comparable = valid & torch.isfinite(baselines)[:, None]
     return [
-        row
-        for number, baseline in enumerate(baselines.tolist())
-        for row in _each(
-            returns[number : number + 1],
-            known[number : number + 1],
+        group
+        for g, baseline in enumerate(baselines.tolist())
+        for group in _map_valid(
+            returns[g : g + 1],
+            comparable[g : g + 1],
             lambda values, baseline=baseline: values - baseline,  # type: ignore[misc]
         )
     ]
 
 
-def _discounted(length: int, reward: float, penalties: Tensor | None, gamma: float) -> Tensor:
+def _discounted_returns(length: int, reward: float, penalties: Tensor | None, gamma: float) -> Tensor:
     rewards = torch.zeros(length) if penalties is None else -penalties.float()
     rewards[-1] += reward
     if gamma == 1.0:
         return rewards.flip(0).cumsum(0).flip(0)
-    following = 0.0
+    value = 0.0
     returns = []
-    for earned in reversed(rewards.tolist()):
-        following = earned + gamma * following
-        returns.append(following)
+    for reward_of_token in reversed(rewards.tolist()):
+        value = reward_of_token + gamma * value
+        returns.append(value)
     return torch.tensor(returns[::-1])
 
 
-def _only(row: Sequence[Tensor], kept: Sequence[bool]) -> list[Tensor]:
-    return [values for values, keep in zip(row, kept, strict=True) if keep]
-
-
-def _each(returns: Sequence[Sequence[Tensor]], valid: Tensor, change: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
-    """Change the values of valid completions, and give the others zeros."""
+def _map_valid(
+    returns: Sequence[Sequence[Tensor]], valid: Tensor, function: Callable[[Tensor], Tensor]
+) -> list[list[Tensor]]:
+    """Return function(values) for each valid completion, and zeros for the others."""
     return [
-        [change(values) if keep else torch.zeros_like(values) for values, keep in zip(row, kept, strict=True)]
-        for row, kept in zip(returns, valid.tolist(), strict=True)
+        [function(values) if ok else torch.zeros_like(values) for values, ok in zip(group, is_valid, strict=True)]
+        for group, is_valid in zip(returns, valid.tolist(), strict=True)
     ]
 
 
@@ -278,8 +277,8 @@ def _count(valid: Tensor) -> Tensor:
     return valid.sum(dim=1, keepdim=True)
 
 
-def _differ(rewards: Tensor, valid: Tensor) -> Tensor:
-    """Tell of each group whether not all of its valid rewards are equal: [G, 1] bool."""
+def _has_unequal(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return whether the valid rewards of each group are not all equal: [G, 1] bool."""
     highest = torch.where(valid, rewards, -torch.inf).amax(dim=1, keepdim=True)
     lowest = torch.where(valid, rewards, torch.inf).amin(dim=1, keepdim=True)
     return highest > lowest
@@ -287,5 +286,5 @@ def _differ(rewards: Tensor, valid: Tensor) -> Tensor:
 
 def _group_std(rewards: Tensor, valid: Tensor) -> Tensor:
     """Return the unbiased standard deviation of each group's valid rewards: [G, 1] float32."""
-    centred = group_centred(rewards, valid)
-    return (centred.square().sum(dim=1, keepdim=True) / (_count(valid) - 1).clamp(min=1)).sqrt()
+    centered = group_centered(rewards, valid)
+    return (centered.square().sum(dim=1, keepdim=True) / (_count(valid) - 1).clamp(min=1)).sqrt()

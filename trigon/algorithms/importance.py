@@ -1,15 +1,14 @@
-"""How well the rollout engine and the trainer agree about the tokens that were sampled, and what is done where they do
-not.
+"""Measures and corrects the train-inference mismatch: engine against trainer on the sampled tokens.
 
-Both hold the same weights, so in exact arithmetic every difference here is zero. What is left is rounding, or a bug:
-stale weights, a stale cache, other pixels. docs/metrics.md gives the healthy ranges, docs/algorithms.md the
-corrections.
+Both have the same weights, so in exact arithmetic every difference is zero. What remains is
+rounding, or a bug: stale weights, a stale cache, other pixels. docs/metrics.md gives the healthy
+ranges, docs/algorithms.md the corrections.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -17,19 +16,18 @@ from torch import Tensor
 from trigon.algorithms.losses import MAX_LOG_RATIO
 from trigon.algorithms.reduce import sequence_means, sequence_sums
 from trigon.metrics import EffectiveShare, Max, Mean, Metric
-
-CorrectionKind = Literal["truncate", "mask", "reject"]
-CorrectionLevel = Literal["token", "sequence"]
+from trigon.names import CorrectionKind, CorrectionLevel
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is done with w = trainer / sampler, the ratio of the two probabilities of what was sampled.
+    """How the importance weight w = p_trainer / p_engine enters the policy loss.
 
-    kind: truncate weighs the loss by w, capped at high; mask weighs it by w between low and high and by 0 outside;
-    reject weighs whole sequences by 1 or, outside, by 0.
-    level: token takes each token's w; sequence that of a whole completion, the geometric mean of its tokens', which
-    unlike their product does not depend on its length. reject at token level refuses a sequence for a single token.
+    kind: truncate multiplies the loss by min(w, high). mask multiplies it by w where low <= w <=
+    high, by 0 elsewhere. reject multiplies the loss of each sequence by 1 or 0.
+    level: token uses the w of each token. sequence uses the geometric mean over the tokens of a
+    completion, which, unlike their product, does not depend on its length. reject at token level
+    rejects a sequence if the w of any of its tokens is outside.
     """
 
     kind: CorrectionKind
@@ -47,12 +45,13 @@ def correction_weights(
     sequence_index: Tensor,
     num_sequences: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return by how much each token's policy loss is to be weighed, and 1 where a bound acted. Both [S], no gradient.
+    """Return the weight of each token's policy loss, and 1 where a bound applied.
 
-    Truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
-    (2025); masking on both sides: IcePop (2025); sequences by the geometric mean: Liu et al., "When speed kills
-    stability" (2025).
-    Args: logprobs: the trainer's before the update; the rest as in reduce_loss.
+    Truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training" (2025). Two-sided masking: IcePop (2025). Geometric mean per sequence:
+    Liu et al., "When speed kills stability" (2025).
+    Args: logprobs: [S] float32, the trainer's before the update; the rest as in reduce_loss.
+    Returns: two [S] float32 tensors without gradient.
     """
     log_weight = logprobs.detach() - sampling_logprobs
     if correction.level == "sequence":
@@ -65,26 +64,28 @@ def correction_weights(
         case "mask":
             return torch.where(outside > 0, 0.0, weight), outside
         case "reject":
-            refused = (sequence_sums(outside, sequence_index, num_sequences) > 0)[sequence_index].float()
-            return 1.0 - refused, refused
+            rejected = (sequence_sums(outside, sequence_index, num_sequences) > 0)[sequence_index].float()
+            return 1.0 - rejected, rejected
         case _:
             assert_never(correction.kind)
 
 
 def mismatch_metrics(sampling_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
-    """Compare two opinions on the same tokens, both before any update. All [S] float32; loss_mask selects the tokens.
+    """Return the metrics of the train-inference mismatch before any update.
 
-    probs_diff: |p - q|. logprobs_diff: |log p - log q|. k3: the low-variance estimate of KL(sampler || trainer).
-    weight: w = trainer / sampler. effective_share: the effective sample size of these weights.
+    probs_diff: |p - q|. logprobs_diff: |log p - log q|. k3: low-variance estimate of
+    KL(engine || trainer). weight: w = p_trainer / p_engine. effective_share: effective sample size
+    of these weights as a share of their number.
+    Args: all [S] float32; loss_mask selects the tokens. Returns: no metric if it selects none.
     """
-    chosen = loss_mask > 0
-    sampler, trainer = sampling_logprobs[chosen], logprobs.detach()[chosen]
-    count = float(chosen.sum())
+    selected = loss_mask > 0
+    engine, trainer = sampling_logprobs[selected], logprobs.detach()[selected]
+    count = float(selected.sum())
     if count == 0:
         return {}
-    log_weight = (trainer - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_weight = (trainer - engine).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = log_weight.exp()
-    probs_diff = (trainer.exp() - sampler.exp()).abs()
+    probs_diff = (trainer.exp() - engine.exp()).abs()
     logprobs_diff = log_weight.abs()
     total, squares = float(weight.sum()), float(weight.square().sum())
     return {

@@ -1,4 +1,4 @@
-"""The policy's loss, token by token. Nothing here divides by a count; reduce.py does.
+"""The policy loss of each token. reduce.py averages them.
 
 docs/algorithms.md has a section for each loss.
 """
@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from trigon.algorithms.reduce import sequence_means
-
-PolicyLossType = Literal["default", "gspo", "gspo_token", "cispo", "sapo"]
+from trigon.names import PolicyLossType
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before exp: float32 overflows near 88, and a ratio of e^20 is a lost cause anyway."""
+"""Log-ratios are clamped to +-MAX_LOG_RATIO before exp. float32 overflows near 88."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """Which policy loss, and its bounds.
+    """The kind of policy loss and its bounds.
 
-    clip_low, clip_high: a ratio counts from 1 - clip_low to 1 + clip_high (all but sapo). clip_dual: bound on the ratio
-    where the advantage is negative (default, gspo, gspo_token). cap: largest weight of cispo, at least 1.
+    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (default, gspo,
+    gspo_token); cispo has clip_low only.
+    clip_dual: bound of the ratio where the advantage is negative (default, gspo, gspo_token).
+    cap: maximum weight of cispo, at least 1.
     tau_positive, tau_negative: steepness of sapo's gate, by the sign of the advantage.
     """
 
@@ -40,11 +41,12 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """What one token contributes, and what became of it. All [S] float32.
+    """The loss of each token, and where it was clipped. All [S] float32.
 
-    loss carries gradient. ratio: pi / pi_old, of the token or, for gspo, of its sequence. clipped: 1 where a bound
-    acted: on the loss, so that the token's gradient is zero (default, gspo, gspo_token), or on the weight (cispo); None
-    where there is none (sapo). dual_clipped: 1 where the dual bound did; None where there is none.
+    loss: with gradient. ratio: pi / pi_old of the token or, for gspo, of its sequence; no gradient.
+    clipped: 1 where a bound applied: to the loss, so that the token's gradient is zero (default,
+    gspo, gspo_token), or to the weight (cispo); None for sapo, which has no bound.
+    dual_clipped: 1 where the dual bound applied; None for cispo and sapo, which have none.
     """
 
     loss: Tensor
@@ -65,24 +67,24 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the loss of each token.
 
-    Args: logprobs [S] with gradient; old_logprobs, advantages, loss_mask [S]; sequence_index [S] int64 in
-    [0, num_sequences). Only gspo and gspo_token look at the last three: a sequence's ratio is made of its trainable
-    tokens.
+    Args: logprobs: [S] float32 with gradient; old_logprobs, advantages, loss_mask: [S] float32;
+    sequence_index: [S] int64 in [0, num_sequences). Only gspo and gspo_token use loss_mask,
+    sequence_index and num_sequences: the ratio of a sequence is computed from its trainable tokens.
     """
     log_ratio = logprobs - old_logprobs
     match settings.kind:
         case "default":
-            return _clipped(log_ratio, advantages, settings)
+            return _clipped_loss(log_ratio, advantages, settings)
         case "gspo" | "gspo_token":
-            of_sequence = sequence_means(log_ratio, loss_mask, sequence_index, num_sequences)[sequence_index]
+            sequence_log_ratio = sequence_means(log_ratio, loss_mask, sequence_index, num_sequences)[sequence_index]
             if settings.kind == "gspo_token":
                 # The value of the sequence's ratio, with the gradient of the token's.
-                of_sequence = of_sequence.detach() + logprobs - logprobs.detach()
-            return _clipped(of_sequence, advantages, settings)
+                sequence_log_ratio = sequence_log_ratio.detach() + logprobs - logprobs.detach()
+            return _clipped_loss(sequence_log_ratio, advantages, settings)
         case "cispo":
-            return _weighted(logprobs, log_ratio, advantages, settings)
+            return _cispo_loss(logprobs, log_ratio, advantages, settings)
         case "sapo":
-            return _gated(log_ratio, advantages, settings)
+            return _sapo_loss(log_ratio, advantages, settings)
         case _:
             assert_never(settings.kind)
 
@@ -91,30 +93,29 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clipped(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
-    """The clipped surrogate: beyond its bounds a ratio gains nothing more; where A < 0 the loss is at most -A *
-    clip_dual.
+def _clipped_loss(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
+    """Return the clipped surrogate loss; where A < 0 it is at most -A * clip_dual.
 
-    PPO (arXiv:1707.06347, equation 7); separate bounds: DAPO (arXiv:2503.14476, section 3.1); dual bound:
-    arXiv:1912.09729, equation 5; over the ratios of whole sequences: GSPO (arXiv:2507.18071).
+    PPO (arXiv:1707.06347, equation 7); separate bounds: DAPO (arXiv:2503.14476, section
+    3.1); dual bound: arXiv:1912.09729, equation 5; ratios of sequences: GSPO (arXiv:2507.18071).
     """
     ratio = _ratio(log_ratio)
-    lowest = -math.inf if settings.clip_low >= 1 else math.log1p(-settings.clip_low)
-    clipped_ratio = _ratio(log_ratio.clamp(lowest, math.log1p(settings.clip_high)))
-    plain, clipped = -advantages * ratio, -advantages * clipped_ratio
-    loss = torch.maximum(plain, clipped)
+    log_low = -math.inf if settings.clip_low >= 1 else math.log1p(-settings.clip_low)
+    clipped_ratio = _ratio(log_ratio.clamp(log_low, math.log1p(settings.clip_high)))
+    unclipped, clipped = -advantages * ratio, -advantages * clipped_ratio
+    loss = torch.maximum(unclipped, clipped)
     bound = -advantages * settings.clip_dual
     dual = (advantages < 0) & (loss > bound)
     return PolicyLoss(
         loss=torch.where(dual, bound, loss),
         ratio=ratio.detach(),
-        clipped=(clipped > plain).float(),
+        clipped=(clipped > unclipped).float(),
         dual_clipped=dual.float(),
     )
 
 
-def _weighted(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
-    """The policy gradient, weighted by a bounded ratio that carries no gradient: every token keeps its own.
+def _cispo_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
+    """Return the policy gradient loss weighted by a bounded ratio without gradient.
 
     CISPO: MiniMax-M1 (arXiv:2506.13585).
     """
@@ -125,8 +126,8 @@ def _weighted(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, settings:
     )
 
 
-def _gated(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
-    """The surrogate through a soft gate, whose slope is 1 at a ratio of 1 and falls off smoothly on both sides.
+def _sapo_loss(log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> PolicyLoss:
+    """Return the surrogate loss through a soft gate, whose slope is largest at ratio 1.
 
     SAPO (arXiv:2511.20347).
     """

@@ -1,25 +1,25 @@
-"""The only place that divides by a number of tokens or of sequences.
+"""Averages token losses; nothing else divides by a number of tokens or sequences.
 
-The denominators are counted over the whole optimizer step, on all ranks, before the first micro-batch runs. Each
-micro-batch then adds its share, and neither micro-batching, packing, rank count nor accumulation can change the sum
-beyond rounding.
+The denominators are counted over the update, on all ranks, before the first micro-batch runs. Each
+micro-batch then adds its share, so that micro-batching, packing, the number of ranks and gradient
+accumulation do not change the sum beyond rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-Averaging = Literal["token", "seq", "seq_fixed"]
+from trigon.names import LossAveraging
 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What a whole optimizer step trains on.
+    """The number of trainable tokens and sequences of an update, on all ranks.
 
     tokens: those with loss_mask 1. sequences: those with at least one such token.
     """
@@ -29,22 +29,22 @@ class Denominators:
 
 
 def count_denominators(loss_masks: Iterable[Tensor]) -> Denominators:
-    """Count the trainable tokens and sequences of a step, given the loss_mask [R] of each of its completions."""
+    """Return the denominators of an update, given the loss_mask [R] of each of its completions."""
     lengths = [int(mask.count_nonzero()) for mask in loss_masks]
     return Denominators(tokens=sum(lengths), sequences=sum(length > 0 for length in lengths))
 
 
 def sequence_sums(per_token: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Add up [S] values by the sequence to which they belong. Returns: [num_sequences]; carries gradient."""
+    """Return the sum of [S] values over each sequence: [num_sequences], with gradient."""
     return torch.zeros(num_sequences, dtype=per_token.dtype, device=per_token.device).index_add(
         0, sequence_index, per_token
     )
 
 
 def sequence_means(values: Tensor, loss_mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Return each sequence's mean over its trainable tokens, 0 where it has none: [S] -> [num_sequences]; has gradient.
+    """Return the mean over the trainable tokens of each sequence, 0 if it has none.
 
-    Args: as reduce_loss.
+    Args: as in reduce_loss. Returns: [num_sequences] with gradient.
     """
     masked = torch.where(loss_mask > 0, values, torch.zeros_like(values))
     lengths = sequence_sums(loss_mask, sequence_index, num_sequences)
@@ -57,21 +57,21 @@ def reduce_loss(
     sequence_index: Tensor,
     num_sequences: int,
     *,
-    averaging: Averaging,
+    averaging: LossAveraging,
     fixed_length: int,
     denominators: Denominators,
 ) -> Tensor:
-    """Return this micro-batch's share of the step's loss: a scalar with gradient; the shares of all micro-batches add
-    up to it.
+    """Return a micro-batch's share of the loss of an update. The shares add up to the loss.
 
-    token: the mean over all trainable tokens of the step (DAPO, arXiv:2503.14476, equation 12).
-    seq: the mean over sequences of each one's own mean (GRPO, arXiv:2402.03300, equation 3).
-    seq_fixed: the mean over sequences of each one's sum, divided by fixed_length tokens whatever its own length
-    (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    token: the mean over all trainable tokens of the update (DAPO, arXiv:2503.14476, equation 12).
+    seq: the mean over sequences of the mean of each one (GRPO, arXiv:2402.03300, equation 3).
+    seq_fixed: the mean over sequences of the sum of each one divided by fixed_length (Dr. GRPO,
+    arXiv:2503.20783, section 3.2).
 
-    Args: per_token, loss_mask [S] float; sequence_index [S] int64 in [0, num_sequences).
-    A masked token contributes nothing, even where its value is not finite (its derivative must be, or the gradient is
-    nan).
+    A masked token contributes nothing, even if its value is not finite. Its derivative must be
+    finite, or the gradient is nan.
+    Args: per_token, loss_mask: [S] float; sequence_index: [S] int64 in [0, num_sequences).
+    Returns: a scalar with gradient.
     """
     masked = torch.where(loss_mask > 0, per_token, torch.zeros_like(per_token))
     match averaging:

@@ -1,1 +1,1 @@
-"""From a configuration to a run: the one package that knows every other."""
+"""Builds a training run from a configuration. The one package that imports all others."""

@@ -1,24 +1,25 @@
-"""Token budgets measured on the device instead of configured (trainer.auto_micro_batch)."""
+"""Measures token budgets on the device instead of reading them from the configuration.
+
+Used with trainer.auto_micro_batch.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
+from trigon.build.engines import Engines
+from trigon.build.options import make_loss_terms, model_path, needs_reference
 from trigon.config.plan import Plan, num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.report.summary import format_bytes
 from trigon.training.budget import Budgets, Lengths
 
-from trigon.build.engines import Engines
-from trigon.build.options import loss_terms, model_path, needs_reference
-from trigon.report.summary import readable
 
-
-def plan_with_budgets(
+def tune_plan(
     config: Config,
     plan: Plan,
     engines: Engines,
@@ -28,53 +29,58 @@ def plan_with_budgets(
     *,
     resumes: bool,
 ) -> Plan:
-    """Return the plan with as many tokens in a pass as the device has memory for.
+    """Return the plan with token budgets that fill the device's memory.
 
-    What was measured is kept in the run folder, and holds for as long as nothing changes that it depends on: other
-    budgets would pack other rows, and change the last bits of a run that goes on.
+    The budgets are stored in the run folder and reused while make_budget_key returns the same: a
+    run that is resumed with other budgets packs other rows, which changes the last bits of its
+    numbers. resumes: the run continues from a checkpoint; new budgets are then warned about.
     """
-    lengths = lengths_of(config, plan)
-    found, known = folder.read_budgets(), None
-    measured_for = json.loads(json.dumps(budget_cache_key(config, lengths)))  # as it comes back from the file
-    if found is not None and found.keys() == {"budgets", "measured_for"} and found["measured_for"] == measured_for:
-        known = Budgets(**found["budgets"])
+    lengths = make_lengths(config, plan)
+    # Through JSON, as the stored key has gone through it.
+    budget_key = json.loads(json.dumps(make_budget_key(config, lengths)))
+    stored, known = folder.read_budgets(), None
+    if stored is not None and stored.keys() == {"budgets", "measured_for"} and stored["measured_for"] == budget_key:
+        known = Budgets(**stored["budgets"])
     with report.phase("measure memory"):
         budgets = engines.tune_micro_batch(lengths, known)
     if budgets != known:
-        folder.write_budgets({"budgets": asdict(budgets), "measured_for": measured_for})
+        folder.write_budgets({"budgets": asdict(budgets), "measured_for": budget_key})
         if resumes:
-            report.warn("token budgets were measured anew, so that rounding differs from that of the run so far")
+            report.warn(
+                "token budgets were measured again, so the numbers may differ in their last bits from those of the "
+                "run so far"
+            )
     console.print(
-        f"auto micro-batch: {budgets.update_tokens:,} tokens an update pass ({readable(budgets.update_bytes)} of "
-        f"{readable(budgets.device_bytes)}), {budgets.experience_tokens:,} a pass without gradient "
-        f"({readable(budgets.experience_bytes)}){', as measured before' if budgets == known else ''}"
+        f"auto micro-batch: {budgets.update_tokens:,} tokens per update pass ({format_bytes(budgets.update_bytes)} of "
+        f"{format_bytes(budgets.device_bytes)}), {budgets.experience_tokens:,} per pass without gradient "
+        f"({format_bytes(budgets.experience_bytes)}){', reused from the run folder' if budgets == known else ''}"
     )
     return replace(
         plan, tokens_per_update_pass=budgets.update_tokens, tokens_per_experience_pass=budgets.experience_tokens
     )
 
 
-def lengths_of(config: Config, plan: Plan) -> Lengths:
-    """Return what the groups of a run have at most."""
+def make_lengths(config: Config, plan: Plan) -> Lengths:
+    """Return the largest lengths that the groups of a run can have."""
     data = config.data
-    group = data.max_prompt_length + config.worker.rollout.n * data.max_response_length
+    group_tokens = data.max_prompt_length + config.worker.rollout.n * data.max_response_length
     return Lengths(
         prompt_tokens=data.max_prompt_length,
         response_tokens=data.max_response_length,
         image_pixels=data.max_pixels,
-        update_tokens=plan.prompts_per_update * group,
-        step_tokens=plan.prompts_per_step * group,
+        update_tokens=plan.prompts_per_update * group_tokens,
+        step_tokens=plan.prompts_per_step * group_tokens,
     )
 
 
-def budget_cache_key(config: Config, lengths: Lengths) -> dict[str, object]:
-    """Return what the memory of a pass depends on, besides the device."""
+def make_budget_key(config: Config, lengths: Lengths) -> dict[str, object]:
+    """Return everything that the memory of a pass depends on, except the device."""
     actor = config.worker.actor
     return {
         "model": model_path(config),
         "workers": num_workers(config),
         "lengths": asdict(lengths),
-        "terms": asdict(loss_terms(config)),
+        "terms": asdict(make_loss_terms(config)),
         "strategy": actor.optim.strategy,
         "actor.model": actor.model.model_dump(exclude={"vision_cache_gb"}),
         "actor.fsdp": actor.fsdp.model_dump(),

@@ -1,12 +1,18 @@
-"""Opens what prompts come from: processors, datasets, the order of training, validation."""
+"""Opens the sources of prompts: processors, datasets, the order of training, validation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trigon.config.options import read_text_option
+from trigon.build.options import (
+    count_data_threads,
+    make_frame_sampling,
+    make_validation_sampling_params,
+    model_path,
+)
+from trigon.config.defaults import PIXEL_CACHE_BYTES
+from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet, open_prompts
@@ -19,27 +25,26 @@ from trigon.evaluate import Evaluator
 from trigon.models.load import Processors, load_processors
 from trigon.report.reporter import Reporter
 
-from trigon.build.options import data_workers, model_path, validation_sampling_params, video_sampling
-
-REMEMBERED_PIXEL_BYTES = 4 * 2**30
-"""Host memory in which a worker remembers processed images, so that a step processes each of them once."""
-
 
 def open_processors(config: Config) -> Processors:
-    """Load tokenizer and image processor."""
+    """Load the tokenizer and the image processor."""
     model, data = config.worker.actor.model, config.data
     return load_processors(
         model_path(config),
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
-        chat_template=read_text_option(data.override_chat_template),
+        chat_template=read_template(data.override_chat_template),
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
     )
 
 
 def open_builder(config: Config, processors: Processors) -> PromptBuilder:
-    """Return what turns rows into prompts."""
+    """Return the builder that makes prompts from dataset rows.
+
+    With one worker it also processes their images; with several, each worker processes its own (see
+    open_images).
+    """
     data = config.data
     return PromptBuilder(
         processors,
@@ -52,23 +57,26 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
-        process_images=num_workers(config) == 1,  # several do so themselves
+        process_images=num_workers(config) == 1,
         video_key=data.video_key,
-        video_sampling=video_sampling(config),
+        video_sampling=make_frame_sampling(config),
     )
 
 
 def scan_datasets(
     config: Config, specs: Sequence[str], weights: Sequence[float], builder: PromptBuilder, report: Reporter
 ) -> Prompts:
-    """Open datasets as one, look at every row of each, and say what was set aside."""
+    """Open several datasets as one. See scan_dataset.
+
+    weights: how often an epoch goes through each dataset; empty: once.
+    """
     return mix([scan_dataset(config, spec, builder, report) for spec in specs], weights)
 
 
 def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
-    """Open a dataset, look at every row of it, and say what was set aside."""
+    """Open a dataset, check each of its rows, and warn about the rows that are skipped."""
     data = config.data
-    with report.phase(f"look at {spec}") as advance:
+    with report.phase(f"scan {spec}") as advance:
         done = 0
 
         def on_progress(rows_done: int, rows: int) -> None:
@@ -81,7 +89,7 @@ def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Repo
             builder,
             filter_overlong_prompts=data.filter_overlong_prompts,
             max_bad_row_fraction=data.max_bad_row_fraction,
-            num_workers=data_workers(config),
+            num_workers=count_data_threads(config),
             on_progress=on_progress,
         )
     for reason, count in prompts.num_skipped.items():
@@ -90,7 +98,7 @@ def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Repo
 
 
 def open_stream(config: Config, prompts: Prompts) -> PromptStream:
-    """Return the order in which training draws prompts."""
+    """Return the stream that draws training prompts in order."""
     data = config.data
     return PromptStream(
         prompts,
@@ -98,34 +106,34 @@ def open_stream(config: Config, prompts: Prompts) -> PromptStream:
         seed=data.seed,
         shuffle=data.shuffle,
         prefetch=True,
-        num_workers=data_workers(config),
+        num_workers=count_data_threads(config),
     )
 
 
 def open_evaluator(config: Config, prompts: Prompts | None, report: Reporter) -> Evaluator | None:
-    """Return what validates, or None where there are no validation prompts."""
+    """Return the evaluator of the validation prompts, or None if there are none."""
     if prompts is None:
         return None
-    at_a_time = config.data.val_batch_size
+    batch_size = config.data.val_batch_size
     return Evaluator(
         prompts,
-        validation_sampling_params(config),
-        prompts_per_call=at_a_time if at_a_time > 0 else len(prompts),
-        num_workers=data_workers(config),
+        make_validation_sampling_params(config),
+        prompts_per_call=batch_size if batch_size > 0 else len(prompts),
+        num_workers=count_data_threads(config),
         warn=report.warn,
     )
 
 
 def open_images(config: Config, processors: Processors) -> MediaProcessor | None:
-    """Return what gives a worker's prompts their pixels; None for a model without vision."""
+    """Return the processor and cache of a worker's images, or None for a model without vision."""
     image_processor = image_processor_of(processors)
     if image_processor is None:
         return None
     return MediaProcessor(
         image_processor,
         max_image_pixels=config.data.max_image_pixels,
-        num_workers=max(1, data_workers(config) // config.trainer.n_gpus_per_node),
-        max_bytes=REMEMBERED_PIXEL_BYTES,
+        num_workers=max(1, count_data_threads(config) // config.trainer.n_gpus_per_node),
+        max_bytes=PIXEL_CACHE_BYTES,
         video_processor=video_processor_of(processors),
-        video_sampling=video_sampling(config),
+        video_sampling=make_frame_sampling(config),
     )

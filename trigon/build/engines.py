@@ -1,50 +1,48 @@
-"""What a run learns and samples with, in one process: train engine, reference and rollout engine."""
+"""Opens the train engine, the reference and the rollout engine of a run in one process."""
 
 from __future__ import annotations
+
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, assert_never
-import torch
+from typing import Protocol, assert_never
+
+from trigon.build.models import DevicePlacement, choose_device, open_models
+from trigon.build.options import DTYPES, model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
+from trigon.config.defaults import resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.features import FeatureMemory
-from trigon.models.fused import require_liger
-from trigon.models.kernels import Kernel, resolve_kernel
-from trigon.models.load import Processors, copy_side_files, load_model, model_folder
-from trigon.models.lora import add_lora
-from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
+from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
-from trigon.training.local import LocalScorer, LocalTrainEngine, Sizes
 from trigon.training.memory import memory_of
-from trigon.training.optim import Schedule
-from trigon.training.parallel import ProcessGroup, SingleProcess
-from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.training.parallel import SingleProcess
+from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine
 from trigon.training.trace import FOLDER, LocalTracer, Tracer
-from trigon.build.options import DTYPES, kl_is_full, lora_settings, loss_terms, model_path, needs_reference, run_folder
-from trigon.build.models import Place, choose_device, open_models
 
 
 class TuneMicroBatch(Protocol):
-    """Measures how many tokens a pass may take, and lets trainer and reference go by it; see budget.fit_budgets."""
+    """Sets and returns token budgets; see trigon.training.budget.tune_engines.
+
+    known: budgets of an earlier run, returned unchanged if every rank's device is of the same kind.
+    None: measure.
+    """
 
     def __call__(self, lengths: Lengths, known: Budgets | None) -> Budgets: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What a run learns and samples with.
+    """The engines of a run, in this process or in the workers.
 
-    device: what they run on, as a person says it. sizes: of each worker's part, by rank; of the whole where there is
-    one. fit: finds how many tokens their passes may take.
+    device: description for the console. reference: None where the loop needs no log-probabilities
+    of it. sizes: of each rank's shard, by rank; one entry for a single process. tune_micro_batch:
+    measures token budgets.
     """
 
     device: str
@@ -66,8 +64,11 @@ def open_engines(
     *,
     shows_videos: bool,
 ) -> Engines:
-    """Load the models and start the rollout engine in this process."""
-    place = Place(choose_device(config), SingleProcess())
+    """Load the models and start the rollout engine in this process.
+
+    stack: closes them. shows_videos: some prompts contain videos.
+    """
+    place = DevicePlacement(choose_device(config), SingleProcess())
     with report.phase("load model"):
         trainer, reference = open_models(config, processors, plan, place)
         stack.callback(trainer.close)
@@ -75,7 +76,7 @@ def open_engines(
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place, shows_videos=shows_videos)
         stack.callback(rollout.close)
-    tracer = LocalTracer(run_folder(config) / FOLDER, rank=None)
+    tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
 
     def tune_micro_batch(lengths: Lengths, known: Budgets | None) -> Budgets:
         memory = memory_of(place.device, shared_by=1)
@@ -84,8 +85,13 @@ def open_engines(
     return Engines(str(place.device), trainer, reference, rollout, (trainer.sizes(),), tracer, tune_micro_batch)
 
 
-def open_rollout(config: Config, processors: Processors, place: Place, *, shows_videos: bool) -> RolloutEngine:
-    """Start the engine that samples."""
+def open_rollout(
+    config: Config, processors: Processors, place: DevicePlacement, *, shows_videos: bool
+) -> RolloutEngine:
+    """Start the rollout engine.
+
+    Raises: ConfigError if vLLM is configured and not installed.
+    """
     rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
         case "vllm":
@@ -94,11 +100,10 @@ def open_rollout(config: Config, processors: Processors, place: Place, *, shows_
                     "worker.rollout.name is vllm, which is not installed: run pip install 'trigon[gpu]' ('trigon[cpu]' "
                     "without a GPU), or set worker.rollout.name=transformers, which is slow"
                 )
-            from trigon.rollout.vllm import VllmEngine
+            from trigon.rollout.vllm import VllmEngine, VllmSettings
 
-            return VllmEngine(
-                model_path=str(model_folder(model_path(config))),
-                processors=processors,
+            settings = VllmSettings(
+                model_folder=model_folder(model_path(config)),
                 device="cuda" if device.type == "cuda" else "cpu",
                 dtype=DTYPES[rollout.dtype],
                 max_model_len=context_length(config),
@@ -116,6 +121,7 @@ def open_rollout(config: Config, processors: Processors, place: Place, *, shows_
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
                 shows_videos=shows_videos,
             )
+            return VllmEngine(settings, processors)
         case "transformers":
             from trigon.rollout.transformers import TransformersEngine
 
@@ -134,15 +140,20 @@ def open_rollout(config: Config, processors: Processors, place: Place, *, shows_
 
 
 def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path) -> Finish:
-    """Write what a checkpoint needs of the engines, and what makes its weights a whole model: config and processors."""
+    """Write the state of the train engine, with the model's configuration and processors.
+
+    source: the model's folder. Returns: the function that finishes the write.
+    """
     copy_side_files(source, folder / "huggingface")
     return trainer.save_state(folder, model_only=config.trainer.save_model_only)
 
 
 def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
-    """Refuse a disk on which not even one checkpoint fits."""
-    adapted = config.worker.actor.model.lora.rank > 0
+    """Raise CheckpointError if the disk has no space for one checkpoint. sizes: of each rank's
+    shard.
+    """
+    has_lora = config.worker.actor.model.lora.rank > 0
     copies = len(sizes) // workers_per_copy(config)
-    weights = sum(each.gradient_bytes if adapted else each.weight_bytes for each in sizes)
+    weights = sum(each.gradient_bytes if has_lora else each.weight_bytes for each in sizes)
     optimizer = 0 if config.trainer.save_model_only else sum(each.optimizer_bytes for each in sizes)
     store.check_space((weights + optimizer) // copies)

@@ -28,7 +28,7 @@ from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter,
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 from trigon.models.load import copy_side_files
-from trigon.training.local import ADAPTER_CONFIG
+from trigon.training.checkpointing import ADAPTER_CONFIG
 from trigon.training.state import StoredTensor
 
 DTYPES = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights
 from trigon.errors import CheckpointError
-from trigon.models.families import Family, family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, family_of_folder
 from trigon.models.lora import load_adapter
 from trigon.training.state import ShardedFiles
@@ -111,7 +111,7 @@ def _model_inputs(folder: Path) -> Mapping[str, Any]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: Weights, family: Family, dtype: torch.dtype) -> None:
+def _fill(model: nn.Module, weights: Weights, family: ModelFamily, dtype: torch.dtype) -> None:
     """Copy all tensors, rounded to dtype, into all parameters of a model by name."""
     remaining = dict(weights.tensors)
     named = (pair for name, weight in model.named_parameters() for pair in family.checkpoint_tensors(name, weight))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from trigon.errors import CheckpointError, ModelError
-from trigon.models.families import Family, family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, family_of_folder, model_folder
 from trigon.models.lora import merge_names, merged_weight
-from trigon.training.local import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
+from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
 from trigon.training.state import ShardedFiles, StoredTensor
 
 _STACKS_PER_LAYER = 2  # of experts: gate_up_proj and down_proj
@@ -87,7 +87,7 @@ def open_lora(actor: Path, *, base: str | None) -> Lora:
 class PublishedWeights:
     """A checkpoint's weights under published names, one tensor per expert. Satisfies Weights."""
 
-    def __init__(self, stored: Weights, family: Family) -> None:
+    def __init__(self, stored: Weights, family: ModelFamily) -> None:
         """Convert names and shapes. stored: the tensors of a policy's saved_tensors."""
         self._stored = stored
         self._family = family

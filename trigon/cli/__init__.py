@@ -1,1 +1,1 @@
-"""The commands: one short file each. They read arguments and the environment, and call the rooms that do the work."""
+"""The commands, one module each: they read arguments and environment variables."""

@@ -1,4 +1,4 @@
-"""`python -m trigon.cli` is `trigon`."""
+"""`python -m trigon.cli` runs the `trigon` command."""
 
 import sys
 

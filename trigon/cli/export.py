@@ -1,6 +1,7 @@
-"""`trigon export CHECKPOINT` and `trigon merge --local_dir .../global_step_N/actor`: a checkpoint becomes a model.
+"""`trigon export CHECKPOINT`: writes a Hugging Face model, or a LoRA adapter for peft.
 
-With `--adapter`, what LoRA learned becomes an adapter.
+`trigon merge --local_dir .../global_step_N/actor` is the same command by the name of EasyR1's
+script.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from trigon.report.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Errors of ours are left to the caller."""
+    """Run the command, and return its exit status. Raises TrigonError."""
     options = _parser().parse_args(arguments)
-    # Heavy libraries are imported only for a command line that makes sense.
+    # Imported here, so that errors of the command line do not wait for heavy libraries.
     from trigon.checkpoint.export import export_checkpoint
 
     console = Console()
@@ -36,29 +37,27 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trigon export",
-        description="Write a checkpoint as a Hugging Face model, and prove it: equal tensors, equal logits. "
-        "What LoRA learned is merged into its base model.",
+        description="Write a checkpoint as a Hugging Face model, and verify that its tensors and logits are equal. "
+        "LoRA adapters are merged into the base model.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "checkpoint", nargs="?", type=Path, help="a global_step_N folder, its actor folder, or a run folder"
     )
-    source.add_argument("--local_dir", type=Path, metavar="ACTOR", help="the same, as EasyR1's merger calls it")
+    source.add_argument("--local_dir", type=Path, metavar="ACTOR", help="the same by the name of EasyR1's option")
     parser.add_argument(
         "--output",
         type=Path,
-        help="where to; default: huggingface_model in CHECKPOINT, huggingface in ACTOR; of an adapter, lora_adapter",
+        help="folder to write; default: CHECKPOINT/huggingface_model, ACTOR/huggingface, for an adapter lora_adapter",
     )
     parser.add_argument(
-        "--dtype", help="bf16, fp16 or fp32; default: the checkpoint's own, bit for bit; of a merged model, its base's"
+        "--dtype", help="bf16, fp16 or fp32; default: that of the checkpoint, or of the base model if LoRA is merged"
+    )
+    parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter for peft, not merged")
+    parser.add_argument(
+        "--base", metavar="MODEL", help="base model of the LoRA adapter, if it has moved: a folder or a hub id"
     )
     parser.add_argument(
-        "--adapter", action="store_true", help="write what LoRA learned as an adapter for peft, unmerged"
-    )
-    parser.add_argument(
-        "--base", metavar="MODEL", help="the base model of LoRA's adapters, if it has moved: a folder or a hub id"
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="of a run folder, the best checkpoint instead of the latest"
+        "--best", action="store_true", help="export the best checkpoint of a run folder instead of the latest"
     )
     return parser

@@ -1,6 +1,6 @@
-"""The `trigon` command: finds the subcommand's file and turns our own errors into one clear message.
+"""The `trigon` command: runs a subcommand, and prints a TrigonError as one message.
 
-Imports nothing heavy, so that `trigon --help` is instant.
+Imports no heavy library, so that `trigon --help` is fast.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from trigon import __version__
 from trigon.errors import TrigonError
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 
 COMMANDS = {
-    "train": ("trigon.cli.train", "train: YAML file and key=value overrides, EasyR1's included"),
-    "quickstart": ("trigon.tiny.quickstart", "train the embedded tiny model on the embedded data, here and now"),
-    "tiny": ("trigon.tiny.make", "make the embedded tiny model and dataset"),
-    "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and prove it"),
-    "merge": ("trigon.cli.export", "the same under EasyR1's name: --local_dir .../global_step_N/actor"),
+    "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
+    "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
+    "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
+    "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
+    "merge": ("trigon.cli.export", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
 }
 
 
@@ -30,9 +30,10 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status:
+    """Run a command and return its exit status.
 
-    0 done, 1 failed with an error of ours, 2 bad usage, 130 interrupted.
+    0: done, 1: failed with a TrigonError, 2: wrong usage, 130: interrupted. `trigon train` adds
+    EXIT_STOPPED.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
@@ -43,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"trigon {__version__}")
         return 0
     if command not in COMMANDS:
-        print(f"trigon: there is no command {command!r}\n\n{usage()}", file=sys.stderr)
+        print(f"trigon: unknown command {command!r}\n\n{usage()}", file=sys.stderr)
         return 2
-    collect_seldom()
+    set_gc_threshold()
     try:
         return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     except TrigonError as error:

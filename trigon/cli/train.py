@@ -1,4 +1,4 @@
-"""`trigon train [CONFIG.yaml] [key=value ...]`: the main job, from the command line to the final table."""
+"""`trigon train [CONFIG.yaml] [key=value ...]`: trains a model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from trigon.config.load import LoadedConfig, dump_config, load_config, split_arg
 HELP = """\
 usage: trigon train [CONFIG.yaml] [key=value ...]
 
-Trains with the options of CONFIG.yaml, changed by key=value (data.max_prompt_length=1024, say). Every option, its
-default and its
-meaning: docs/configuration.md. EasyR1's files and command lines work as they are; config=CONFIG.yaml is understood too.
+Train with the options of CONFIG.yaml; key=value overrides an option, for example data.max_prompt_length=1024.
+docs/configuration.md explains every option. Configuration files and command lines of EasyR1 work unchanged;
+config=CONFIG.yaml is accepted too.
 
-  --print-config   print the resolved configuration and stop
+  --print-config   print the resolved configuration and exit
 """
 
 EXIT_STOPPED = 143
-"""The exit status after SIGTERM, as shells give it:
-
-the step in hand was finished and saved, and the same command goes on from there.
+"""Exit status after SIGTERM: the current step was finished and saved, and the same command resumes.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see trigon.cli.main for the exit status."""
+    """Run the command, and return its exit status; see trigon.cli.main."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(HELP)
         return 0
@@ -45,13 +43,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
-    """Train, and export the last checkpoint to a folder if one is given."""
-    # Heavy libraries are imported only now that the configuration is known to be sound.
+    """Train, and return the exit status. export_to: where to export the last checkpoint."""
+    # Imported here, so that errors of the configuration do not wait for heavy libraries.
     from trigon.build.run import TrackerEnvironment, run_training
 
     trackers = TrackerEnvironment(
-        tensorboard_dir=path_from("TENSORBOARD_DIR"),
-        swanlab_dir=path_from("SWANLAB_DIR"),
+        tensorboard_dir=read_path("TENSORBOARD_DIR"),
+        swanlab_dir=read_path("SWANLAB_DIR"),
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
         swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
@@ -62,27 +60,26 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
         return EXIT_STOPPED if stopped() else 0
 
 
-def path_from(variable: str) -> Path | None:
-    """Return the path that an environment variable holds, None if it is unset or empty."""
+def read_path(variable: str) -> Path | None:
+    """Return the path in an environment variable, or None if it is unset or empty."""
     return Path(os.environ[variable]) if os.environ.get(variable) else None
 
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Let SIGTERM ask for an orderly end:
-
-    yield a function that tells whether it came. A second one ends the process at once.
+    """Yield a function that returns whether SIGTERM was received. A second SIGTERM ends the process
+    at once.
     """
-    came = False
+    received = False
 
-    def remember(number: int, frame: object) -> None:
-        nonlocal came
-        came = True
+    def handle(number: int, frame: object) -> None:
+        nonlocal received
+        received = True
         signal.signal(signal.SIGTERM, before)
-        print("SIGTERM: finishing and saving this step", file=sys.stderr)
+        print("SIGTERM: finishing and saving the current step", file=sys.stderr)
 
-    before = signal.signal(signal.SIGTERM, remember)
+    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield lambda: came
+        yield lambda: received
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,7 @@
-"""Keys that EasyR1's files hold and the schema does not: renamed ones, and ones with nothing to switch.
+"""Keys of EasyR1's configuration files that the schema does not have: renamed and ignored keys.
 
-Every entry of both tables is accepted with one warning. A retired key whose value asks for what this version cannot do
-is refused, with the reason. Knows names and values only; load.py reads files and applies the tables.
+Each of them is accepted with one warning. An ignored key with a value that asks for an unsupported
+feature is an error. load.py reads files and applies these tables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trigon.config.paths import is_inline_template
 
 RENAMED: Mapping[str, str] = {
     "data.gen_batch_size": "data.mini_rollout_batch_size",
@@ -27,128 +29,128 @@ RENAMED: Mapping[str, str] = {
     "worker.reward.score_function": "worker.reward.reward_function",
     "worker.reward.score_function_kwargs": "worker.reward.reward_function_kwargs",
 }
-"""Older name: the name today. The meaning and the values are the same."""
+"""Older name: current name. The meaning and the values are the same."""
 
 RENAMED_FILES: Mapping[str, str] = {
     "math_format.jinja": "math.jinja",
     "r1v_format.jinja": "r1v.jinja",
     "examples/score_function/": "examples/reward_function/",
 }
-"""Older part of a path to a shipped example: that part today."""
+"""Older part of the path of a shipped example: the current part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Retired:
-    """A key with nothing to switch.
+class IgnoredKey:
+    """A key without effect.
 
-    because: why it has no effect. only: the values that can be honoured by doing nothing; None: all of them.
-    instead: for any other value, why it cannot be honoured and what to do.
+    reason: why it has no effect. allowed: the values it may have; None: any value.
+    advice: for any other value, why it is not supported and what to do.
     """
 
-    because: str
-    only: tuple[Any, ...] | None = None
-    instead: str = ""
+    reason: str
+    allowed: tuple[Any, ...] | None = None
+    advice: str = ""
 
-    def refuses(self, value: Any) -> bool:
-        """Whether the value asks for something that doing nothing would not give."""
-        return self.only is not None and value not in self.only
+    def rejects(self, value: Any) -> bool:
+        """Return whether the value asks for a feature that is not supported."""
+        return self.allowed is not None and value not in self.allowed
 
 
-_AUTOMATIC = "it is worked out from other keys"
+_AUTOMATIC = "it is computed from other keys"
 _CRITIC = "none of the algorithms here has a critic"
 _FSDP_2 = "torch's FSDP2 always keeps parameters as they are"
 _PACKED = "sequences are always packed without padding, up to a token budget, and results do not depend on it"
-_RANK_0 = "one worker always reads the weights, and sends each tensor to the others"
-_STRATEGY = "several workers always shard the model by torch's FSDP2"
-_ULYSSES = Retired(
+_RANK_0 = "one worker always reads the weights and broadcasts each tensor to the others"
+_STRATEGY = "several workers always shard the model with torch's FSDP2"
+_ULYSSES = IgnoredKey(
     "sequences are not split over devices",
-    only=(1,),
-    instead="this version has no sequence parallelism; set it to 1 or leave it out",
+    allowed=(1,),
+    advice="sequence parallelism is not supported; set it to 1 or leave it out",
 )
 
-RETIRED: Mapping[str, Retired] = {
-    "algorithm.lam": Retired(f"{_CRITIC}, whose errors it would weigh"),
-    "worker.actor.clip_ratio": Retired(
+IGNORED: Mapping[str, IgnoredKey] = {
+    "algorithm.lam": IgnoredKey(f"{_CRITIC}, and this key belongs to its advantage estimates"),
+    "worker.actor.clip_ratio": IgnoredKey(
         "the bounds are worker.actor.clip_ratio_low and worker.actor.clip_ratio_high",
-        only=(None,),
-        instead="one bound is now two; set worker.actor.clip_ratio_low and worker.actor.clip_ratio_high to it",
+        allowed=(None,),
+        advice="there are two bounds now; set worker.actor.clip_ratio_low and worker.actor.clip_ratio_high to it",
     ),
-    "worker.actor.dynamic_batching": Retired(_PACKED),
-    "worker.actor.fsdp.enable_rank0_init": Retired(_RANK_0),
-    "worker.actor.fsdp.mp_buffer_dtype": Retired("buffers keep the format the model's own code gives them"),
-    "worker.actor.fsdp.use_orig_params": Retired(_FSDP_2),
-    "worker.actor.global_batch_size_per_device": Retired(_AUTOMATIC),
-    "worker.actor.optim.training_steps": Retired("updates are counted from the data; trainer.max_steps limits them"),
-    "worker.actor.padding_free": Retired(_PACKED),
-    "worker.actor.strategy": Retired(_STRATEGY),
+    "worker.actor.dynamic_batching": IgnoredKey(_PACKED),
+    "worker.actor.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
+    "worker.actor.fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
+    "worker.actor.fsdp.use_orig_params": IgnoredKey(_FSDP_2),
+    "worker.actor.global_batch_size_per_device": IgnoredKey(_AUTOMATIC),
+    "worker.actor.optim.training_steps": IgnoredKey("updates are counted from the data; trainer.max_steps limits them"),
+    "worker.actor.padding_free": IgnoredKey(_PACKED),
+    "worker.actor.strategy": IgnoredKey(_STRATEGY),
     "worker.actor.ulysses_sequence_parallel_size": _ULYSSES,
     "worker.actor.ulysses_size": _ULYSSES,
-    "worker.actor.use_torch_compile": Retired("log-probabilities are computed in chunks, without compiling"),
-    "worker.critic": Retired(_CRITIC),
-    "worker.hybrid_engine": Retired(
+    "worker.actor.use_torch_compile": IgnoredKey("log-probabilities are computed in chunks, without compiling"),
+    "worker.critic": IgnoredKey(_CRITIC),
+    "worker.hybrid_engine": IgnoredKey(
         "trainer and engine always share the device",
-        only=(True,),
-        instead="trainer and engine share the device in this version; set it to true",
+        allowed=(True,),
+        advice="trainer and engine on separate devices are not supported; set it to true",
     ),
-    "worker.ref.dynamic_batching": Retired(_PACKED),
-    "worker.ref.fsdp.enable_rank0_init": Retired(_RANK_0),
-    "worker.ref.fsdp.fsdp_size": Retired("the reference is sharded as worker.actor.fsdp.fsdp_size says"),
-    "worker.ref.fsdp.mp_buffer_dtype": Retired("buffers keep the format the model's own code gives them"),
-    "worker.ref.fsdp.mp_param_dtype": Retired("the reference computes in worker.ref.fsdp.torch_dtype"),
-    "worker.ref.fsdp.mp_reduce_dtype": Retired("the reference has no gradients"),
-    "worker.ref.fsdp.use_orig_params": Retired(_FSDP_2),
-    "worker.ref.micro_batch_size_per_device_for_experience": Retired(
-        "worker.actor.micro_batch_size_per_device_for_experience serves both models"
+    "worker.ref.dynamic_batching": IgnoredKey(_PACKED),
+    "worker.ref.fsdp.enable_rank0_init": IgnoredKey(_RANK_0),
+    "worker.ref.fsdp.fsdp_size": IgnoredKey("worker.actor.fsdp.fsdp_size applies to the reference too"),
+    "worker.ref.fsdp.mp_buffer_dtype": IgnoredKey("buffers keep the dtype that the model gives them"),
+    "worker.ref.fsdp.mp_param_dtype": IgnoredKey("the reference computes in worker.ref.fsdp.torch_dtype"),
+    "worker.ref.fsdp.mp_reduce_dtype": IgnoredKey("the reference has no gradients"),
+    "worker.ref.fsdp.use_orig_params": IgnoredKey(_FSDP_2),
+    "worker.ref.micro_batch_size_per_device_for_experience": IgnoredKey(
+        "worker.actor.micro_batch_size_per_device_for_experience applies to both models"
     ),
-    "worker.ref.offload.offload_optimizer": Retired("the reference has no optimizer"),
-    "worker.ref.padding_free": Retired(_PACKED),
-    "worker.ref.strategy": Retired(_STRATEGY),
+    "worker.ref.offload.offload_optimizer": IgnoredKey("the reference has no optimizer"),
+    "worker.ref.padding_free": IgnoredKey(_PACKED),
+    "worker.ref.strategy": IgnoredKey(_STRATEGY),
     "worker.ref.ulysses_size": _ULYSSES,
-    "worker.ref.use_torch_compile": Retired("log-probabilities are computed in chunks, without compiling"),
-    "worker.reward.reward_function_name": Retired("worker.reward.reward_function names file and function"),
-    "worker.reward.reward_type": Retired(
-        "the file of the reward function decides, by its REWARD_TYPE",
-        only=("function", "batch", "sequential"),
-        instead="this version scores with a function, not a model; set worker.reward.reward_function",
+    "worker.ref.use_torch_compile": IgnoredKey("log-probabilities are computed in chunks, without compiling"),
+    "worker.reward.reward_function_name": IgnoredKey("worker.reward.reward_function names file and function"),
+    "worker.reward.reward_type": IgnoredKey(
+        "REWARD_TYPE in the file of the reward function decides",
+        allowed=("function", "batch", "sequential"),
+        advice="reward models are not supported; set worker.reward.reward_function",
     ),
-    "worker.rollout.prompt_length": Retired("data.max_prompt_length decides"),
-    "worker.rollout.response_length": Retired("data.max_response_length decides"),
-    "worker.rollout.trust_remote_code": Retired("worker.actor.model.trust_remote_code decides"),
-    "trainer.critic_warmup": Retired(
+    "worker.rollout.prompt_length": IgnoredKey("data.max_prompt_length decides"),
+    "worker.rollout.response_length": IgnoredKey("data.max_response_length decides"),
+    "worker.rollout.trust_remote_code": IgnoredKey("worker.actor.model.trust_remote_code decides"),
+    "trainer.critic_warmup": IgnoredKey(
         _CRITIC,
-        only=(0,),
-        instead="there is no critic to warm up; set it to 0",
+        allowed=(0,),
+        advice="there is no critic to warm up; set it to 0",
     ),
-    "trainer.ray_timeline": Retired("the timing_s/* metrics say what each step spent its time on"),
+    "trainer.ray_timeline": IgnoredKey("the timing_s/* metrics give the time of each phase of a step"),
 }
-"""A key, or a section with all it holds: why it has no effect."""
+"""Keys without effect. The name of a section stands for all keys in it."""
 
-ABSENT: Mapping[tuple[str, str], str] = {
-    ("algorithm.adv_estimator", "gae"): "it needs a critic, and this version has none",
-    ("worker.rollout.dtype", "auto"): "name the format, so that it can be compared with the trainer's",
+UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
+    ("algorithm.adv_estimator", "gae"): "it needs a critic, which is not supported",
+    ("worker.rollout.dtype", "auto"): "set the dtype explicitly, so that it can be compared with the trainer's",
     ("worker.rollout.name", "hf"): "its name is transformers",
-    ("worker.rollout.name", "sglang"): "this version samples with vllm or transformers",
+    ("worker.rollout.name", "sglang"): "the supported engines are vllm and transformers",
 }
-"""Option and value that EasyR1 or verl has and this version has not: why."""
+"""(Option, value) of EasyR1 or verl that is not supported: why."""
 
-FOREIGN_SECTIONS: Mapping[str, str] = {
+VERL_SECTIONS: Mapping[str, str] = {
     "actor_rollout_ref": "it is verl's name; the sections here are worker.actor, worker.rollout and worker.ref",
     "critic": f"it is verl's name; {_CRITIC}",
     "custom_reward_function": "it is verl's name; use worker.reward.reward_function=file.py:function",
     "reward_model": "it is verl's name; use worker.reward.reward_function=file.py:function",
 }
-"""Outermost sections of verl's own layout, which is another language: what to write instead."""
+"""Top-level sections of verl's configuration, which has another layout: what to use instead."""
 
 
-def retired_key(name: str) -> str | None:
-    """Return the entry of RETIRED that a key is or lies under, or None."""
+def ignored_key(name: str) -> str | None:
+    """Return the entry of IGNORED that a key equals or is below, or None."""
     parts = name.split(".")
-    return next((key for n in range(1, len(parts) + 1) if (key := ".".join(parts[:n])) in RETIRED), None)
+    return next((key for n in range(1, len(parts) + 1) if (key := ".".join(parts[:n])) in IGNORED), None)
 
 
 def renamed_file(value: str) -> str:
-    """Return the path of a shipped example as it is today, where the older one is gone and that one is there."""
-    if "{{" in value or _file_of(value).exists():
+    """Return the current path of a shipped example if only that exists, and the value otherwise."""
+    if is_inline_template(value) or _file_of(value).exists():
         return value
     renamed = value
     for old, new in RENAMED_FILES.items():

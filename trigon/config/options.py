@@ -1,4 +1,4 @@
-"""The schema as a flat list: every option's path, type, default and sentence. Knows schema.py only."""
+"""The schema as a flat table: the path, type, default and description of every option."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -16,21 +15,21 @@ from pydantic.fields import FieldInfo
 
 from trigon.config import schema
 from trigon.config.schema import Config, Section
-from trigon.errors import ConfigError
 
-Kind = Literal["text", "choice", "whole number", "number", "true or false", "list", "mapping"]
+Kind = Literal["text", "choice", "integer", "number", "true or false", "list", "mapping"]
 
 KeyPath = tuple[str, ...]
-"""Where an option lies, from the outermost section to the key: ("data", "max_pixels")."""
+"""Path of an option or a section, outermost section first: ("data", "max_pixels")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """One key of the configuration.
 
-    item: kind of a list's items; for every other kind it is the kind again. optional: null is a value too.
-    choices: what a choice may be; empty for every other kind.
-    expected: what may be written, as a reader is told: "a whole number of at least 1, or null".
+    item: the kind of a list's items; the same as kind for everything else.
+    optional: whether null is allowed.
+    choices: the allowed values of a choice; empty for every other kind.
+    expected: the allowed values, for messages: "an integer, at least 1, or null".
     """
 
     path: KeyPath
@@ -47,7 +46,7 @@ class Option:
 
 
 def sections(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[Section]]]:
-    """Yield every section under one, itself first, in the order of the schema."""
+    """Yield a section and all sections below it with their paths, in the order of the schema."""
     yield path, section
     for key, field in section.model_fields.items():
         inner = field.annotation
@@ -83,7 +82,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 
 def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind, str]:
-    """Return an annotation's kind, the kind of its items, and what may be written."""
+    """Return the kind of an annotation, the kind of its items, and its allowed values in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _describe(arguments[0], (*bounds, *arguments[1:]))
@@ -92,20 +91,17 @@ def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind
         kind, item, expected = _describe(inner, bounds)
         return kind, item, f"{expected}, or null"
     if origin is Literal:
-        return (
-            "choice",
-            "choice",
-            " or ".join(map(str, arguments)) if len(arguments) < 3 else (f"one of {', '.join(map(str, arguments))}"),
-        )
+        names = [str(argument) for argument in arguments]
+        return "choice", "choice", " or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}"
     if origin is tuple:
         _, item, expected = _describe(arguments[0])
         count = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
         return "list", item, f"{count}, each {expected}"
     if origin is dict:
         return "mapping", "mapping", "a mapping"
-    plain: dict[type, Kind] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-    kind = plain[annotation]
-    name = kind if kind in ("true or false", "text") else f"a {kind}"
+    kinds: dict[type, Kind] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+    kind = kinds[annotation]
+    name = {"integer": "an integer", "number": "a number"}.get(kind, kind)
     return kind, kind, name + _bounds_in_words(bounds)
 
 
@@ -126,35 +122,22 @@ def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
             case FieldInfo(metadata=inner) if inner:
                 return _bounds_in_words(tuple(inner))
             case _:
-                pass  # validators, which say what they want themselves
+                pass  # a validator, which has no bound to describe
     return f", {' and '.join(words)}" if words else ""
 
 
-def read_text_option(value: str | None) -> str | None:
-    """Return a template given in place (it has `{{`) as it is, or the content of the file that is named.
-
-    Raises: ConfigError if the file cannot be read.
-    """
-    if value is None or "{{" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the template {value}: {error}") from error
-
-
 @cache
-def meanings() -> dict[KeyPath, str]:
-    """Return the sentence written under each option and each section in schema.py."""
+def descriptions() -> dict[KeyPath, str]:
+    """Return the description of each option and each section: its docstring in schema.py."""
     by_class = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
     result: dict[KeyPath, str] = {}
     for path, section in sections():
         node = by_class[section.__name__]
         result[path] = ast.get_docstring(node) or ""
-        for field, sentence in zip(node.body, node.body[1:], strict=False):
-            match field, sentence:
+        for field, docstring in zip(node.body, node.body[1:], strict=False):
+            match field, docstring:
                 case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
                     result[(*path, key)] = " ".join(text.split())
                 case _:
-                    pass  # a section's own docstring, or a field that is a section
+                    pass  # the docstring of the section, or a field that is a section
     return result

@@ -1,8 +1,8 @@
-"""Every option once: its type, its default, its bounds and a sentence.
+"""The table of options: the type, default, bounds and description of each.
 
-Sections, keys and defaults are EasyR1's, so that its users' files run here; where a default differs, or the key is our
-own, the sentence says so. Knows no files and no command line (load.py), no older names (legacy.py) and no arithmetic
-between options (load.py, plan.py). A key stands here only if this version reads it.
+Sections, keys and defaults are EasyR1's, so that its configuration files run unchanged. The
+description says where a default differs and which keys are Trigon only. Files and the command line
+are read in load.py, renamed keys are in legacy.py, and checks across options are in checks.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from trigon.names import (
+    AdvantageEstimator,
+    CorrectionKind,
+    CorrectionLevel,
+    KlEstimator,
+    LearningRateSchedule,
+    LossAveraging,
+    OptimizerStrategy,
+    PolicyLossType,
+)
+
 
 class Section(BaseModel):
-    """A frozen group of options that knows no key but its own."""
+    """A frozen section of options. An unknown key is an error."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True, hide_input_in_errors=True
@@ -36,198 +47,211 @@ def _as_files(value: Any) -> Any:
 
 
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_dtype)]
-"""A floating-point format; float32, bfloat16 and float16 are accepted and shortened."""
+"""A floating-point format. float32, bfloat16 and float16 are accepted and shortened."""
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
-"""Datasets; a single one may be written without the brackets of a list."""
+"""Datasets. A single one may be written without the brackets of a list."""
 
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
 
 
 class DataConfig(Section):
-    """Where prompts come from, and how they are made."""
+    """The datasets, and how prompts are built from their rows."""
 
     train_files: Files = ()
-    """Training prompts: a hub id, a file (parquet, json, jsonl, csv) or a folder, `@split` chooses a split (train); or
-    a list of such."""
+    """Training datasets: hub ids, files (parquet, json, jsonl, csv) or folders.
+    `@split` selects a split (default: train)."""
 
     train_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """How often an epoch goes through each of train_files: 2 is twice, 0.5 a half of it; empty: once. Ours."""
+    """Passes over each of train_files per epoch: 2 is twice, 0.5 is half of it; empty: once.
+    Trigon only."""
 
     val_files: Files = ()
-    """Validation prompts, written like train_files."""
+    """Validation datasets, written like train_files."""
 
     prompt_key: str = "prompt"
-    """Column with the question; each `<image>` in it stands for one image of the row, in order."""
+    """Column of the question; each `<image>` in it stands for one image of the row, in order."""
 
     answer_key: str = "answer"
-    """Column with the ground truth that the reward function is given."""
+    """Column of the ground truth, which is passed to the reward function."""
 
     image_key: str = "images"
-    """Column with a row's images (PIL, bytes, mapping or path); absent or empty means a text-only row."""
+    """Column of a row's images (PIL, bytes, mapping or path); absent or empty: a text-only row."""
 
     video_key: str = "videos"
-    """Column with a row's videos (paths or bytes), each a `<video>` in the question; absent or empty means none."""
+    """Column of a row's videos (paths or bytes), one for each `<video>`; absent or empty: none."""
 
     image_dir: str | None = None
-    """Folder that relative image and video paths start from; null: the folder of the dataset."""
+    """Folder of relative image and video paths; null: the folder of the dataset."""
 
     video_fps: float = Field(default=2.0, gt=0)
-    """Frames taken from each second of a video. Raising it costs prompt tokens."""
+    """Frames sampled per second of video. Raising it uses more prompt tokens."""
 
     max_video_frames: int = Field(default=768, ge=2)
-    """Frames a video gives at most, evenly spread; a longer one is taken more sparsely. Ours."""
+    """Maximum number of frames per video, evenly spaced; longer videos are sampled at a lower rate.
+    Trigon only."""
 
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens a prompt may have, image tokens included. Raising it admits more rows and needs more memory."""
+    """Maximum number of prompt tokens, image tokens included.
+    Raising it keeps more rows and needs more memory."""
 
     max_response_length: int = Field(default=512, ge=1)
-    """Tokens an answer may have before it is cut. Raising it costs generation time and memory."""
+    """Maximum number of tokens in a completion.
+    Raising it needs more generation time and memory."""
 
     rollout_batch_size: int = Field(default=512, ge=1)
-    """Prompts of one training step. Raising it makes each step longer, its gradient less noisy, and data staler."""
+    """Prompts per step.
+    Raising it makes steps longer and gradients less noisy, and updates more off-policy."""
 
     mini_rollout_batch_size: int | None = Field(default=None, ge=1)
-    """Prompts sampled in one round of algorithm.online_filtering; null: rollout_batch_size."""
+    """Prompts per sampling round of algorithm.online_filtering; null: rollout_batch_size."""
 
     val_batch_size: int = Field(default=-1, ge=-1)
-    """Prompts validated at a time; -1: all at once. Raising it is faster and needs more host memory for images."""
+    """Prompts per validation batch; -1: all at once.
+    Raising it is faster and needs more host memory for images."""
 
     format_prompt: str | None = None
-    """Jinja template around each question, which it sees as `content`: a file, or the template itself (has `{{`)."""
+    """Jinja template of the question (its variable `content`).
+    Either a file, or the template itself (contains `{{` or `{%`)."""
 
     system_prompt: str | None = None
-    """System message before each question; null: what the chat template does on its own. Ours."""
+    """System message before each question; null: the chat template's default. Trigon only."""
 
     override_chat_template: str | None = None
-    """Jinja chat template used instead of the model's: a file, or the template itself (has `{{`)."""
+    """Jinja chat template that replaces the model's.
+    Either a file, or the template itself (contains `{{` or `{%`)."""
 
     shuffle: bool = True
-    """Draw training prompts in a seeded random order, a new one each epoch; false: in the dataset's order."""
+    """Shuffle the training prompts in each epoch, seeded; false: keep the order of the dataset."""
 
     seed: int = Field(default=1, ge=0)
-    """Seed of that order."""
+    """Seed of the shuffle."""
 
     min_pixels: int | None = Field(default=262144, ge=1)
-    """Pixels to which smaller images are enlarged; null: the model's own limit. Raising it costs prompt tokens."""
+    """Smaller images are enlarged to this number of pixels; null: the model's limit.
+    Raising it uses more prompt tokens."""
 
     max_pixels: int | None = Field(default=4194304, ge=1)
-    """Pixels to which larger images are reduced; null: the model's own limit. Raising it costs prompt tokens."""
+    """Larger images are reduced to this number of pixels; null: the model's limit.
+    Raising it uses more prompt tokens."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1)
-    """Pixels above which an image is refused before it is decoded, so that no file can exhaust memory. Ours."""
+    """Images with more pixels are rejected before decoding, to bound memory. Trigon only."""
 
     filter_overlong_prompts: bool = True
-    """Set prompts above max_prompt_length aside, with a count; false: one such prompt is an error."""
+    """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1)
-    """Threads that measure prompts and prepare images. Raising it shortens the start where there are CPU cores."""
+    """Threads that measure prompts and prepare images.
+    Raising it shortens the start if there are CPU cores."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
-    """Share of unusable rows (an unreadable image, markers that do not match) above which the run stops. Ours."""
+    """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.
+    Trigon only."""
 
 
 class AlgorithmConfig(Section):
-    """Advantages, the Kullback-Leibler penalty, which groups are learned from, and what is done about rounding."""
+    """Advantages, the KL penalty, group filtering, and the mismatch correction."""
 
-    adv_estimator: Literal[
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "reinforce_plus_plus",
-        "remax",
-        "dr_grpo",
-        "grpo_batch",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gdpo",
-    ] = "grpo"
-    """How rewards become advantages; docs/algorithms.md has a section for each. EasyR1 has the first five."""
+    adv_estimator: AdvantageEstimator = "grpo"
+    """Advantage estimator, see docs/algorithms.md. The first five are EasyR1's."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a reward for each token before it (reinforce_plus_plus). Lowering it credits the last tokens
-    most."""
+    """Discount per token (reinforce_plus_plus).
+    Lowering it gives the last tokens more of the credit."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each part of the reward that gdpo normalizes by itself; empty: 1 for all but `overall`. Ours."""
+    """Weight of each part of the reward in gdpo; empty: 1 for all but `overall`. Trigon only."""
 
     disable_kl: bool = False
-    """Train without a reference model: no KL term, and the memory of one copy of the weights saved."""
+    """Train without a reference model: no KL term, and less memory by one copy of the weights."""
 
     use_kl_loss: bool = False
-    """Put the KL term into the loss; false: subtract it from the reward of each answer."""
+    """Add the KL term to the loss; false: subtract it from the reward of each completion."""
 
-    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "kl"
-    """KL estimator of a token: log-ratio, its absolute value, half its square, k3 (unbiased, low variance), or full:
-    the exact KL over the whole vocabulary."""
+    kl_penalty: KlEstimator = "kl"
+    """KL estimator per token, see docs/algorithms.md.
+    kl: log-ratio; abs: its absolute value; mse: half its square; low_var_kl: k3 (unbiased, low
+    variance); full: the exact KL over the vocabulary."""
 
     kl_coef: float = Field(default=1e-3, ge=0)
-    """Weight of the KL term. Raising it keeps the policy nearer to the reference and slows learning."""
+    """Weight of the KL term.
+    Raising it keeps the policy closer to the reference and slows learning."""
 
     kl_type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: the weight follows kl_target, where the KL is subtracted from the reward."""
+    """adaptive: adjust the weight of a KL in the reward so that the KL approaches kl_target."""
 
     kl_horizon: float = Field(default=10000.0, gt=0)
-    """Answers over which the adaptive weight moves by its relative error. Raising it makes it slower."""
+    """Completions over which the adaptive weight changes by its relative error.
+    Raising it makes changes slower."""
 
     kl_target: float = Field(default=0.1, gt=0)
-    """KL in nats per token that the adaptive weight steers to. Raising it lets the policy go further."""
+    """Target of the adaptive weight: KL in nats per token.
+    Raising it lets the policy move further."""
 
     online_filtering: bool = False
-    """Learn only from groups whose mean filter_key lies strictly between filter_low and filter_high, and sample more
-    prompts until rollout_batch_size of them are found (DAPO's dynamic sampling)."""
+    """Train only on groups whose mean filter_key is strictly between filter_low and filter_high.
+    More prompts are sampled until there are rollout_batch_size of them (DAPO's dynamic sampling).
+    """
 
     filter_key: str = "overall"
-    """Number of the reward function's reply that online_filtering looks at."""
+    """Score returned by the reward function that online_filtering averages over a group."""
 
     filter_low: float = 0.01
-    """Mean at or below which a group is filtered out, as all wrong."""
+    """Groups with a mean at or below this are filtered, as all wrong."""
 
     filter_high: float = 0.99
-    """Mean at or above which a group is filtered out, as all right."""
+    """Groups with a mean at or above this are filtered, as all right."""
 
     filter_surplus: Literal["drop", "keep"] = "drop"
-    """What becomes of groups found beyond rollout_batch_size: dropped, or kept for the next step, where they are one
-    step old. Ours."""
+    """Drop groups beyond rollout_batch_size, or keep them for the next step.
+    Kept groups are one step old. Trigon only."""
 
     overlong_filtering: bool = False
-    """Leave answers that were cut at max_response_length out of the loss; their rewards still count in their group
-    (DAPO, section 3.4). Ours."""
+    """Exclude completions cut at max_response_length from the loss.
+    Their rewards still count in their group (DAPO, section 3.4). Trigon only."""
 
-    mismatch_correction: Literal["off", "truncate", "mask", "reject"] = "off"
-    """What is done where engine and trainer disagree about a token's probability, whose ratio weighs the loss: truncate
-    caps the ratio at mismatch_high, mask leaves out what lies outside mismatch_low and mismatch_high, reject leaves
-    whole answers out and weighs nothing. Ours."""
+    mismatch_correction: Literal["off", CorrectionKind] = "off"
+    """Importance sampling against the train-inference mismatch.
+    The ratio of trainer to engine probability weights the loss of a token. truncate: the ratio is
+    capped at mismatch_high; mask: tokens outside mismatch_low and mismatch_high are excluded;
+    reject: completions outside are excluded, the others have weight 1. Trigon only."""
 
-    mismatch_level: Literal["token", "sequence"] = "token"
-    """Whose ratio: of each token, or of a whole answer as the geometric mean over its tokens. Ours."""
+    mismatch_level: CorrectionLevel = "token"
+    """token: a ratio per token; sequence: one per completion, the geometric mean over its tokens.
+    Trigon only."""
 
     mismatch_low: float = Field(default=0.5, ge=0, le=1)
-    """Ratio below which mask and reject leave out. Raising it is stricter. Ours."""
+    """Ratio below which mask and reject exclude. Raising it is stricter. Trigon only."""
 
     mismatch_high: float = Field(default=2.0, ge=1)
-    """Ratio above which truncate caps, and mask and reject leave out. Lowering it is stricter. Ours."""
+    """Ratio at which truncate caps, and above which mask and reject exclude.
+    Lowering it is stricter. Trigon only."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which are trained in place of the weights."""
+    """Low-rank adapters (LoRA), trained instead of the weights."""
 
     rank: int = Field(default=0, ge=0)
-    """Inner width of an adapter; 0: no adapters, all weights are trained. Raising it learns more, in more memory."""
+    """Rank of the adapters; 0: no adapters, all weights are trained.
+    Raising it adds capacity and memory."""
 
     alpha: int = Field(default=64, ge=1)
-    """An adapter's output is multiplied by alpha / rank. Raising it acts like a higher learning rate."""
+    """The output of an adapter is scaled by alpha / rank.
+    Raising it acts like a higher learning rate."""
 
     target_modules: str = "all-linear"
-    """Layers that get an adapter: all-linear (every one but the head), names separated by commas, or one regular
+    """Layers with an adapter.
+    all-linear: every linear layer but the head; otherwise names separated by commas, or one regular
     expression."""
 
     exclude_modules: str | None = None
-    """Layers that get none, written likewise; `.*visual.*` leaves the vision tower out. null: no exception."""
+    """Layers without an adapter, written likewise; `.*visual.*` excludes the vision tower.
+    null: none."""
 
 
 class ModelConfig(Section):
-    """The network that is trained."""
+    """The model to train."""
 
     model_path: str | None = None
     """Model to start from: a hub id or a local folder."""
@@ -236,32 +260,35 @@ class ModelConfig(Section):
     """Tokenizer and image processor; null: those of model_path."""
 
     override_config: dict[str, Any] = Field(default_factory=dict)
-    """Values set in the model's own configuration before its weights are loaded."""
+    """Values to set in the model's config before its weights are loaded."""
 
     enable_gradient_checkpointing: bool = True
-    """Compute activations again in the backward pass: about a third more time for much less memory."""
+    """Recompute activations in the backward pass: about a third more time, much less memory."""
 
     trust_remote_code: bool = False
-    """Run code that the model's repository brings along. EasyR1's default is true."""
+    """Run code from the model's repository. EasyR1's default is true."""
 
     freeze_vision_tower: bool = False
-    """Leave the vision tower as it is and train the rest: less memory and time."""
+    """Train everything but the vision tower: less memory and time."""
 
     vision_cache_gb: float = Field(default=4.0, ge=0)
-    """GiB of host memory in which each worker remembers what a frozen vision tower, or one that LoRA leaves out, makes
-    of images; 0: none. Raising it computes fewer images again; results do not change. Ours."""
+    """GiB of host memory per worker for cached image features; 0: no cache.
+    Used if the vision tower is frozen or excluded from LoRA. Raising it avoids recomputation;
+    results do not change. Trigon only."""
 
     attention_kernel: Literal["auto", "sdpa", "varlen", "flex", "flash"] = "auto"
-    """What computes attention: sdpa, exact and piece by piece; on a GPU also varlen (torch's, one call a layer), flex
-    (torch's, compiled) and flash (the package flash-attn). auto: varlen on a GPU in 16 bits, else sdpa. Ours."""
+    """Attention kernel; auto: varlen on a GPU in 16 bits, else sdpa.
+    sdpa: exact, one segment at a time; varlen: torch's variable-length kernel, one call per layer;
+    flex: torch's flex attention, compiled; flash: the package flash-attn. All but sdpa need a GPU.
+    Trigon only."""
 
     compile_layers: bool = False
-    """Compile the norms and MLPs of each layer (torch.compile), which fuses what is not a matrix product in them; the
-    first passes take a minute or more. Off, since its gain has not been measured here. Ours."""
+    """Compile the norms and MLPs of each layer (torch.compile), to fuse elementwise operations.
+    The first passes take a minute or more. Off, since its gain is not measured. Trigon only."""
 
     use_liger_kernel: bool = False
-    """Norms and gated activations by liger-kernel's fused functions, on a GPU. Off, since its gain has not been
-    measured here. Ours."""
+    """Use liger-kernel's fused norms and gated activations, on a GPU.
+    Off, since its gain is not measured. Trigon only."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
@@ -273,110 +300,124 @@ class OptimConfig(Section):
     """Learning rate after warm-up. Raising it learns faster until training becomes unstable."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW's decay rates of the first and the second moment. Raising them smooths over more updates."""
+    """AdamW's decay rates of the first and second moments.
+    Raising them averages over more updates."""
 
     weight_decay: float = Field(default=1e-2, ge=0)
-    """Share of lr by which matrices shrink in each update; vectors never do. Raising it keeps weights smaller."""
+    """Decoupled weight decay of matrices; vectors have none. Raising it keeps weights smaller."""
 
-    strategy: Literal["adamw", "adamw_bf16"] = "adamw"
-    """adamw: states in the weights' own format; adamw_bf16: bfloat16 weights without float32 copies, compensated."""
+    strategy: OptimizerStrategy = "adamw"
+    """adamw: states in the dtype of the weights; adamw_bf16: bfloat16 weights, error-compensated.
+    adamw_bf16 keeps no float32 copy of the weights."""
 
     lr_warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of all training steps over which the learning rate rises to lr."""
+    """Share of all steps over which the learning rate rises to lr."""
 
     lr_warmup_steps: int | None = Field(default=None, ge=0)
-    """The same as a number of training steps; null: lr_warmup_ratio decides."""
+    """The same as a number of steps; null: lr_warmup_ratio applies."""
 
     min_lr_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of lr at which the cosine ends; null: 0."""
+    """Final learning rate of the cosine schedule as a share of lr; null: 0."""
 
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up: as it is, or down a half cosine to min_lr_ratio at the last update."""
+    lr_scheduler_type: LearningRateSchedule = "constant"
+    """Learning rate after warm-up: constant, or a half cosine down to min_lr_ratio."""
 
 
 class FsdpConfig(Section):
-    """Number formats of the trained model, and how it is sharded over several workers."""
+    """Number formats of the policy, and its sharding over workers (FSDP)."""
 
     torch_dtype: Dtype | None = None
-    """Format the weights are kept and updated in; null: fp32."""
+    """Dtype in which weights are stored and updated; null: fp32."""
 
     mp_param_dtype: Dtype = "bf16"
-    """Format the forward and backward passes compute in. bf16 is fast on a GPU; fp32 is exact."""
+    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""
 
     mp_reduce_dtype: Dtype = "fp32"
-    """Format in which several workers' gradients are summed."""
+    """Dtype in which gradients are reduced over workers."""
 
     enable_full_shard: bool = True
-    """Gather each layer again for the backward pass; false keeps it from the forward on: faster, for more memory."""
+    """Reshard each layer after its forward pass and gather it again for the backward pass.
+    false: keep it gathered, which is faster and needs more memory."""
 
     fsdp_size: int = Field(default=-1, ge=-1)
-    """Workers that share one copy of the model, each copy on as many; -1, 0, or all of them: there is one copy."""
+    """Workers that share one copy of the model; -1, 0 or all workers: a single copy."""
 
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory always: the least device memory, and slow."""
+    """Keep weights, gradients and optimizer states in host memory: least device memory, slow."""
 
 
 class OffloadConfig(Section):
-    """What waits in host memory while completions are sampled."""
+    """What moves to host memory while completions are sampled."""
 
     offload_params: bool = False
-    """Move the weights to the CPU while they are not trained: frees device memory for sampling, costs transfers."""
+    """Move the weights to the CPU outside of training passes.
+    Frees device memory for sampling, costs transfers."""
 
     offload_optimizer: bool = False
-    """Move the optimizer's states to the CPU between updates: frees twice the weights' memory, costs transfers."""
+    """Move the optimizer states to the CPU between updates.
+    Frees twice the memory of the weights, costs transfers."""
 
 
 class ActorConfig(Section):
-    """The policy's update."""
+    """The update of the policy."""
 
     global_batch_size: int = Field(default=256, ge=1)
-    """Prompts of one optimizer update, each with its n answers. Lowering it makes more updates of a step's data."""
+    """Prompts per optimizer update, each with its n completions.
+    Lowering it makes more updates per step."""
 
     micro_batch_size_per_device_for_update: int = Field(default=4, ge=1)
-    """k: a forward and backward pass takes at most k * (max_prompt_length + max_response_length) tokens, whatever the
-    number of answers in them. Raising it is faster and needs more memory; results do not change."""
+    """Token budget of a forward and backward pass, as a number k of sequences of maximum length.
+    A pass takes at most k * (max_prompt_length + max_response_length) tokens, in any number of
+    completions. Raising it is faster and needs more memory; results do not change."""
 
     micro_batch_size_per_device_for_experience: int = Field(default=16, ge=1)
     """The same token budget, for passes without gradient (old and reference log-probabilities)."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Norm to which a larger gradient is scaled down. Raising it lets outliers move the policy more."""
+    """Maximum norm of the gradient, which is scaled down to it.
+    Raising it lets outliers move the policy more."""
 
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
-    """How far below 1 a token's probability ratio still counts; cispo: 1 is no bound. Raising it allows larger updates
-    downwards."""
+    """A token's probability ratio is clipped at 1 minus this; for cispo 1 is no bound.
+    Raising it allows larger decreases."""
 
     clip_ratio_high: float = Field(default=0.3, ge=0)
-    """How far above 1 a token's probability ratio still counts. Raising it helps rare tokens to rise."""
+    """A token's probability ratio is clipped at 1 plus this.
+    Raising it lets rare tokens become more likely."""
 
     clip_ratio_dual: float = Field(default=3.0, gt=1)
-    """Bound on the ratio for negative advantages. Raising it lets bad answers pull harder."""
+    """Bound of the ratio where the advantage is negative.
+    Raising it lets bad completions weigh more."""
 
-    loss_avg_mode: Literal["token", "seq", "seq_fixed"] = "token"
-    """token: each token of the update weighs the same; seq: each answer does, whatever its length; seq_fixed: an
-    answer's tokens are added up and divided by loss_fixed_length (Dr.GRPO)."""
+    loss_avg_mode: LossAveraging = "token"
+    """How the token losses of an update are averaged.
+    token: each token has the same weight; seq: each completion has; seq_fixed: the token sum of
+    each completion is divided by loss_fixed_length (Dr. GRPO)."""
 
     loss_fixed_length: int | None = Field(default=None, ge=1)
-    """Tokens that seq_fixed divides by; null: data.max_response_length. Raising it makes updates smaller. Ours."""
+    """Divisor of seq_fixed in tokens; null: data.max_response_length.
+    Raising it makes updates smaller. Trigon only."""
 
-    loss_type: Literal["default", "gspo", "gspo_token", "cispo", "sapo"] = "default"
-    """The policy loss: default is the clipped ratio with a dual bound; docs/algorithms.md has a section for each."""
+    loss_type: PolicyLossType = "default"
+    """Policy loss, see docs/algorithms.md; default: the clipped ratio with a dual bound."""
 
     cispo_cap: float | None = Field(default=None, ge=1)
-    """Largest weight that cispo gives a token, at least 1: below it, even an unchanged policy's gradient would shrink;
-    null: 1 + clip_ratio_high. Ours."""
+    """Maximum weight of a token in cispo, at least 1; null: 1 + clip_ratio_high.
+    A cap below 1 would shrink the gradient even of an unchanged policy. Trigon only."""
 
     tau_positive: float = Field(default=1.0, gt=0)
-    """Steepness of sapo's gate for positive advantages. Raising it trusts far-off tokens less."""
+    """Steepness of sapo's gate for positive advantages.
+    Raising it reduces the weight of off-policy tokens."""
 
     tau_negative: float = Field(default=1.05, gt=0)
     """Steepness of sapo's gate for negative advantages."""
 
     entropy_coeff: float = Field(default=0.0, ge=0)
-    """Weight of an entropy bonus in the loss. Raising it keeps answers varied, and costs a little time."""
+    """Weight of an entropy bonus in the loss.
+    Raising it keeps completions varied and costs a little time."""
 
     ppo_epochs: int = Field(default=1, ge=1)
-    """Times that the data of a step are used. Raising it learns more from them, and further off-policy."""
+    """Passes over the data of a step. Raising it learns more from them, further off-policy."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -385,147 +426,156 @@ class ActorConfig(Section):
 
 
 class ValOverride(Section):
-    """What validation samples differently from training; null: as in training."""
+    """Sampling parameters of validation where they differ from training; null: as in training."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature; 0 takes the likeliest token each time."""
+    """Sampling temperature; 0 is greedy."""
 
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Probability mass sampled from."""
+    """Probability mass to sample from."""
 
     top_k: int | None = Field(default=None, ge=-1)
-    """Likeliest tokens sampled from; -1: all."""
+    """Number of most likely tokens to sample from; -1: all."""
 
     n: int | None = Field(default=None, ge=1)
-    """Answers to each prompt. Raising it makes the validation figures less noisy, and dearer."""
+    """Completions per prompt. Raising it makes validation metrics less noisy and more expensive."""
 
     ignore_eos: bool | None = None
-    """Sample on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
 
     seed: int | None = Field(default=None, ge=0)
     """Sampling seed."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens an answer may have; null: data.max_response_length."""
+    """Maximum number of tokens in a completion; null: data.max_response_length."""
 
 
 class RolloutConfig(Section):
     """How completions are sampled."""
 
     name: Literal["vllm", "transformers"] = "vllm"
-    """Engine that samples: vllm, or transformers, which is slow but needs nothing else."""
+    """Rollout engine: vllm, or transformers, which is slow but needs no further package."""
 
     n: int = Field(default=1, ge=1)
-    """Answers to each prompt, compared with each other: at least 2 to train. Raising it costs generation and helps
-    where few answers are right."""
+    """Completions per prompt (group size); at least 2 for estimators that compare them.
+    Raising it costs generation and helps where few completions are right."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by it too. Raising it makes answers more varied."""
+    """Sampling temperature; the trainer divides its logits by it too.
+    Raising it makes completions more varied."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability mass sampled from; 1: all of it. The trainer's log-probabilities do not know of the cut."""
+    """Probability mass to sample from; 1: all of it.
+    The trainer's log-probabilities ignore the cut."""
 
     top_k: int = Field(default=-1, ge=-1)
-    """Likeliest tokens sampled from; -1: all. The trainer's log-probabilities do not know of the cut."""
+    """Number of most likely tokens to sample from; -1: all.
+    The trainer's log-probabilities ignore the cut."""
 
     seed: int = Field(default=1, ge=0)
-    """Sampling seed; each answer gets its own, made of this, the step, the prompt and its number."""
+    """Sampling seed.
+    The seed of a completion is derived from it, the step, the prompt and the index of the
+    completion."""
 
     limit_images: int = Field(default=0, ge=0)
-    """Images a prompt may have; 0: as many as the engine allows."""
+    """Maximum number of images per prompt; 0: the engine's limit."""
 
     dtype: Dtype = "bf16"
-    """Format the engine keeps its weights and computes in."""
+    """Dtype of the engine's weights and computation."""
 
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
-    """Share of the GPU's memory that vLLM may fill while it samples. Raising it runs more answers at once."""
+    """Share of GPU memory that vLLM may use while it samples.
+    Raising it runs more completions at once."""
 
     ignore_eos: bool = False
-    """Sample on after the end-of-sequence token, to the full length; for measuring speed."""
+    """Continue after the end-of-sequence token, to the maximum length; for speed measurements."""
 
     enforce_eager: bool = False
-    """Run vLLM without CUDA graphs: a faster start and less memory, slower sampling."""
+    """Run vLLM without CUDA graphs: faster start and less memory, slower sampling."""
 
     enable_chunked_prefill: bool = False
-    """Let vLLM split long prompts over several of its batches."""
+    """Let vLLM split long prompts over several batches."""
 
     enable_prefix_caching: bool = True
-    """Let vLLM compute the shared beginning of prompts once. Ours."""
+    """Let vLLM compute the shared prefix of prompts once. Trigon only."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Workers that one copy of the model is spread over for sampling; a divisor of all of them. Raising it leaves more
-    memory for each. EasyR1's default is 2."""
+    """Workers per copy of the model in vLLM; must divide the number of workers.
+    Raising it leaves more memory on each. EasyR1's default is 2."""
 
     max_model_len: int | None = Field(default=None, ge=1)
-    """Tokens that vLLM plans for, prompt and answer together; null: max_prompt_length + max_response_length."""
+    """Maximum tokens of a sequence in vLLM; null: max_prompt_length + max_response_length."""
 
     max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """Tokens in one batch of vLLM. Raising it speeds prompts up and needs more memory."""
+    """Maximum number of tokens per batch of vLLM.
+    Raising it speeds up prompts and needs more memory."""
 
     disable_log_stats: bool = True
-    """Keep vLLM's own statistics out of the log."""
+    """Do not log vLLM's statistics."""
 
     disable_tqdm: bool = False
     """Show no progress bar while sampling."""
 
     parity_tolerance: float | None = Field(default=None, gt=0)
-    """Mean |log-probability difference| between engine and trainer at which the run stops, in nats; null: 1e-3 where
-    both compute in fp32, else 0.1. Ours."""
+    """Mean |log-probability difference| of engine and trainer above which the run stops, in nats.
+    null: 1e-3 if both compute in fp32, else 0.1. Trigon only."""
 
     val_override_config: ValOverride = Field(default_factory=ValOverride)
 
 
 class RefFsdpConfig(Section):
-    """Number format and place of the reference model."""
+    """Number format and memory of the reference model."""
 
     torch_dtype: Dtype | None = None
-    """Format the reference is kept and computed in; null: bf16."""
+    """Dtype of the reference's weights and computation; null: bf16."""
 
     enable_full_shard: bool = True
-    """Let go of each layer after its part of a pass; false keeps what was gathered to the end of the pass."""
+    """Reshard each layer after its forward pass; false: keep it gathered to the end of the pass."""
 
     enable_cpu_offload: bool = True
-    """Keep the reference in host memory between its passes: frees device memory, costs one transfer a step."""
+    """Keep the reference in host memory between its passes.
+    Frees device memory, costs one transfer per step."""
 
 
 class RefOffloadConfig(Section):
-    """The second of EasyR1's two names for keeping the reference in host memory."""
+    """EasyR1's second key for keeping the reference model in host memory."""
 
     offload_params: bool = False
-    """As worker.ref.fsdp.enable_cpu_offload: either suffices."""
+    """Same as worker.ref.fsdp.enable_cpu_offload: either one suffices."""
 
 
 class RefConfig(Section):
-    """The reference model: the policy as it was at the start."""
+    """The reference model: the policy before training."""
 
     fsdp: RefFsdpConfig = Field(default_factory=RefFsdpConfig)
     offload: RefOffloadConfig = Field(default_factory=RefOffloadConfig)
 
 
 class RewardConfig(Section):
-    """How answers are scored."""
+    """How completions are scored."""
 
     reward_function: str | None = None
-    """`file.py:function` (function `main` if left out), or the name of one that is shipped (docs/rewards.md)."""
+    """`file.py:function` (default function: main), or a shipped name (docs/rewards.md)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the function."""
+    """Further keyword arguments of the reward function."""
 
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text that is scored."""
+    """Exclude special tokens from the text that is scored."""
 
     num_cpus: int = Field(default=1, ge=1)
-    """Processes that score. Raising it scores more answers at a time."""
+    """Reward workers (processes). Raising it scores more completions at a time."""
 
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """Seconds an answer may take to score; then its process is killed and the answer left out. Ours."""
+    """Maximum seconds to score a completion; then its reward worker is killed.
+    The completion is skipped. Trigon only."""
 
     max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of a step's answers that may fail to be scored before the run stops. Ours."""
+    """Share of a step's completions whose scoring may fail before the run stops. Trigon only."""
 
 
 class WorkerConfig(Section):
-    """What happens to a batch: sampled, scored, learned from."""
+    """Sampling, scoring and training."""
 
     actor: ActorConfig = Field(default_factory=ActorConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -534,49 +584,53 @@ class WorkerConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How long, how often, and where to."""
+    """Duration, hardware, validation, checkpoints and logging."""
 
     total_epochs: int = Field(default=15, ge=1)
-    """Times that the training prompts are gone through."""
+    """Passes over the training prompts."""
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Training steps, whatever total_epochs says; null: as many as the epochs have."""
+    """Number of training steps, which overrides total_epochs; null: as many as the epochs have."""
 
     project_name: str = Field(default="easy_r1", min_length=1)
-    """Project the run is filed under, in trackers and in the checkpoint folder."""
+    """Project name in trackers and in the checkpoint path."""
 
     experiment_name: str = Field(default="demo", min_length=1)
-    """Name of the run; starting again under the same name resumes it."""
+    """Name of the run. A run started again under the same name resumes."""
 
     logger: Annotated[tuple[Sink, ...], BeforeValidator(_as_tuple)] = ("console", "file")
-    """Where metrics go. EasyR1's default is console and wandb, which wants an account."""
+    """Where metrics are written. EasyR1's default is console and wandb, which needs an account."""
 
     nnodes: int = Field(default=1, ge=1)
-    """Machines; above 1, of a Ray cluster that is already there."""
+    """Machines; above 1, those of an existing Ray cluster."""
 
     n_gpus_per_node: int = Field(default=1, ge=1)
-    """Workers on each machine, a GPU each, or, where the machines have none, some CPU cores. EasyR1's default is 8."""
+    """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
+    EasyR1's default is 8."""
 
     worker_timeout_seconds: float = Field(default=3600.0, gt=0)
-    """Seconds that one call to the workers (sampling a step, one update) may take before the run is ended. Ours."""
+    """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
+    Trigon only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on; auto: a GPU where there is one. Ours."""
+    """Device to train on; auto: a GPU if there is one. Trigon only."""
 
     auto_micro_batch: bool = False
-    """Measure before the first step how many tokens a pass may take on this device, and let that decide instead of
-    worker.actor.micro_batch_size_per_device_for_update and micro_batch_size_per_device_for_experience. Ours."""
+    """Measure before the first step how many tokens a pass can take on this device.
+    The result replaces worker.actor.micro_batch_size_per_device_for_update and
+    micro_batch_size_per_device_for_experience. Trigon only."""
 
     max_try_make_batch: int = 20
-    """Rounds of online_filtering in one step, those that find nothing included; then the step trains on what there is;
-    0 or below: no limit."""
+    """Maximum rounds of online_filtering per step; 0 or below: no limit.
+    Rounds that keep no group count too. After the last round the step trains on the groups it has.
+    """
 
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Training steps of which a trace is written into the run folder's `profile/`, for Perfetto; it makes them slower,
-    and takes tens of MB each. Ours."""
+    """Steps to trace into `profile/` of the run folder, for Perfetto.
+    Traced steps are slower, and a trace takes tens of MB. Trigon only."""
 
     val_freq: int = Field(default=-1, ge=-1)
-    """Training steps between validations; 0 or -1: none but before and after."""
+    """Steps between validations; 0 or -1: only before and after training."""
 
     val_before_train: bool = True
     """Validate before the first step."""
@@ -585,32 +639,34 @@ class TrainerConfig(Section):
     """Validate once and stop."""
 
     val_generations_to_log: int = Field(default=0, ge=0)
-    """Validation answers shown at each validation."""
+    """Completions logged at each validation."""
 
     save_freq: int = Field(default=-1, ge=-1)
-    """Training steps between checkpoints; 0 or -1: only the last step's."""
+    """Steps between checkpoints; 0 or -1: only after the last step."""
 
     save_limit: int = Field(default=-1, ge=-1)
-    """Checkpoints kept, newest first, besides the best; 0 or -1: all. Raising it needs disk."""
+    """Checkpoints to keep: the newest ones, besides the best; 0 or -1: all.
+    Raising it needs disk space."""
 
     save_model_only: bool = False
-    """Save weights without optimizer states: smaller, and training cannot go on from them."""
+    """Save weights without optimizer states: smaller, but training cannot resume from them."""
 
     save_in_background: bool = True
-    """Copy what a checkpoint holds into host memory and write it while training goes on; false: wait. Ours."""
+    """Copy a checkpoint to host memory, and write it while training continues; false: wait.
+    Trigon only."""
 
     save_checkpoint_path: str | None = None
-    """Folder of the run; null: checkpoints/project_name/experiment_name."""
+    """Run folder; null: checkpoints/project_name/experiment_name."""
 
     load_checkpoint_path: str | None = None
-    """Checkpoint to go on from (its global_step folder); null: find_last_checkpoint decides."""
+    """Checkpoint to resume from (its global_step folder); null: find_last_checkpoint applies."""
 
     find_last_checkpoint: bool = True
-    """Go on from the last checkpoint in the folder of the run, if there is one."""
+    """Resume from the last checkpoint in the run folder, if there is one."""
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     data: DataConfig = Field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from trigon.config.paths import is_inline_template
 from trigon.errors import ConfigError
+from trigon.suggestions import nearest
 
 
 def load_format_prompt(format_prompt: str) -> Template:
@@ -19,7 +20,7 @@ def load_format_prompt(format_prompt: str) -> Template:
     Raises: ConfigError naming the file, line or unknown variable.
     """
     source, where = format_prompt, "data.format_prompt"
-    if "{{" not in format_prompt and "{%" not in format_prompt:
+    if not is_inline_template(format_prompt):
         source, where = _read(format_prompt), f"data.format_prompt={format_prompt}"
     environment = SandboxedEnvironment(undefined=StrictUndefined)
     try:
@@ -42,6 +43,6 @@ def _read(name: str) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     folder = path.parent if path.parent.is_dir() else Path()
-    nearest = difflib.get_close_matches(path.name, sorted(entry.name for entry in folder.iterdir()), n=1)
-    hint = f"did you mean {folder / nearest[0]}?" if nearest else "give a file, or a template with {{ content }}"
+    near = nearest(path.name, sorted(entry.name for entry in folder.iterdir()))
+    hint = f"did you mean {folder / near}?" if near else "give a file, or a template with {{ content }}"
     raise ConfigError(f"data.format_prompt: there is no file {name!r}; {hint}")

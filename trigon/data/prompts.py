@@ -12,7 +12,6 @@ truncated.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from trigon.data.videos import (
 )
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
+from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ class PromptBuilder:
         """Raise DataError, with the existing columns, if prompt_key or answer_key is missing."""
         for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
             if key not in columns:
-                nearest = difflib.get_close_matches(key, columns, n=1, cutoff=0.4)
-                hint = f"; did you mean data.{option}={nearest[0]}?" if nearest else f"; set data.{option}"
+                column = nearest(key, columns, cutoff=0.4)
+                hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
                 raise DataError(f"the dataset has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
     def count(self, row: Mapping[str, Any]) -> int:

@@ -5,7 +5,6 @@ The only module that imports `datasets`. Rows stay on disk, memory-mapped, and i
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 from collections.abc import Sequence
@@ -13,8 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trigon.config.paths import local_path, split_dataset
 from trigon.errors import DataError
 from trigon.models.hub import modelscope_folder, uses_modelscope
+from trigon.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -58,15 +59,15 @@ def open_source(spec: str) -> Source:
     Raises: DataError if the dataset cannot be found or read, or has no rows.
     """
     location, split = _parse(spec)
-    path = Path(location).expanduser()
+    path = local_path(location, suffixes=tuple(_LOADERS))
+    if path is None:
+        return _open_hub(location, split or "train")
     if path.is_file():
         return _open_files([path], path.parent, _check_file(path, split), split or "train")
     if path.is_dir():
         split = split or "train"
         return _open_files(_files_of(path, split), path, split, split)
-    if path.suffix in _LOADERS or location.count("/") > 1 or location.startswith((".", "/", "~")):
-        raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
-    return _open_hub(location, split or "train")
+    raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
 
 
 def import_ahead() -> None:
@@ -79,10 +80,7 @@ def _parse(spec: str) -> tuple[str, str | None]:
         raise DataError(
             "no dataset is given; set data.train_files (and data.val_files) to a file, a folder or a hub id"
         )
-    location, at, split = spec.rpartition("@")
-    if not at or Path(spec).expanduser().exists():
-        return spec, None
-    return location, split
+    return split_dataset(spec)
 
 
 def _base(split: str) -> str:
@@ -216,5 +214,5 @@ def _inner(feature: Any) -> Any:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; {path.parent} does not exist either"
-    nearest = difflib.get_close_matches(path.name, sorted(entry.name for entry in path.parent.iterdir()), n=1)
-    return f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+    name = nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    return f"; did you mean {path.parent / name}?" if name else ""

@@ -1,1 +1,1 @@
-"""Where things run: workers on many GPUs, seen from one driver as one engine that trains and one that samples."""
+"""Multi-GPU execution: a Ray worker group that the driver uses like engines of its own process."""

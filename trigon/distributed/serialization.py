@@ -1,14 +1,16 @@
-"""What moves between driver and workers, as bytes: token ids, floats, and images and videos as their files; never
-pixels.
+"""Serialization of prompts, completions and tensors that move between driver and workers.
 
     message   [ section ][ section ] ... [ section ]
-    section   [ count ][ length of each of its items ][ the items, end to end ]
+    section   [ count ][ length of each item ][ the items, concatenated ]
 
-Counts and lengths are uint32; items are runs of int32, of float32, or bytes; everything is little-endian. What comes
-out equals what went in, floats bit for bit, except for the fields that a function says it leaves behind.
+Counts and lengths are uint32; items are runs of int32, of float32, or bytes; everything is
+little-endian. Decoding returns what was encoded, floats bit for bit, except for the fields that a
+function documents as omitted.
 
-Knows the passports and which of their fields the other side needs. Refuses to know who sends and by which road, and
-versions: both ends are the same code in the same run, so that a message which does not fit is a bug, not an input.
+Images and videos are encoded as their files, never as pixels.
+
+There is no version field: both ends run the same code in the same run, so a malformed message is a
+bug, and asserted.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ _NO_VALUES = torch.empty(0, dtype=torch.float32)
 
 
 def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
-    """Return prompts without their text, answer, row and image_refs. Images and videos must be files."""
+    """Encode prompts, without text, ground_truth, row and image_refs. Media must not be pixels."""
     writer = _Writer()
     _write_prompts(writer, prompts)
     return writer.message()
 
 
 def decode_prompts(message: bytes) -> list[Prompt]:
-    """Return the prompts; what was left behind is "", None, {} and () here."""
+    """Decode prompts. The omitted fields are "", None, {} and ()."""
     reader = _Reader(message)
     prompts = _read_prompts(reader)
     reader.close()
@@ -58,7 +60,10 @@ def decode_prompts(message: bytes) -> list[Prompt]:
 
 
 def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
-    """Return completions whole. sampling_logprobs travel as float32, in which every engine computes them."""
+    """Encode completions, one row for each prompt.
+
+    sampling_logprobs are encoded as float32, the dtype in which all rollout engines compute them.
+    """
     completions = list(chain.from_iterable(rows))
     writer = _Writer()
     writer.ints([[len(row) for row in rows]])
@@ -71,7 +76,7 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
 
 
 def decode_completions(message: bytes) -> list[list[Completion]]:
-    """Return the completions, row by row."""
+    """Decode completions, one row for each prompt."""
     reader = _Reader(message)
     [num_completions] = reader.ints()
     token_ids = reader.ints()
@@ -82,11 +87,14 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
     reader.close()
     reasons = (_FINISH_REASONS[reason] for reason in finish_reasons)
     fields = zip(token_ids, sampling_logprobs, reasons, texts, policy_versions, strict=True)
-    return _in_rows((Completion(*each) for each in fields), num_completions)
+    return _split((Completion(*values) for values in fields), num_completions)
 
 
 def encode_rollouts(groups: Sequence[RolloutGroup]) -> bytes:
-    """Return groups for those who score tokens: prompts as by encode_prompts, and each completion's token_ids alone."""
+    """Encode groups for computing log-probabilities.
+
+    Prompts as in encode_prompts; of each rollout, only the completion's token_ids.
+    """
     writer = _Writer()
     _write_prompts(writer, [group.prompt for group in groups])
     writer.ints([[len(group.rollouts) for group in groups]])
@@ -95,7 +103,7 @@ def encode_rollouts(groups: Sequence[RolloutGroup]) -> bytes:
 
 
 def decode_rollouts(message: bytes) -> list[RolloutGroup]:
-    """Return the groups. Of a rollout only the token_ids mean anything here; the rest is empty, 0 and a score of 0."""
+    """Decode groups. Omitted fields of a completion are (), "stop", "" and 0; its score is 0."""
     reader = _Reader(message)
     prompts = _read_prompts(reader)
     [num_rollouts] = reader.ints()
@@ -103,12 +111,12 @@ def decode_rollouts(message: bytes) -> list[RolloutGroup]:
     reader.close()
     no_score = Score(overall=0.0, parts={}, outcome="ok", error="")
     rollouts = (Rollout(Completion(ids, (), "stop", "", 0), no_score) for ids in token_ids)
-    rows = _in_rows(rollouts, num_rollouts)
+    rows = _split(rollouts, num_rollouts)
     return [RolloutGroup(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 
 
 def encode_train(groups: Sequence[TrainGroup]) -> bytes:
-    """Return groups for an update: prompts as by encode_prompts, sequences whole."""
+    """Encode groups for an update: prompts as in encode_prompts, sequences with all fields."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     writer = _Writer()
     _write_prompts(writer, [group.prompt for group in groups])
@@ -117,34 +125,34 @@ def encode_train(groups: Sequence[TrainGroup]) -> bytes:
     writer.tensors([sequence.loss_mask for sequence in sequences])
     writer.tensors([sequence.advantages for sequence in sequences])
     writer.tensors([sequence.sampling_logprobs for sequence in sequences])
-    writer.tensors([_or_empty(sequence.old_logprobs) for sequence in sequences])
-    writer.tensors([_or_empty(sequence.ref_logprobs) for sequence in sequences])
+    writer.tensors([_none_to_empty(sequence.old_logprobs) for sequence in sequences])
+    writer.tensors([_none_to_empty(sequence.ref_logprobs) for sequence in sequences])
     return writer.message()
 
 
 def decode_train(message: bytes) -> list[TrainGroup]:
-    """Return the groups. The tensors of one field are views of one storage."""
+    """Decode groups. The tensors of one field are views of one storage."""
     reader = _Reader(message)
     prompts = _read_prompts(reader)
     [num_sequences] = reader.ints()
     token_ids = reader.ints()
-    loss_mask, advantages, sampling_logprobs, old, ref = (reader.tensors() for _ in range(5))
+    loss_mask, advantages, sampling_logprobs, old_logprobs, ref_logprobs = (reader.tensors() for _ in range(5))
     reader.close()
     fields = zip(
         token_ids,
         loss_mask,
         advantages,
         sampling_logprobs,
-        map(_or_none, old),
-        map(_or_none, ref),
+        map(_empty_to_none, old_logprobs),
+        map(_empty_to_none, ref_logprobs),
         strict=True,
     )
-    rows = _in_rows((TrainSequence(*each) for each in fields), num_sequences)
+    rows = _split((TrainSequence(*values) for values in fields), num_sequences)
     return [TrainGroup(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 
 
 def encode_logprobs(rows: Sequence[Sequence[Tensor]]) -> bytes:
-    """Return log-probabilities, float32 [R] on the CPU for each completion of each group."""
+    """Encode log-probabilities: a float32 CPU tensor [T] for each completion of each group."""
     writer = _Writer()
     writer.ints([[len(row) for row in rows]])
     writer.tensors(list(chain.from_iterable(rows)))
@@ -152,71 +160,71 @@ def encode_logprobs(rows: Sequence[Sequence[Tensor]]) -> bytes:
 
 
 def decode_logprobs(message: bytes) -> list[list[Tensor]]:
-    """Return the log-probabilities, group by group. They are views of one storage."""
+    """Decode log-probabilities, one row for each group. The tensors are views of one storage."""
     reader = _Reader(message)
     [num_completions] = reader.ints()
     tensors = reader.tensors()
     reader.close()
-    return _in_rows(iter(tensors), num_completions)
+    return _split(iter(tensors), num_completions)
 
 
 def _write_prompts(writer: _Writer, prompts: Sequence[Prompt]) -> None:
-    media = [_files(prompt) for prompt in prompts]
+    media = [_encoded_media(prompt) for prompt in prompts]
     writer.texts([prompt.prompt_id for prompt in prompts])
     writer.ints([prompt.token_ids for prompt in prompts])
-    writer.ints([[len(each.encoded) for each in media]])
-    writer.files([file for each in media for file in each.encoded])
-    writer.texts([name for each in media for name in each.hashes])
-    writer.ints([[_MEDIA_KINDS.index(each.kind) for each in media]])
+    writer.ints([[len(prompt_media.encoded) for prompt_media in media]])
+    writer.blobs([file for prompt_media in media for file in prompt_media.encoded])
+    writer.texts([file_hash for prompt_media in media for file_hash in prompt_media.hashes])
+    writer.ints([[_MEDIA_KINDS.index(prompt_media.kind) for prompt_media in media]])
 
 
 def _read_prompts(reader: _Reader) -> list[Prompt]:
     prompt_ids = reader.texts()
     token_ids = reader.ints()
     [num_files] = reader.ints()
-    files = _in_rows(iter(reader.files()), num_files)
-    hashes = _in_rows(iter(reader.texts()), num_files)
+    files = _split(iter(reader.blobs()), num_files)
+    hashes = _split(iter(reader.texts()), num_files)
     [kinds] = reader.ints()
     return [
         Prompt(
             prompt_id=prompt_id,
             token_ids=ids,
-            vision=EncodedMedia(tuple(encoded), tuple(names), _MEDIA_KINDS[kind]) if encoded else None,
+            vision=EncodedMedia(tuple(encoded), tuple(file_hashes), _MEDIA_KINDS[kind]) if encoded else None,
             text="",
             ground_truth=None,
             row={},
             image_refs=(),
         )
-        for prompt_id, ids, encoded, names, kind in zip(prompt_ids, token_ids, files, hashes, kinds, strict=True)
+        for prompt_id, ids, encoded, file_hashes, kind in zip(prompt_ids, token_ids, files, hashes, kinds, strict=True)
     ]
 
 
-def _files(prompt: Prompt) -> EncodedMedia:
-    assert not isinstance(prompt.vision, Vision), f"{prompt.prompt_id}: pixels do not travel; build it with files"
+def _encoded_media(prompt: Prompt) -> EncodedMedia:
+    assert not isinstance(prompt.vision, Vision), f"{prompt.prompt_id}: pixels are not serialized; use EncodedMedia"
     return EncodedMedia((), ()) if prompt.vision is None else prompt.vision
 
 
-# A sequence has at least one token, so that an empty tensor is free to stand for None.
+# A sequence has at least one token, so an empty tensor can represent None.
 
 
-def _or_empty(values: Tensor | None) -> Tensor:
+def _none_to_empty(values: Tensor | None) -> Tensor:
     assert values is None or len(values) > 0
     return _NO_VALUES if values is None else values
 
 
-def _or_none(values: Tensor) -> Tensor | None:
+def _empty_to_none(values: Tensor) -> Tensor | None:
     return values if len(values) > 0 else None
 
 
-def _in_rows(items: Iterator[Item], lengths: Iterable[int]) -> list[list[Item]]:
-    """Lay items out in rows of these lengths, which they fill exactly."""
+def _split(items: Iterator[Item], lengths: Iterable[int]) -> list[list[Item]]:
+    """Split items into consecutive rows of these lengths, which must cover all items."""
     rows = [list(islice(items, length)) for length in lengths]
     assert next(items, None) is None
     return rows
 
 
 class _Writer:
-    """Puts sections one behind the other."""
+    """Builds a message, one section per call."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -232,12 +240,12 @@ class _Writer:
         values = torch.cat([_NO_VALUES, *items]).numpy()
         self._section([len(item) for item in items], [values.astype("<f4", copy=False).tobytes()])
 
-    def files(self, items: Sequence[bytes]) -> None:
+    def blobs(self, items: Sequence[bytes]) -> None:
         self._section([len(item) for item in items], items)
 
     def texts(self, items: Sequence[str]) -> None:
-        # A file name that is not UTF-8 comes with lone surrogates, which must come through as well.
-        self.files([item.encode("utf-8", "surrogatepass") for item in items])
+        # A file name that is not UTF-8 contains lone surrogates, which must be preserved.
+        self.blobs([item.encode("utf-8", "surrogatepass") for item in items])
 
     def message(self) -> bytes:
         return b"".join(self._parts)
@@ -251,7 +259,7 @@ class _Writer:
 
 
 class _Reader:
-    """Takes a message apart, section by section, in the order in which it was written."""
+    """Reads the sections of a message in the order in which they were written."""
 
     def __init__(self, message: bytes) -> None:
         self._message = memoryview(message)
@@ -269,26 +277,26 @@ class _Reader:
 
     def tensors(self) -> list[Tensor]:
         spans, payload = self._section(4)
-        values = torch.from_numpy(np.frombuffer(payload, "<f4").astype(np.float32))  # a copy: aligned, and writable
+        values = torch.from_numpy(np.frombuffer(payload, "<f4").astype(np.float32))  # copied: aligned and writable
         return [values[start:end] for start, end in spans]
 
-    def files(self) -> list[bytes]:
+    def blobs(self) -> list[bytes]:
         spans, payload = self._section(1)
         return [bytes(payload[start:end]) for start, end in spans]
 
     def texts(self) -> list[str]:
-        return [item.decode("utf-8", "surrogatepass") for item in self.files()]
+        return [item.decode("utf-8", "surrogatepass") for item in self.blobs()]
 
     def close(self) -> None:
-        assert self._start == len(self._message), f"{len(self._message) - self._start} bytes left over"
+        assert self._start == len(self._message), f"{len(self._message) - self._start} bytes were not read"
 
     def _section(self, item_bytes: int) -> tuple[list[tuple[int, int]], memoryview]:
-        """Return (start, end) of each item, counted in units of item_bytes, and the bytes in which they lie."""
+        """Return (start, end) of each item in units of item_bytes, and the bytes of all items."""
         [count] = np.frombuffer(self._take(4), "<u4").tolist()
         ends = list(accumulate(np.frombuffer(self._take(4 * count), "<u4").tolist(), initial=0))
         return list(pairwise(ends)), self._take(ends[-1] * item_bytes)
 
     def _take(self, num_bytes: int) -> memoryview:
         start, self._start = self._start, self._start + num_bytes
-        assert self._start <= len(self._message), f"a message of {len(self._message)} bytes ends too early"
+        assert self._start <= len(self._message), f"the message of {len(self._message)} bytes is truncated"
         return self._message[start : self._start]

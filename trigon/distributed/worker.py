@@ -1,7 +1,8 @@
-"""One worker: a process with a device, which is a rank of the sharded trainer and hosts a rollout engine as well.
+"""The worker process: a rank of the sharded trainer and a rollout engine on the same device.
 
-Weights go from the one to the other inside it. What comes in and goes out is bytes (serialization.py). Does not know
-how engines are built: the function that builds them is an argument.
+Weight syncs from the trainer to the rollout engine stay inside the process; calls carry serialized
+bytes (serialization.py). Does not depend on how engines are built: the function that builds them is
+an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import ray
 from torch import Tensor
 
 from trigon.data.media_processing import MediaProcessor
-from trigon.distributed.cluster import enter_environment
+from trigon.distributed.cluster import set_environment
 from trigon.distributed.preflight import NodeReport
 from trigon.distributed.serialization import (
     decode_prompts,
@@ -32,28 +33,30 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import collect_seldom
+from trigon.garbage import set_gc_threshold
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.fsdp import TorchProcessGroup
-from trigon.training.local import LocalTrainEngine, Sizes
 from trigon.training.memory import memory_of
-from trigon.training.protocol import LogprobEngine
+from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerEngines:
-    """What one worker is made of. reference: None where no term needs one.
+    """The engines of one worker.
 
-    replica_rank: its place among the ranks that sample the same prompts together (tensor parallelism); 0 answers.
+    reference: None if no loss term needs one. images: loads the pixels of prompts; None for
+    text-only data. replica_rank: this worker's index among the ranks that sample the same prompts
+    together (tensor parallelism); only index 0 returns the completions.
     """
 
-    trainer: LocalTrainEngine
+    trainer: TunableEngine
     reference: LogprobEngine | None
     rollout: RolloutEngine
     images: MediaProcessor | None
@@ -61,206 +64,237 @@ class WorkerEngines:
 
 
 class OpenWorkerEngines(Protocol):
-    """Builds a worker's engines, in the worker, together with all others."""
+    """Builds a worker's engines. Called in the worker, on all ranks at once."""
 
     def __call__(self, process_group: TorchProcessGroup) -> WorkerEngines: ...
 
 
+class JoinRanks(Protocol):
+    """Joins the process group and inspects the node. Called in the worker, on all ranks at once."""
+
+    def __call__(self) -> tuple[TorchProcessGroup, NodeReport]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatRequest:
+    """What a heartbeat should include besides memory use.
+
+    with_stack: the Python stack of the method that is running. generation: the number of a call of
+    Worker.generate whose progress is requested; 0 for none. skip_groups: how many of its finished
+    groups the driver already has.
+    """
+
+    with_stack: bool = False
+    generation: int = 0
+    skip_groups: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How a worker is. memory_bytes, max_memory_bytes: resident, now and at most. stack: what it is doing, the
-    innermost call last; empty unless asked for. samples: completions finished in the generation asked for. groups: of
-    its prompts that have ended, the place and the encoded completions, in the order in which they ended.
+    """The state of a worker.
+
+    memory_bytes, max_memory_bytes: resident memory, current and peak. stack: the innermost call
+    last; "" unless requested. num_samples: completions finished so far in the requested generation.
+    groups: its finished groups in the order in which they finished, less skip_groups: the index of
+    the prompt and the encoded completions.
     """
 
     memory_bytes: int
     max_memory_bytes: int
     stack: str
-    samples: int
+    num_samples: int
     groups: tuple[tuple[int, bytes], ...]
 
 
 @dataclass(slots=True)
 class _Generation:
-    """What has come of one call of generate so far; as Vitals tells it. number: 0 for none."""
+    """The progress of one call of Worker.generate. number: as in HeartbeatRequest; 0 for none."""
 
     number: int
-    samples: int = 0
+    num_samples: int = 0
     groups: list[tuple[int, bytes]] = field(default_factory=list)
 
 
-class Join(Protocol):
-    """Makes a worker a rank, once all of them are there, and looks around on its node."""
-
-    def __call__(self) -> tuple[TorchProcessGroup, NodeReport]: ...
+def _concurrent(group: str) -> Callable[[Method], Method]:
+    """Mark a method that Ray runs beside the others, in the thread of this concurrency group."""
+    decorator: Callable[[Method], Method] = ray.method(concurrency_group=group)
+    return decorator
 
 
 class Worker:
-    """What runs in the process. Methods come one at a time in one thread; vitals and write_state run beside them."""
+    """The Ray actor of one rank.
+
+    Ray runs its methods one at a time, in one thread and in the order of the calls. Only heartbeat
+    and write_state have threads of their own.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._generation = _Generation(0)
         self._thread: int | None = None
-        self._awake: list[ExitStack] = []
+        self._awake_contexts: list[ExitStack] = []
         self._write_state: Callable[[], None] | None = None
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
-        collect_seldom()
-        faulthandler.enable()  # a crash leaves the stack in this worker's log
+        set_gc_threshold()
+        faulthandler.enable()  # a crash then writes its stack to the log of this worker
 
-    def __repr__(self) -> str:  # what Ray writes before each line that a worker prints
+    def __repr__(self) -> str:  # the prefix of each line that this worker prints
         return f"rank {self._rank}"
 
     def host(self) -> tuple[str, int]:
-        """Return host name and process number."""
+        """Return the host name and the process id."""
         return socket.gethostname(), os.getpid()
 
     def free_address(self) -> tuple[str, int]:
-        """Return the address under which other nodes know this one, and a port that is free there."""
+        """Return this node's address within the cluster, and a free port."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
     def prepare(self, environment: Mapping[str, str]) -> None:
-        """Set environment variables, in the thread that all other methods will run in."""
+        """Set environment variables. Runs in the thread that all other methods will use."""
         self._thread = threading.get_ident()
-        enter_environment(environment, address=ray.util.get_node_ip_address())
+        set_environment(environment, address=ray.util.get_node_ip_address())
 
-    def join(self, join: Join) -> NodeReport:
-        """Become a rank, and tell what there is here."""
-        self._process_group, surroundings = join()
-        return surroundings
+    def join(self, join_ranks: JoinRanks) -> NodeReport:
+        """Join the process group, and return the report about this node."""
+        self._process_group, report = join_ranks()
+        return report
 
     def open(self, open_worker_engines: OpenWorkerEngines) -> Sizes:
-        """Build the engines."""
+        """Build the engines, and return the sizes of the trainer's model."""
         self._engines = open_worker_engines(self._process_group)
         return self._engines.trainer.sizes()
 
-    def tune_micro_batch(self, lengths: Lengths, known: Budgets | None, shared_by: int) -> Budgets:
-        """Find how many tokens a pass may take, and go by that from now on. shared_by: workers on this machine."""
+    def tune_micro_batch(self, lengths: Lengths, known: Budgets | None, num_sharing: int) -> Budgets:
+        """Find and set the number of tokens per pass. num_sharing: workers on this machine."""
         engines = self._require_engines
-        memory = memory_of(self._process_group.device, shared_by=shared_by)
+        memory = memory_of(self._process_group.device, shared_by=num_sharing)
         return tune_engines(engines.trainer, engines.reference, memory, lengths, self._process_group, known=known)
 
     # -- rollout --
 
     def wake(self, version: int) -> None:
-        """Wake the rollout engine and hand it the trainer's weights, with all others."""
+        """Wake the rollout engine and sync the trainer's weights to it. Collective."""
         context = ExitStack()
         context.enter_context(
             self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
         )
-        self._awake.append(context)
+        self._awake_contexts.append(context)
 
     def sleep(self) -> None:
-        """Undo the last wake."""
-        self._awake.pop().close()
+        """Undo the last wake()."""
+        self._awake_contexts.pop().close()
 
-    def generate(self, prompts: bytes, sampling: SamplingParams, step: int, *, number: int) -> None:
-        """Sample completions, which vitals() brings when it is asked for this number. Of ranks that sample the same
-        prompts together the first has them.
+    def generate(self, prompts: bytes, sampling: SamplingParams, step: int, generation: int) -> None:
+        """Sample completions, which the heartbeats that request this generation number return.
+
+        Of the ranks that sample the same prompts together, only the first returns completions.
         """
-        self._generation = generation = _Generation(number)
-        answers = self._require_engines.replica_rank == 0
+        self._generation = progress = _Generation(generation)
+        returns_completions = self._require_engines.replica_rank == 0
 
-        def on_progress(finished: int) -> None:
-            generation.samples += finished
+        def on_progress(num_finished: int) -> None:
+            progress.num_samples += num_finished
 
-        def on_group(place: int, completions: Sequence[Completion]) -> None:
-            generation.groups.append((place, encode_completions([completions])))
+        def on_group(index: int, completions: Sequence[Completion]) -> None:
+            progress.groups.append((index, encode_completions([completions])))
 
         self._require_engines.rollout.generate(
-            self._seen(decode_prompts(prompts)),
+            self._load_pixels(decode_prompts(prompts)),
             sampling,
             step=step,
-            on_progress=on_progress if answers else None,
-            on_group=on_group if answers else None,
+            on_progress=on_progress if returns_completions else None,
+            on_group=on_group if returns_completions else None,
         )
 
     # -- training --
 
     def logprobs(self, groups: bytes) -> bytes:
-        """Score this rank's groups under the policy."""
-        return self._scored(self._require_engines.trainer.logprobs, groups)
+        """Compute the policy's log-probabilities of this rank's groups."""
+        return self._compute(self._require_engines.trainer.logprobs, groups)
 
     def full_kl(self, groups: bytes) -> bytes:
-        """Compare the policy with the reference on this rank's groups."""
-        return self._scored(self._require_engines.trainer.full_kl, groups)
+        """Compute the full-vocabulary KL divergence from the reference for this rank's groups."""
+        return self._compute(self._require_engines.trainer.full_kl, groups)
 
     def reference_logprobs(self, groups: bytes) -> bytes:
-        """Score this rank's groups under the reference."""
+        """Compute the reference's log-probabilities of this rank's groups."""
         assert self._require_engines.reference is not None
-        return self._scored(self._require_engines.reference.logprobs, groups)
+        return self._compute(self._require_engines.reference.logprobs, groups)
 
     def step(self, groups: bytes) -> Metrics:
-        """Learn from this rank's groups, with all others; the metrics of all, merged, are those of the update."""
-        return self._require_engines.trainer.step(self._with_pixels(decode_train(groups)))
+        """Make one optimizer update, with this rank's share of the groups. Collective.
+
+        Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
+        """
+        return self._require_engines.trainer.step(self._load_group_pixels(decode_train(groups)))
 
     # -- traces --
 
     def start_trace(self, folder: Path) -> None:
-        """Begin to trace this worker."""
+        """Start to trace this worker."""
         self._tracer = LocalTracer(folder, rank=self._rank)
         self._tracer.start()
 
     def finish_trace(self, step: int) -> None:
-        """End the trace, and write it."""
+        """End the trace and write it."""
         self._tracer.finish(step)
 
     # -- state --
 
     def stage_state(self, folder: Path, model_only: bool) -> None:
-        """Copy what a checkpoint is to hold into host memory."""
+        """Copy the state for a checkpoint to host memory; write_state() writes it."""
         self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
 
-    @ray.method(concurrency_group="saving")  # type: ignore[untyped-decorator]
+    @_concurrent("saving")
     def write_state(self) -> None:
-        """Write what was staged, while other methods run."""
-        assert self._write_state is not None, "nothing was staged"
+        """Write the staged state. Runs beside other methods."""
+        assert self._write_state is not None, "stage_state() has not been called"
         write, self._write_state = self._write_state, None
         write()
 
     def load_state(self, folder: Path) -> None:
-        """Restore this rank's part of what any number of ranks wrote."""
+        """Load this rank's part of a checkpoint, which any number of ranks may have written."""
         self._require_engines.trainer.load_state(folder)
 
-    @ray.method(concurrency_group="vitals")  # type: ignore[untyped-decorator]
-    def heartbeat(self, *, with_stack: bool = False, generation: int = 0, since: int = 0) -> Heartbeat:
-        """Tell how this worker is, while another method runs; and what has come of a generation, less its first groups,
-        `since` of them. To be asked twice changes nothing.
-        """
+    @_concurrent("heartbeat")
+    def heartbeat(self, request: HeartbeatRequest) -> Heartbeat:
+        """Return the state of this worker. Runs beside other methods, and changes nothing."""
         latest = self._generation
-        asked = latest if latest.number == generation else _Generation(generation)  # it may not have begun
+        # The driver may ask for a generation that has not begun; then it has no progress yet.
+        generation = latest if latest.number == request.generation else _Generation(request.generation)
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        frame = sys._current_frames().get(self._thread) if with_stack and self._thread is not None else None
+        frame = sys._current_frames().get(self._thread) if request.with_stack and self._thread is not None else None
         return Heartbeat(
             memory_bytes=pages * resource.getpagesize(),
             max_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             stack="" if frame is None else "".join(traceback.format_stack(frame)),
-            samples=asked.samples,
-            groups=tuple(asked.groups[since:]),
+            num_samples=generation.num_samples,
+            groups=tuple(generation.groups[request.skip_groups :]),
         )
 
     @property
     def _require_engines(self) -> WorkerEngines:
-        assert self._engines is not None, "open() comes first"
+        assert self._engines is not None, "open() has not been called"
         return self._engines
 
-    def _seen(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Return prompts with the pixels of their images."""
+    def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
+        """Return the encoded result of a function of groups: a tensor for each completion."""
+        return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups))))
+
+    def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Return the prompts with the pixels of their images in place of the files."""
         return prompts if self._require_engines.images is None else self._require_engines.images.process(prompts)
 
-    def _scored(self, score: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], encoded: bytes) -> bytes:
-        return encode_logprobs(score(self._with_pixels(decode_rollouts(encoded))))
-
-    def _with_pixels(self, groups: list[Group]) -> list[Group]:
-        prompts = self._seen([group.prompt for group in groups])
+    def _load_group_pixels(self, groups: list[Group]) -> list[Group]:
+        prompts = self._load_pixels([group.prompt for group in groups])
         return [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
 
 
-def actor_of(worker_class: type[Worker]) -> Any:
-    """Return Ray's class of actors that hold a worker."""
-    return ray.remote(concurrency_groups={"vitals": 1, "saving": 1})(worker_class)
+def ray_actor_class(worker_class: type[Worker]) -> Any:
+    """Return the Ray actor class of a worker class."""
+    return ray.remote(concurrency_groups={"heartbeat": 1, "saving": 1})(worker_class)

@@ -1,6 +1,6 @@
-"""All workers as the driver sees them: calls to all of them at once, and what happens when one of them fails.
+"""Calls to all workers at once, with deadlines and error reports.
 
-Knows which rank does what, since when, and how much was sent to it. Refuses to know what the calls are about.
+Runs in the driver, and counts the bytes that go through it. Does not depend on what is computed.
 """
 
 from __future__ import annotations
@@ -8,49 +8,61 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, overload
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
-from trigon.distributed.cluster import Placed
-from trigon.distributed.worker import Heartbeat
+from trigon.distributed.cluster import WorkerHandle
+from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
 
-_LOOK_SECONDS = 1.0
-"""How often a worker is asked how it is while it works."""
+W = TypeVar("W", bound=Worker)
+First = TypeVar("First")
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 DISK_SECONDS = 3600.0
-"""How long what waits for disks and hubs may take, at least: to load models, to write or read a checkpoint."""
+"""Minimum deadline of calls that load models, or write or read a checkpoint."""
+
+_HEARTBEAT_SECONDS = 1.0
+"""Interval at which busy workers are asked for a heartbeat."""
 
 _GRACE_SECONDS = 5.0
-"""How long after a first failure others are still heard: the rank that died is what matters, not those that noticed."""
+"""How long to wait for further failures after the first one.
+
+The root cause is often reported last: a rank that lost its peer may fail before Ray notices that
+the peer died.
+"""
 
 
-@dataclass(slots=True)
-class _Failure:
-    """What became of one rank. at: which failure it was, from 0."""
+class HeartbeatListener(Protocol):
+    """Requests and receives the heartbeats of the workers while they execute a call."""
 
-    rank: int
-    error: Exception
-    at: int
+    def request(self, rank: int) -> HeartbeatRequest:
+        """Return what the next heartbeat of this rank should include."""
+        ...
+
+    def receive(self, rank: int, heartbeat: Heartbeat) -> None:
+        """Process a heartbeat. Called by the thread that made the call."""
+        ...
 
 
 @dataclass(slots=True)
 class Traffic:
-    """The bytes that went through the driver and Ray's object store, by phase, since they were last told."""
+    """The bytes sent and received through the driver, by phase, since the last pop_metrics()."""
 
     _sent: dict[str, int] = field(default_factory=dict)
     _received: dict[str, int] = field(default_factory=dict)
 
     def count(self, phase: str, *, sent: int = 0, received: int = 0) -> None:
-        """Add bytes to those of a phase."""
+        """Add bytes to the counts of a phase."""
         self._sent[phase] = self._sent.get(phase, 0) + sent
         self._received[phase] = self._received.get(phase, 0) + received
 
     def pop_metrics(self) -> dict[str, Metric]:
-        """Return the bytes so far as metrics, and begin anew."""
+        """Return the counts as metrics, and reset them."""
         metrics: dict[str, Metric] = {
             "moved/sent_bytes": Sum(float(sum(self._sent.values()))),
             "moved/received_bytes": Sum(float(sum(self._received.values()))),
@@ -62,149 +74,213 @@ class Traffic:
         return metrics
 
 
-def _look(actor: Any, _: Placed) -> Any:
-    return actor.heartbeat.remote()
+@dataclass(slots=True)
+class _Failure:
+    """The error of one rank. order: 0 for the failure that the driver saw first."""
+
+    rank: int
+    error: Exception
+    order: int
 
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """The workers of a run.
+    """The workers of a run, in the order of their ranks.
 
-    device: what each worker has. deadline_seconds: how long one call may take before the run is ended.
-    traffic: what was sent and received.
+    device: the kind of device that each worker has. deadline_seconds: time limit of one call.
     """
 
-    workers: Sequence[Placed]
+    workers: Sequence[WorkerHandle]
     device: Literal["cpu", "cuda"]
     deadline_seconds: float
     traffic: Traffic = field(default_factory=Traffic)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
+    @overload
     def call_all(
         self,
-        call: Callable[[Any, Placed], Any],
-        *,
+        method: Callable[[W, *Arguments], Result],
+        *arguments: *Arguments,
         phase: str,
-        look: Callable[[Any, Placed], Any] = _look,
-        on_look: Callable[[int, Heartbeat], None] | None = None,
-        at_least_seconds: float = 0.0,
-    ) -> list[Any]:
-        """Make one call to each worker at once, and return their results by rank.
+        min_deadline_seconds: float = 0.0,
+    ) -> list[Result]: ...
 
-        call: given a Ray actor and its place, makes the call: `lambda actor, _: actor.sleep.remote()`.
-        look: made to each worker now and then while the workers work, returns its Vitals. on_look: hears them, with the
-        rank, before that worker is looked at again. What was not heard when the call ends is not heard any more.
-        at_least_seconds: how long this call may take even where deadline_seconds is less.
-        Raises: the worker's own TrigonError, named by its rank; WorkerError for anything else that ends one: an error,
-        a crash, a kill, or a deadline passed.
+    @overload
+    def call_all(
+        self,
+        method: Callable[[W, First, *Arguments], Result],
+        *arguments: *Arguments,
+        per_rank: Sequence[First],
+        phase: str,
+        listener: HeartbeatListener | None = None,
+        min_deadline_seconds: float = 0.0,
+    ) -> list[Result]: ...
+
+    def call_all(
+        self,
+        method: Callable[..., Any],
+        *arguments: *Arguments,
+        per_rank: Sequence[Any] | None = None,
+        phase: str,
+        listener: HeartbeatListener | None = None,
+        min_deadline_seconds: float = 0.0,
+    ) -> list[Any]:
+        """Call a method of Worker on all ranks at once, and return the results by rank.
+
+            worker_group.call_all(Worker.wake, version, phase="weights")
+            worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
+
+        Args:
+            method: looked up on the Ray actors by its name.
+            arguments: the same for all ranks; after the value of per_rank, if there is one.
+            per_rank: the method's first argument, one value for each rank. Ray replaces a reference
+                from put() by its bytes.
+            phase: the name of the call in metrics and errors.
+            listener: requests and receives heartbeats during the call. Heartbeats that have not
+                been received when the call ends are dropped.
+            min_deadline_seconds: the deadline, if deadline_seconds is smaller.
+        Raises: the worker's own TrigonError with its rank prepended; WorkerError for any other
+        error, for a process that died, and for a deadline that passed.
         """
-        pending = {call(worker.handle, worker): worker for worker in self.workers}
+        pending = self._submit(method, arguments, per_rank)
         results: dict[int, Any] = {}
         failures: list[_Failure] = []
-        deadline = max(self.deadline_seconds, at_least_seconds)
+        deadline = max(self.deadline_seconds, min_deadline_seconds)
         started = time.monotonic()
-        looks: dict[Any, int] = {}
+        heartbeats: dict[Any, int] = {}  # requested and not yet received: Ray's reference -> rank
         while pending:
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_LOOK_SECONDS)
-            _take(done, pending, results, failures)
+            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_HEARTBEAT_SECONDS)
+            _collect(done, pending, results, failures)
             if failures:
-                self._give_grace(pending, results, failures)
-                raise self._explained(failures, phase)
+                self._wait_for_failures(pending, results, failures)
+                raise self._root_cause(failures, phase)
             if pending and time.monotonic() - started > deadline:
-                raise self._hung(list(pending.values()), phase, deadline)
-            for rank, heartbeat in self._seen(looks):
-                if on_look is not None:
-                    on_look(rank, heartbeat)
+                raise self._deadline_error(list(pending.values()), phase, deadline)
+            for rank in self._receive_heartbeats(heartbeats):
+                if listener is not None:
+                    listener.receive(rank, self._heartbeats[rank])
             for worker in pending.values():
-                if worker.rank not in looks.values():
-                    looks[look(worker.handle, worker)] = worker.rank
+                if worker.rank not in heartbeats.values():
+                    request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
+                    heartbeats[worker.actor.heartbeat.remote(request)] = worker.rank
         return [results[worker.rank] for worker in self.workers]
 
-    def sent(self, payload: bytes, *, phase: str) -> Any:
-        """Put what workers are to be given into the object store, count it, and return Ray's reference to it."""
+    def submit_all(self, method: Callable[[W, *Arguments], Any], *arguments: *Arguments) -> None:
+        """Queue a call of a method of Worker on all ranks, and return at once.
+
+        It runs after the calls that are running. For cleanup while an error is raised: neither a
+        busy nor a failed worker delays or replaces that error. Ray logs the errors of these calls.
+        """
+        self._submit(method, arguments, None)
+
+    def put(self, payload: bytes, *, phase: str) -> Any:
+        """Put bytes into Ray's object store and count them.
+
+        Returns: Ray's reference; a method called with it receives the bytes.
+        """
         self.traffic.count(phase, sent=len(payload))
         return ray.put(payload)
 
-    def received(self, payload: bytes, *, phase: str) -> bytes:
-        """Count what a worker gave back, and return it."""
+    def count_received(self, payload: bytes, *, phase: str) -> bytes:
+        """Count the bytes that a worker has returned, and return them."""
         self.traffic.count(phase, received=len(payload))
         return payload
 
-    def _seen(self, looks: dict[Any, int]) -> list[tuple[int, Heartbeat]]:
-        """Return (rank, how it is) for those that have answered. looks: the open questions; they are taken out."""
-        answered, _ = ray.wait(list(looks), num_returns=len(looks), timeout=0) if looks else ([], [])
-        found = []
-        for reference in answered:
-            rank = looks.pop(reference)
+    def _submit(
+        self, method: Callable[..., Any], arguments: Sequence[Any], per_rank: Sequence[Any] | None
+    ) -> dict[Any, WorkerHandle]:
+        """Start a call on each worker. Returns: Ray's reference of each call -> its worker."""
+        assert per_rank is None or len(per_rank) == len(self.workers), f"{per_rank} for {len(self.workers)} workers"
+        calls = {}
+        for index, worker in enumerate(self.workers):
+            first = () if per_rank is None else (per_rank[index],)
+            calls[getattr(worker.actor, method.__name__).remote(*first, *arguments)] = worker
+        return calls
+
+    def _receive_heartbeats(self, heartbeats: dict[Any, int]) -> list[int]:
+        """Store the requested heartbeats that have arrived, and return their ranks."""
+        arrived, _ = ray.wait(list(heartbeats), num_returns=len(heartbeats), timeout=0) if heartbeats else ([], [])
+        ranks = []
+        for reference in arrived:
+            rank = heartbeats.pop(reference)
             try:
                 self._heartbeats[rank] = ray.get(reference)
-            except (RayActorError, RayTaskError):  # the call itself will tell, and better
+            except (RayActorError, RayTaskError):  # the pending call of this worker fails, too, and is reported
                 continue
-            found.append((rank, self._heartbeats[rank]))
-        return found
+            ranks.append(rank)
+        return ranks
 
-    def _give_grace(self, pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:
-        """Hear the others out for a while: a rank that lost a peer often says so before Ray says that the peer died."""
+    def _wait_for_failures(
+        self, pending: dict[Any, WorkerHandle], results: dict[int, Any], failures: list[_Failure]
+    ) -> None:
+        """Collect further calls for _GRACE_SECONDS, or until Ray reports that a process died."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while pending and (left := deadline - time.monotonic()) > 0:
             if any(isinstance(failure.error, RayActorError) for failure in failures):
                 return
             done, _ = ray.wait(list(pending), num_returns=1, timeout=left)
-            _take(done, pending, results, failures)
+            _collect(done, pending, results, failures)
 
-    def _explained(self, failures: Sequence[_Failure], phase: str) -> TrigonError:
-        """Return the one error that says what happened: a death before an error of ours, that before any other."""
+    def _root_cause(self, failures: Sequence[_Failure], phase: str) -> TrigonError:
+        """Return the error to raise for the most likely root cause.
 
-        def weight(failure: _Failure) -> tuple[int, int]:
+        A process that died comes before a TrigonError, and a TrigonError before any other error.
+        """
+
+        def priority(failure: _Failure) -> tuple[int, int]:
             if isinstance(failure.error, RayActorError | OutOfMemoryError):
-                return 0, failure.at
-            return (1 if isinstance(_cause(failure.error), TrigonError) else 2), failure.at
+                return 0, failure.order
+            return (1 if isinstance(_unwrap(failure.error), TrigonError) else 2), failure.order
 
-        first = min(failures, key=weight)
-        cause = _cause(first.error)
-        where = f"rank {first.rank} on {self._host(first.rank)}, in {phase}"
+        first = min(failures, key=priority)
+        cause = _unwrap(first.error)
+        location = f"rank {first.rank} on {self._describe_host(first.rank)}, in {phase}"
         if isinstance(cause, TrigonError):
-            return type(cause)(f"{where}: {cause}")
-        others = sorted(failure.rank for failure in failures if failure is not first)
-        also = f"\nFailing with it: {', '.join(f'rank {rank}' for rank in others)}" if others else ""
+            return type(cause)(f"{location}: {cause}")
+        other_ranks = sorted(failure.rank for failure in failures if failure is not first)
+        also = f"\nAlso failed: {', '.join(f'rank {rank}' for rank in other_ranks)}" if other_ranks else ""
+        memory = self._describe_memory(first.rank)
         if isinstance(first.error, RayTaskError):
-            return WorkerError(f"{where}: raised an error{self._memory(first.rank)}:\n{first.error}{also}")
+            return WorkerError(f"{location}: raised an error{memory}:\n{first.error}{also}")
         return WorkerError(
-            f"{where}: the process died{self._memory(first.rank)}: {_death(first.error)}{also}\n"
-            "Everything else was stopped; the same command goes on from the last checkpoint"
+            f"{location}: the process died{memory}: {_describe_death(first.error)}{also}\n"
+            "All other workers were stopped; the same command goes on from the last checkpoint"
         )
 
-    def _hung(self, workers: Sequence[Placed], phase: str, deadline: float) -> WorkerError:
-        """Return what can be said of workers that do not come to an end."""
-        questions = {worker.rank: worker.handle.heartbeat.remote(with_stack=True) for worker in workers}
+    def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> WorkerError:
+        """Return the error for workers that missed the deadline, with their stacks."""
+        request = HeartbeatRequest(with_stack=True)
+        references = {worker.rank: worker.actor.heartbeat.remote(request) for worker in workers}
         lines = []
-        for rank, question in questions.items():
+        for rank, reference in references.items():
             try:
-                heartbeat = ray.get(question, timeout=_GRACE_SECONDS)
+                heartbeat = ray.get(reference, timeout=_GRACE_SECONDS)
                 self._heartbeats[rank] = heartbeat
-                doing = f"is in\n{heartbeat.stack}"
+                state = f"is in\n{heartbeat.stack}"
             except (GetTimeoutError, RayActorError, RayTaskError):
-                doing = "does not answer: it is stopped, or stuck outside of Python"
-            lines.append(f"rank {rank} on {self._host(rank)}{self._memory(rank)} {doing}")
+                state = "does not respond: its process is stopped, or blocked outside of Python"
+            lines.append(f"rank {rank} on {self._describe_host(rank)}{self._describe_memory(rank)} {state}")
         return WorkerError(
             f"{phase} was not done after {deadline:g} s (trainer.worker_timeout_seconds); ranks "
-            f"{sorted(questions)} of {len(self.workers)} hang:\n" + "\n".join(lines)
+            f"{sorted(references)} of {len(self.workers)} hang:\n" + "\n".join(lines)
         )
 
-    def _host(self, rank: int) -> str:
+    def _describe_host(self, rank: int) -> str:
         worker = self.workers[rank]
         return f"{worker.host} (process {worker.pid})"
 
-    def _memory(self, rank: int) -> str:
+    def _describe_memory(self, rank: int) -> str:
         heartbeat = self._heartbeats.get(rank)
         if heartbeat is None:
             return ""
-        now, most = (num_bytes / 2**30 for num_bytes in (heartbeat.memory_bytes, heartbeat.max_memory_bytes))
-        return f", last seen with {now:.1f} GiB (at most {most:.1f})"
+        current, peak = (num_bytes / 2**30 for num_bytes in (heartbeat.memory_bytes, heartbeat.max_memory_bytes))
+        return f", last seen with {current:.1f} GiB (at most {peak:.1f})"
 
 
-def _take(done: Sequence[Any], pending: dict[Any, Placed], results: dict[int, Any], failures: list[_Failure]) -> None:
-    """Move calls that have ended from pending to results, by rank, or to failures."""
+def _collect(
+    done: Sequence[Any], pending: dict[Any, WorkerHandle], results: dict[int, Any], failures: list[_Failure]
+) -> None:
+    """Move finished calls from `pending` to `results`, by rank, or to `failures`."""
     for reference in done:
         worker = pending.pop(reference)
         try:
@@ -213,19 +289,19 @@ def _take(done: Sequence[Any], pending: dict[Any, Placed], results: dict[int, An
             failures.append(_Failure(worker.rank, error, len(failures)))
 
 
-def _cause(error: Exception) -> BaseException:
-    """Return what a worker raised, out of Ray's wrapping."""
+def _unwrap(error: Exception) -> BaseException:
+    """Return the exception that the worker raised, if Ray has wrapped one."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
-def _death(error: Exception) -> str:
-    """Return what Ray knows of a death, in a line."""
+def _describe_death(error: Exception) -> str:
+    """Return what Ray knows about the end of a process, in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
-        return f"Ray killed it, since the node ran out of memory. {text[:1000]}"
-    if "connection error code 2" in text:  # Ray's way of saying that the process is gone and did not say why
+        return f"Ray killed it because the node ran out of memory. {text[:1000]}"
+    if "connection error code 2" in text:  # Ray's message for a process that ended without notice
         return (
-            "killed by a signal that cannot be caught (SIGKILL, by which the kernel frees memory, or somebody's hand), "
-            "or crashed; a crash writes its stack to the log above"
+            "killed by a signal that cannot be caught (SIGKILL), for example by the out-of-memory killer, or crashed; "
+            "a crash writes its stack to the log above"
         )
     return text[:1000]

@@ -1,14 +1,13 @@
-"""What differs between the families of models that Trigon trains, in one table.
+"""The table of supported model families, and what differs between them.
 
-Knows, for each `model_type` of a Hugging Face config: where the parts of the network lie, which tokens stand for
-images, which rule gives positions, and how a checkpoint spells its weights. Refuses to know how anything is computed,
-and to guess: a model that is not in the table is refused, since a vision model taken for a text model would train
-blind. docs/model-families.md says how to add a row.
+For each `model_type` of a Hugging Face config it states where the parts of the network are, which
+tokens are placeholders of images, how position ids are computed, and how a checkpoint names its
+weights. A model that is not in the table is an error: a vision model treated as a text model would
+train without its images. docs/model-families.md explains how to add a family.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
@@ -17,34 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
+from trigon.suggestions import nearest
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """The facts of one family.
+class ModelFamily:
+    """The properties of a model family.
 
-    model_type: as `config.model_type` has it.
-    has_vision: whether a vision tower feeds image features into the language model.
-    rope: "mrope" rotates by three positions (time, height, width), "1d" by one.
-    deepstack: whether the vision tower also feeds the first decoder layers, besides the embeddings.
-    language_path, vision_path: where the language model (without its head) and the vision tower are, seen from the
-    whole model; vision_path is empty for a text family.
-    checkpoint_prefixes: (beginning of a parameter's name in memory, the same in a checkpoint), first match wins.
-    video: how a prompt tells the time in a video: "patches", each temporal patch is one position after the last;
-    "seconds", their positions are as far apart as the seconds between them; "timestamps", each temporal patch is a
-    block of its own behind its time as text. "none": no videos.
-    language_path, vision_path: where the language model (without its head) and the vision tower are, seen from the
-    whole model; vision_path is empty for a text family.
-    checkpoint_prefixes: (beginning of a parameter's name in memory, the same in a checkpoint), first match wins.
-    experts: how a checkpoint holds the experts of a layer, which in memory are two stacks, gate_up_proj [E, 2I, D] and
-    down_proj [E, D, I]. "none": there are none. "apart": each of the 3E matrices by itself. "transposed": as stacks
-    with their last two dimensions swapped.
-    tiles: whether the vision tower sees square tiles of one size, each as a whole, instead of patches of images of any
-    size. An image is then one or several tiles, and in its grid_thw time counts these.
-    tile_tower: the `model_type` of such a tower. projector_path: where that which follows it is.
-    vision_layers: where a tower's blocks are, seen from it.
-    image_wrap: which attributes of the tokenizer are the tokens around an image that chat templates leave out.
-    windows: whether attention that a sliding window cuts off was seen to agree with transformers' and vLLM's.
+    model_type: `config.model_type`.
+    has_vision: whether the model has a vision tower.
+    rope: "mrope" for rotary embeddings of three positions (time, height, width), "1d" for one.
+    deepstack: whether the vision tower also adds features to the first decoder layers.
+    language_path, vision_path: submodule paths of the language model (without its head) and of the
+        vision tower; vision_path is empty for a text family.
+    checkpoint_prefixes: pairs (prefix of a parameter name in memory, the same in a checkpoint); the
+        first match applies.
+    video: how a prompt encodes time in a video. "patches": each temporal patch is one position
+        after the previous one. "seconds": positions are proportional to seconds. "timestamps": each
+        temporal patch is a separate block that follows its time as text. "none": no videos.
+    experts: how a checkpoint stores the experts of a layer, which in memory are two stacks,
+        gate_up_proj [E, 2I, D] and down_proj [E, D, I]. "none": there are no experts. "separate":
+        each of the 3E matrices by itself. "transposed": stacks with the last two dimensions
+        swapped.
+    tiles: whether the vision tower takes square tiles of one size instead of patches of images of
+        any size. An image is then one or several tiles; "time" in its grid_thw counts them.
+    tile_tower: `model_type` of a tower that takes tiles.
+    projector_path: submodule path of the projector after such a tower.
+    vision_layers: path of the blocks within the vision tower.
+    image_wrap: attributes of the tokenizer for the tokens before and after an image, where chat
+        templates omit them.
+    windows: whether sliding-window attention is tested against transformers and vLLM.
     """
 
     model_type: str
@@ -55,7 +56,7 @@ class Family:
     vision_path: str
     checkpoint_prefixes: tuple[tuple[str, str], ...]
     video: Literal["none", "patches", "seconds", "timestamps"] = "none"
-    experts: Literal["none", "apart", "transposed"] = "none"
+    experts: Literal["none", "separate", "transposed"] = "none"
     tiles: bool = False
     tile_tower: str = ""
     projector_path: str = ""
@@ -68,31 +69,38 @@ class Family:
         return model.get_submodule(self.language_path)
 
     def vision_tower(self, model: nn.Module) -> Any | None:
-        """Return the vision tower, a transformers module, with its merger if that is in it; None for a text family."""
+        """Return the vision tower with its merger if it contains one; None for a text family."""
         return model.get_submodule(self.vision_path) if self.has_vision else None
 
     def vision_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return all that only images pass through: the tower, and the projector behind it; none for a text family."""
+        """Return the modules that only images pass through: tower and projector; empty for text."""
         return [model.get_submodule(path) for path in (self.vision_path, self.projector_path) if path]
 
     def image_features(self, model: nn.Module, tiles: Tensor) -> Tensor:
-        """Return what the language model sees of tiles, [n, channels, height, width]: [image tokens, D]."""
-        seen: Any = model.get_submodule(self.vision_path.rpartition(".")[0])
-        features = seen.get_image_features(pixel_values=tiles, return_dict=True).pooler_output
+        """Return the image features of tiles, after the projector.
+
+        Args: tiles: [n, channels, height, width]. Returns: [image tokens, D].
+        """
+        parent: Any = model.get_submodule(self.vision_path.rpartition(".")[0])
+        features = parent.get_image_features(pixel_values=tiles, return_dict=True).pooler_output
         return torch.cat([*features])
 
     def checkpoint_name(self, parameter_name: str) -> str:
-        """Return what a parameter of the model is called in a checkpoint, where such names stay as they are."""
-        for here, there in self.checkpoint_prefixes:
-            if parameter_name.startswith(here):
-                return there + parameter_name.removeprefix(here)
+        """Return the name of a parameter in a checkpoint; names in checkpoints are unchanged."""
+        for prefix, checkpoint_prefix in self.checkpoint_prefixes:
+            if parameter_name.startswith(prefix):
+                return checkpoint_prefix + parameter_name.removeprefix(prefix)
         return parameter_name
 
     def checkpoint_tensors(self, parameter_name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what published checkpoints hold of a parameter, and vLLM expects: a tensor, or many of stacked experts.
+        """Yield the tensors of a parameter as published checkpoints store them and vLLM expects.
 
-        parameter_name: in memory or as checkpoint_name gives it. parameter: whole, on any device ("meta" too). The
-        tensors are views of it, so that writing into them fills it.
+        Stacked experts yield several tensors, any other parameter one. The tensors are views of the
+        parameter: writing to them changes it.
+
+        Args:
+            parameter_name: in memory, or as returned by checkpoint_name.
+            parameter: the full tensor, not a shard, on any device ("meta" too).
         """
         name = self.checkpoint_name(parameter_name)
         layer, stack = name.rpartition(".")[::2]
@@ -102,7 +110,7 @@ class Family:
         match self.experts:
             case "transposed":
                 yield name, parameter.transpose(1, 2)
-            case "apart":
+            case "separate":
                 for expert, weight in enumerate(parameter):
                     if stack == "gate_up_proj":
                         gate, up = weight.chunk(2)
@@ -114,46 +122,49 @@ class Family:
                 assert_never(self.experts)
 
     def spatial_merge(self, hf_config: Any) -> int:
-        """Return how many patches, along each side, become one image token."""
+        """Return the number of patches, along each side, that are merged into one image token."""
         self._require_vision()
         if self.tiles:
             return round(1 / getattr(hf_config, "downsample_ratio", 1.0))
         return int(hf_config.vision_config.spatial_merge_size)
 
     def patch_size(self, hf_config: Any) -> int:
-        """Return how many pixels a side of a patch has."""
+        """Return the side of a patch in pixels."""
         self._require_vision()
         return _side(hf_config.vision_config.patch_size)
 
     def patches_per_side(self, hf_config: Any) -> int:
-        """Return how many patches a side of the smallest image has: of a tile, or of what becomes one token."""
+        """Return the side of the smallest possible image in patches: a tile, or one image token."""
         if self.tiles:
             return _side(hf_config.vision_config.image_size) // self.patch_size(hf_config)
         return self.spatial_merge(hf_config)
 
     def values_per_patch(self, hf_config: Any) -> int:
-        """Return how many pixel values a patch has, of all colours and, where images are doubled in time, of both."""
+        """Return the number of values in a patch, over all channels and frames."""
         vision = hf_config.vision_config
         planes = vision.num_channels if self.tiles else vision.in_channels * vision.temporal_patch_size
         return int(planes) * self.patch_size(hf_config) ** 2
 
     def image_token_id(self, hf_config: Any) -> int:
-        """Return the placeholder that stands in a prompt once for every image token."""
+        """Return the placeholder token of images; a prompt has one for each image token."""
         self._require_vision()
         return int(hf_config.image_token_id)
 
     def video_token_id(self, hf_config: Any) -> int:
-        """Return the placeholder that stands in a prompt once for every token of a video."""
+        """Return the placeholder token of videos; a prompt has one for each video token."""
         self._require_vision()
         return int(hf_config.video_token_id)
 
     def placeholder_token_ids(self, hf_config: Any) -> tuple[int, ...]:
-        """Return every token that stands in a prompt for features of the vision tower."""
+        """Return the tokens that vision features replace in a prompt."""
         videos = () if self.video == "none" else (self.video_token_id(hf_config),)
         return (self.image_token_id(hf_config), *videos)
 
     def media_token_ids(self, hf_config: Any) -> tuple[int, ...]:
-        """Return every token that only a processor may write and no policy may sample; none for a text family."""
+        """Return the tokens that only a processor may insert and a policy must not sample.
+
+        Empty for a text family.
+        """
         if not self.has_vision:
             return ()
         if self.tiles:
@@ -169,17 +180,19 @@ class Family:
         if not self.has_vision:
             raise ModelError(
                 f"A {self.model_type!r} model has no vision tower, so it cannot take images or videos. Train a "
-                "vision-language model, or a dataset of text alone."
+                "vision-language model, or use a dataset without images and videos."
             )
 
 
 def _side(size: Any) -> int:
-    """Return a length that a config may give for height and width."""
+    """Return a size that a config may give as one number or as (height, width), which are equal."""
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 
-def _text_family(model_type: str, *, experts: Literal["none", "apart"] = "none", windows: bool = False) -> Family:
-    return Family(
+def _text_family(
+    model_type: str, *, experts: Literal["none", "separate"] = "none", windows: bool = False
+) -> ModelFamily:
+    return ModelFamily(
         model_type=model_type,
         has_vision=False,
         rope="1d",
@@ -199,8 +212,8 @@ def _qwen_vision_family(
     deepstack: bool = False,
     checkpoint_prefixes: tuple[tuple[str, str], ...] = (),
     experts: Literal["none", "transposed"] = "none",
-) -> Family:
-    return Family(
+) -> ModelFamily:
+    return ModelFamily(
         model_type=model_type,
         has_vision=True,
         rope="mrope",
@@ -215,8 +228,8 @@ def _qwen_vision_family(
 
 def _tile_family(
     model_type: str, *, tile_tower: str, tower_name: str, vision_layers: str, image_wrap: tuple[str, str] | None = None
-) -> Family:
-    return Family(
+) -> ModelFamily:
+    return ModelFamily(
         model_type=model_type,
         has_vision=True,
         rope="1d",
@@ -237,7 +250,7 @@ def _tile_family(
     )
 
 
-# Published checkpoints of the first two generations keep the names of the first release.
+# Published checkpoints of Qwen2-VL and Qwen2.5-VL keep the parameter names of the first release.
 _QWEN2_VL_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
@@ -262,9 +275,9 @@ _FAMILIES = {
             vision_layers="encoder.layers",
         ),
         _text_family("qwen2"),
-        _text_family("qwen2_moe", experts="apart"),
+        _text_family("qwen2_moe", experts="separate"),
         _text_family("qwen3"),
-        _text_family("qwen3_moe", experts="apart"),
+        _text_family("qwen3_moe", experts="separate"),
         _text_family("llama"),
         _text_family("mistral", windows=True),
         _text_family("gemma"),
@@ -273,21 +286,18 @@ _FAMILIES = {
 }
 
 
-def family_of(hf_config: Any) -> Family:
-    """Return the family of a Hugging Face config.
-
-    Raises: ModelError for a family that is not supported, naming those that are.
-    """
+def family_of(hf_config: Any) -> ModelFamily:
+    """Return the family of a Hugging Face config. Raises: ModelError if it is not supported."""
     return family_named(str(getattr(hf_config, "model_type", "")))
 
 
-def family_named(model_type: str) -> Family:
-    """Return the family with this `model_type`. Raises: ModelError as family_of does."""
+def family_named(model_type: str) -> ModelFamily:
+    """Return the family with this `model_type`. Raises: ModelError if it is not supported."""
     if model_type not in _FAMILIES:
-        near = difflib.get_close_matches(model_type, _FAMILIES, n=1, cutoff=0.7)
-        hint = f" The nearest is {near[0]!r}." if near else ""
+        near = nearest(model_type, _FAMILIES, cutoff=0.7)
+        hint = f" The nearest supported type is {near!r}." if near else ""
         raise ModelError(
-            f"Models of type {model_type!r} are not supported.{hint} Supported are: "
+            f"Models of type {model_type!r} are not supported.{hint} Supported types: "
             f"{', '.join(supported_model_types())}. How to add one: docs/model-families.md."
         )
     return _FAMILIES[model_type]

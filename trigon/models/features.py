@@ -1,6 +1,7 @@
-"""What a vision tower that never changes made of images and videos, remembered by their content.
+"""A cache of the outputs of a frozen vision tower, keyed by the content of images and videos.
 
-Knows tensors, hashes and a limit in bytes. Refuses to know towers, ranks and rows.
+It holds tensors in host memory up to a limit in bytes. It does not depend on vision towers, ranks
+or packed rows.
 """
 
 from __future__ import annotations
@@ -14,68 +15,72 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Features:
-    """What the language model is given of one image or video.
+class VisionFeatures:
+    """The inputs of the language model for one image or video of T tokens.
 
-    tokens: [its tokens, D]. layered: with deepstack as many for each of the first decoder layers, otherwise none.
+    tokens: [T, D]. deepstack: [T, D] for each of the first decoder layers; empty without deepstack.
     """
 
     tokens: Tensor
-    layered: tuple[Tensor, ...]
+    deepstack: tuple[Tensor, ...]
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.tokens, *self.layered))
+        return sum(part.nbytes for part in (self.tokens, *self.deepstack))
 
-    def to(self, device: torch.device, *, copy: bool = False) -> Features:
-        """Return the same on a device; copy: in memory of its own, even where it is there already."""
-        return Features(self.tokens.to(device, copy=copy), tuple(part.to(device, copy=copy) for part in self.layered))
+    def to(self, device: torch.device, *, copy: bool = False) -> VisionFeatures:
+        """Return the features on a device; with copy always in new memory."""
+        return VisionFeatures(
+            self.tokens.to(device, copy=copy), tuple(part.to(device, copy=copy) for part in self.deepstack)
+        )
 
 
-class FeatureMemory:
-    """Holds features in host memory, bit for bit as they were computed, and forgets those that were used longest ago.
+class VisionFeatureCache:
+    """A least-recently-used cache of vision features in host memory.
 
-    max_bytes: of all features together; 0 remembers nothing.
+    Features are returned bit for bit as they were stored.
+
+    max_bytes: the limit of all features together; 0 disables the cache.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, Features] = OrderedDict()  # the one used last stands last
+        self._features: OrderedDict[str, VisionFeatures] = OrderedDict()  # the most recently used comes last
         self._num_bytes = 0
-        self._found = 0
-        self._asked = 0
+        self._num_hits = 0
+        self._num_lookups = 0
 
-    def recall(self, hashes: Iterable[str], device: torch.device) -> dict[str, Features]:
-        """Return the features that it holds of these images and videos, on the device."""
-        found: dict[str, Features] = {}
+    def lookup(self, hashes: Iterable[str], device: torch.device) -> dict[str, VisionFeatures]:
+        """Return the cached features among these hashes of images and videos, on the device."""
+        found: dict[str, VisionFeatures] = {}
         for key in hashes:
-            self._asked += 1
-            if key in self._held:
-                self._found += 1
-                self._held.move_to_end(key)
-                found[key] = self._held[key].to(device)
+            self._num_lookups += 1
+            if key in self._features:
+                self._num_hits += 1
+                self._features.move_to_end(key)
+                found[key] = self._features[key].to(device)
         return found
 
-    def remember(self, key: str, features: Features) -> None:
-        """Keep a copy, unless it alone is beyond max_bytes."""
-        if features.num_bytes > self._max_bytes or key in self._held:
+    def store(self, key: str, features: VisionFeatures) -> None:
+        """Store a copy and evict the least recently used, unless the copy exceeds max_bytes."""
+        if features.num_bytes > self._max_bytes or key in self._features:
             return
-        self._held[key] = features.to(torch.device("cpu"), copy=True)
+        self._features[key] = features.to(torch.device("cpu"), copy=True)
         self._num_bytes += features.num_bytes
         while self._num_bytes > self._max_bytes:
-            _, forgotten = self._held.popitem(last=False)
-            self._num_bytes -= forgotten.num_bytes
+            _, evicted = self._features.popitem(last=False)
+            self._num_bytes -= evicted.num_bytes
 
-    def forget(self) -> None:
-        """Forget everything: the tower has other weights now."""
-        self._held.clear()
+    def clear(self) -> None:
+        """Remove all features, after the weights of the vision tower have changed."""
+        self._features.clear()
         self._num_bytes = 0
 
     def pop_metrics(self) -> tuple[int, int]:
-        """Return how many of the images and videos asked for since the last call it held, and how many were asked for.
+        """Return the number of hits, and of lookups, since the last call.
 
-        One that several rows show, or several groups of a row, is asked for as often.
+        An image that occurs in several rows, or in several groups of a row, counts as often.
         """
-        counts = self._found, self._asked
-        self._found = self._asked = 0
+        counts = self._num_hits, self._num_lookups
+        self._num_hits = self._num_lookups = 0
         return counts

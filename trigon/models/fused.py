@@ -1,8 +1,9 @@
-"""Fewer and larger kernels for what is neither attention nor a matrix product, in a model that is loaded already.
+"""Fewer and larger kernels for norms and MLPs, in a model that is already loaded.
 
-Two ways, each for those who want it: torch.compile of the norms and MLPs of a layer, and liger-kernel's functions for
-RMS norms, with or without an offset of one, and for MLPs with a SiLU gate. Refuses to know families; changes no class,
-only the modules of one model, and neither the names nor the places of weights.
+Two alternatives: torch.compile of the norms and MLPs of each layer, and the functions of
+liger-kernel for RMS norms and for MLPs with a SiLU gate. Both replace the `forward` of single
+modules, and change neither classes nor the names of weights. Modules are recognized by their
+structure, not by family.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from torch import Tensor, nn
 
 from trigon.errors import ModelError
 
-_FORWARDS_AT_MOST = 64
+_RECOMPILE_LIMIT = 64
 
 
 def compile_parts(layer: nn.Module) -> None:
-    """Compile a layer's norms, and its MLP unless that has experts: for any number of tokens, at their first call.
+    """Compile the norms of a layer and its MLP, unless the MLP is MoE, for any number of tokens.
 
-    In place: what is put into them later, adapters or shards, stays in effect.
+    Compilation happens at the first call of each module. The forwards are replaced in place:
+    adapters or shards that are added to the modules later remain effective.
     """
-    # Not the layer as a whole: recomputed under gradient checkpointing, it may meet another of its compiled versions
-    # than in the forward (pytorch #166926), and experts cannot be compiled. These parts have one input, and keep the
-    # same tensors for the backward in all their versions.
-    # Each version counts by the code of forward, which is that of all norms of a model: of 2 and of 3 dimensions, with
-    # and without gradient, adapters or autocast. Above its limit torch goes on uncompiled.
+    # Not the layer as a unit: when it is recomputed under gradient checkpointing, another compiled
+    # version than that of the forward may be chosen (pytorch #166926), and MoE layers cannot be
+    # compiled. Norms and MLPs have one input, and save the same tensors in all their versions. All
+    # norms of a model share the code of their forward, so that their versions count together: for 2
+    # and 3 dimensions, with and without gradient, adapters or autocast. Above its limit torch
+    # continues without compilation.
     dynamo: Any = torch._dynamo
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _FORWARDS_AT_MOST)
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     norms = [module for module in layer.modules() if type(module).__name__.endswith("Norm")]
     mlps = [
         child
@@ -40,16 +43,19 @@ def compile_parts(layer: nn.Module) -> None:
         and not any("experts" in inner for inner, _ in child.named_modules())
     ]
     for part in (*norms, *mlps):
-        inside: Any = part
-        inside.forward = torch.compile(inside.forward, dynamic=True)
+        module: Any = part
+        module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def require_liger(device: torch.device) -> None:
-    """Raises: ModelError unless liger-kernel is installed, and the device is one that it has kernels for."""
+    """Check that liger-kernel can run.
+
+    Raises: ModelError if it is not installed, or the device is not a GPU.
+    """
     if device.type != "cuda":
         raise ModelError(
             f"worker.actor.model.use_liger_kernel needs a GPU, but this run trains on {device.type!r}. Set it to "
-            "false, or trainer.device=cuda on a machine that has one."
+            "false, or set trainer.device=cuda on a machine with a GPU."
         )
     if importlib.util.find_spec("liger_kernel") is None:
         raise ModelError(
@@ -59,9 +65,11 @@ def require_liger(device: torch.device) -> None:
 
 
 def use_liger(model: nn.Module) -> int:
-    """Let a model's RMS norms and gated MLPs compute by liger-kernel from now on, and return how many do.
+    """Replace RMS norms and SiLU-gated MLPs by functions of liger-kernel.
 
-    Adapters that are put into an MLP later stay in effect. Raises: ModelError if the model has none of either.
+    Adapters that are added to an MLP later remain effective.
+
+    Returns: the number of modules replaced. Raises: ModelError if there is none.
     """
     from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
 
@@ -70,7 +78,7 @@ def use_liger(model: nn.Module) -> int:
         kind = type(module).__name__
         part: Any = module
         if kind.endswith("RMSNorm") and getattr(part, "weight", None) is not None:
-            # Gemma's weights are what is added to one, and are multiplied in float32.
+            # Gemma scales by 1 + weight, in float32.
             offset, casting = (1.0, "gemma") if kind.startswith("Gemma") else (0.0, "llama")
             part.forward = partial(_rms_norm, part, liger_rms_norm, offset=offset, casting=casting)
             count += 1
@@ -79,22 +87,22 @@ def use_liger(model: nn.Module) -> int:
             count += 1
     if count == 0:
         raise ModelError(
-            f"A {type(model).__name__} has neither RMS norms nor MLPs with a SiLU gate, so liger-kernel has "
-            "nothing to do. Set worker.actor.model.use_liger_kernel=false."
+            f"A {type(model).__name__} has neither RMS norms nor MLPs with a SiLU gate, so liger-kernel cannot "
+            "be used. Set worker.actor.model.use_liger_kernel=false."
         )
     return count
 
 
 def _is_silu(mlp: Any) -> bool:
-    # Experts, which are stacked, have such attributes too, but no layers behind them.
-    layers = all(isinstance(getattr(mlp, name), nn.Module) for name in ("gate_proj", "up_proj", "down_proj"))
+    # Stacked experts have attributes of these names too, but they are not modules.
+    are_modules = all(isinstance(getattr(mlp, name), nn.Module) for name in ("gate_proj", "up_proj", "down_proj"))
     activation = getattr(mlp, "act_fn", None)
-    return layers and (isinstance(activation, nn.SiLU) or type(activation).__name__ in ("SiLUActivation", "SiLU"))
+    return are_modules and (isinstance(activation, nn.SiLU) or type(activation).__name__ in ("SiLUActivation", "SiLU"))
 
 
 def _rms_norm(norm: Any, function: Any, states: Tensor, *, offset: float, casting: str) -> Tensor:
     epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    # Not in place: that would overwrite the gradient that reaches the norm, which others may hold.
+    # Not in place: that would overwrite the incoming gradient, to which other references may exist.
     output: Tensor = function(states, norm.weight, epsilon, offset, casting, False)
     return output
 

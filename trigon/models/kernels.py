@@ -1,18 +1,20 @@
-"""The kernels of each device for attention over pieces of a row: which there are, and how each of them is called.
+"""The attention kernels of each device: availability, supported inputs, and how they are called.
 
-        varlen, flash      One call for a whole row, whose pieces are told by where they begin. A piece's queries are
-                           the last of its keys, so a causal mask is aligned at the bottom right:
+    varlen, flash      One call for a packed row, whose segments are given by their first tokens.
+                       A segment's queries belong to the last of its keys, so that the causal
+                       mask is aligned at the bottom right:
 
-            row       p p p a a b b b            queries    p p p | a a       | b b b
-                                                 keys       p p p | p p p a a | p p p b b b
+        row       p p p a a b b b            queries    p p p | a a       | b b b
+                                             keys       p p p | p p p a a | p p p b b b
 
-        flex               One call with a mask that is a function of two tokens, and a table of the blocks of 128 x 128
-                           in which it is true anywhere. No key is laid out twice.
+    flex               One call with a mask function of two tokens, and a table of the blocks of
+                       128 x 128 tokens in which it is true anywhere. No key is repeated.
 
-What a flash kernel does not take, float32 and odd widths, is left to scaled_dot_product_attention (attention.py).
+What varlen and flash do not support (float32, some head dimensions) is computed by
+scaled_dot_product_attention, see attention.py.
 
-Knows torch's and flash-attn's functions, what they take, and in which version. Refuses to know models, and what the
-pieces are. Nothing else calls these functions.
+This is the only module that imports torch.nn.attention and flash-attn. It does not depend on
+models.
 """
 
 from __future__ import annotations
@@ -30,37 +32,42 @@ from torch import Tensor
 from trigon.errors import ModelError
 
 Kernel = Literal["sdpa", "varlen", "flex", "flash"]
-"""sdpa: torch's scaled_dot_product_attention, piece by piece. varlen: torch.nn.attention.varlen. flex:
-torch.nn.attention.flex_attention. flash: the package flash-attn."""
+"""sdpa: torch's scaled_dot_product_attention, one call for each pair of lengths.
+varlen: torch.nn.attention.varlen. flex: torch.nn.attention.flex_attention. flash: the package
+flash-attn."""
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
-"""What varlen and flash compute in; anything else goes to sdpa."""
+"""The dtypes that varlen and flash support; sdpa computes in any other."""
 
 _BLOCK = 128
-_BLOCK_ROWS_AT_ONCE = 8  # of the mask, so that it never exists as a whole: [1024, T] bool
+_BLOCK_ROWS_PER_CHUNK = 8  # the [T, T] mask is reduced to blocks in chunks of [1024, T] bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Where the pieces of a row begin and end, among queries and among keys.
+class Segments:
+    """The boundaries of the independent segments of a row, among its queries and among its keys.
 
-    query_starts, key_starts: [pieces + 1] int32, on the device of the row, the last being the end of the last piece.
-    longest_query, longest_keys: tokens of the longest piece.
+    query_starts, key_starts: [segments + 1] int32, on the row's device; the last entry is the end
+    of the last segment. flash-attn calls them cu_seqlens_q and cu_seqlens_k.
+    max_queries, max_keys: the number of queries, and of keys, of the longest segment.
     """
 
     query_starts: Tensor
     key_starts: Tensor
-    longest_query: int
-    longest_keys: int
+    max_queries: int
+    max_keys: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedKeys:
-    """How a row's keys are laid out for its pieces, some of them several times.
+class KeyLayout:
+    """How the T keys of a row are repeated to form the K keys of its segments.
 
-    sources: [K] int64, the token of the row of which each laid out key is. own: [T] int64, where a token's key lies in
-    the piece of which the token is itself. shared: pairs (tokens [M], copies [c, M]) of those whose key lies elsewhere
-    too: all its c places, its own among them. All on the device of the row.
+    All tensors are on the row's device.
+
+    sources: [K] int64, the token of the row from which each key is taken.
+    own: [T] int64, the index of each token's key within the segment of the token itself.
+    shared: pairs (tokens [M], copies [C, M]) int64, for tokens whose key occurs C times, in all its
+    places; the one in the token's own segment is among them.
     """
 
     sources: Tensor
@@ -69,47 +76,48 @@ class SharedKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenPlaces:
-    """What a token's neighbours in a row are to it. All [T] int32, on the device of the row.
+class TokenIndices:
+    """Where each token of a row belongs. All [T] int32, on the row's device.
 
-    group: of which group it is. part: 0 in a prompt, else the number of its completion. place: how many tokens it has
-    before it in its prompt, and in its completion.
+    group: the index of its group. segment: 0 in a prompt, else the number of its completion.
+    position: the number of tokens before it in its prompt and its completion.
     """
 
     group: Tensor
-    part: Tensor
-    place: Tensor
+    segment: Tensor
+    position: Tensor
 
 
 def resolve_kernel(
-    wanted: Literal["auto", "sdpa", "varlen", "flex", "flash"], *, device: torch.device, dtype: torch.dtype
+    requested: Literal["auto", "sdpa", "varlen", "flex", "flash"], *, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    """Return the kernel that a policy attends by which computes on this device, in this dtype.
+    """Return the kernel for a policy that computes on this device in this dtype.
 
-    Raises: ModelError if the one that was asked for cannot run there.
+    "auto" is varlen (flex before torch 2.10) on a GPU of compute capability 8.0 or above in 16
+    bits, and sdpa otherwise. Raises: ModelError if the requested kernel is not available.
     """
-    match wanted:
+    match requested:
         case "sdpa":
             return "sdpa"
         case "auto":
             if device.type != "cuda" or dtype not in FLASH_DTYPES or torch.cuda.get_device_capability(device) < (8, 0):
                 return "sdpa"
-            return "varlen" if _has("torch.nn.attention.varlen") else "flex"
+            return "varlen" if _is_installed("torch.nn.attention.varlen") else "flex"
         case "varlen" | "flex" | "flash":
-            _refuse(wanted, device, dtype)
-            return wanted
+            _require_available(requested, device, dtype)
+            return requested
         case _:
-            assert_never(wanted)
+            assert_never(requested)
 
 
-def _refuse(wanted: Kernel, device: torch.device, dtype: torch.dtype) -> None:
-    key = f"worker.actor.model.attention_kernel={wanted}"
+def _require_available(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> None:
+    key = f"worker.actor.model.attention_kernel={kernel}"
     if device.type != "cuda":
         raise ModelError(
             f"{key} needs a GPU, but this run trains on {device.type!r}. Set it to auto or sdpa, or set "
-            "trainer.device=cuda on a machine that has one."
+            "trainer.device=cuda on a machine with a GPU."
         )
-    if wanted == "flex":
+    if kernel == "flex":
         return
     if dtype not in FLASH_DTYPES:
         raise ModelError(
@@ -121,50 +129,57 @@ def _refuse(wanted: Kernel, device: torch.device, dtype: torch.dtype) -> None:
             f"{key} needs a GPU of compute capability 8.0 (Ampere) or above, which {torch.cuda.get_device_name(device)}"
             " is not. Set it to auto or sdpa."
         )
-    if wanted == "varlen" and not _has("torch.nn.attention.varlen"):
+    if kernel == "varlen" and not _is_installed("torch.nn.attention.varlen"):
         raise ModelError(f"{key} needs torch 2.10 or later, this is {torch.__version__}. Set it to auto or flex.")
-    if wanted == "flash" and not _has("flash_attn"):
+    if kernel == "flash" and not _is_installed("flash_attn"):
         raise ModelError(
             f"{key} needs the package flash-attn, which is not installed: run pip install flash-attn "
             "--no-build-isolation, or set it to auto."
         )
 
 
-def _has(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
-def takes(kernel: Kernel, dtype: torch.dtype, width: int, window: int | None) -> bool:
-    """Tell whether a kernel takes heads of this dtype and width, with this window; what it does not, sdpa does."""
+def supports(kernel: Kernel, dtype: torch.dtype, head_dim: int, window: int | None) -> bool:
+    """Return whether a kernel supports this dtype, head dimension and sliding window."""
     match kernel:
         case "sdpa" | "flex":
             return True
         case "varlen" | "flash":
-            if dtype not in FLASH_DTYPES or width % 8 or width > 256:
+            if dtype not in FLASH_DTYPES or head_dim % 8 or head_dim > 256:
                 return False
-            return kernel == "flash" or window is None or _torch_varlen().takes_window
+            return kernel == "flash" or window is None or _installed_varlen().supports_window
         case _:
             assert_never(kernel)
 
 
-def pieces_attention(
+def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pieces: Pieces,
+    segments: Segments,
     *,
     kernel: Literal["varlen", "flash"],
     scale: float,
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Attend within each piece, in one call.
+    """Compute attention within each segment, in one call.
 
-    Args: query: [T, H, D]; key, value: [K, heads, D], where their number of heads divides H. causal: a piece's queries
-    are the last of its keys, and none looks ahead. window: a token looks at itself and the window - 1 before it.
+    Gradient flows into query, key and value.
+
+    Args:
+        query: [T, H, D], in one of FLASH_DTYPES.
+        key, value: [K, heads, D] in the same dtype, where the number of heads divides H.
+        segments: the boundaries of the segments in T and in K.
+        scale: factor of the scores before the softmax.
+        causal: mask aligned at the bottom right: the queries of a segment are the last of its keys.
+        window: a token attends to itself and the window - 1 tokens before it; only with causal.
     Returns: [T, H, D].
     """
     assert causal or window is None
@@ -175,58 +190,59 @@ def pieces_attention(
             query,
             key,
             value,
-            pieces.query_starts,
-            pieces.key_starts,
-            pieces.longest_query,
-            pieces.longest_keys,
+            segments.query_starts,
+            segments.key_starts,
+            segments.max_queries,
+            segments.max_keys,
             softmax_scale=scale,
             causal=causal,
             window_size=(-1, -1) if window is None else (window - 1, 0),
         )
         return output
-    return _torch_varlen()(query, key, value, pieces, scale=scale, causal=causal, window=window)
+    return _installed_varlen()(query, key, value, segments, scale=scale, causal=causal, window=window)
 
 
 @dataclass(frozen=True, slots=True)
-class Varlen:
-    """torch's varlen_attn as a version of torch has it: 2.10 to 2.14 have it in three ways.
+class VarlenFunction:
+    """torch's varlen_attn with the options of its version; they differ from torch 2.10 to 2.14.
 
-    takes_scale: otherwise scores are divided by the root of the width, always. takes_window: as window_size, by which
-    causal attention is asked for too; otherwise as is_causal. takes_fewer_keys: of fewer heads than the queries have.
+    supports_scale: if False, scores are always divided by the square root of the head dimension.
+    supports_window: has window_size, which selects causal attention as well; if False, is_causal.
+    supports_gqa: accepts fewer key heads than query heads.
     """
 
     function: Callable[..., Any]
-    takes_scale: bool
-    takes_window: bool
-    takes_fewer_keys: bool
+    supports_scale: bool
+    supports_window: bool
+    supports_gqa: bool
 
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pieces: Pieces,
+        segments: Segments,
         *,
         scale: float,
         causal: bool,
         window: int | None,
     ) -> Tensor:
-        """See pieces_attention. window: None unless takes_window."""
+        """See varlen_attention. window: must be None unless supports_window."""
         options: dict[str, Any] = {}
-        if self.takes_window:
-            # Not window_size=(-1, -1) for what is not causal: it is the default, under whatever name.
+        if self.supports_window:
+            # No window_size for attention that is not causal: (-1, -1) is the default.
             if causal:
                 options["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             assert window is None
             options["is_causal"] = causal
-        if self.takes_scale:
+        if self.supports_scale:
             options["scale"] = scale
         else:
             query = query * (scale * query.shape[-1] ** 0.5)
         heads_per_key = query.shape[1] // key.shape[1]
         if heads_per_key > 1:
-            if self.takes_fewer_keys:
+            if self.supports_gqa:
                 options["enable_gqa"] = True
             else:
                 key, value = key.repeat_interleave(heads_per_key, 1), value.repeat_interleave(heads_per_key, 1)
@@ -234,124 +250,144 @@ class Varlen:
             query,
             key,
             value,
-            pieces.query_starts,
-            pieces.key_starts,
-            pieces.longest_query,
-            pieces.longest_keys,
+            segments.query_starts,
+            segments.key_starts,
+            segments.max_queries,
+            segments.max_keys,
             **options,
         )
         return output
 
 
 @cache
-def adapt_varlen(function: Callable[..., Any]) -> Varlen:
-    """Return how to call a varlen_attn. Raises: ModelError if its signature is of no known version."""
+def adapt_varlen(function: Callable[..., Any]) -> VarlenFunction:
+    """Return a varlen_attn with the options in its signature.
+
+    Raises: ModelError if the signature is unknown.
+    """
     names = inspect.signature(function).parameters
     if "window_size" not in names and "is_causal" not in names:
         raise ModelError(
-            f"torch {torch.__version__} has a varlen_attn({', '.join(names)}), which is not known here. Set "
+            f"torch {torch.__version__} has a varlen_attn({', '.join(names)}), which is not a known signature. Set "
             "worker.actor.model.attention_kernel to flex or sdpa."
         )
-    return Varlen(
+    return VarlenFunction(
         function=function,
-        takes_scale="scale" in names,
-        takes_window="window_size" in names,
-        takes_fewer_keys="enable_gqa" in names,
+        supports_scale="scale" in names,
+        supports_window="window_size" in names,
+        supports_gqa="enable_gqa" in names,
     )
 
 
-def _torch_varlen() -> Varlen:
+def _installed_varlen() -> VarlenFunction:
     from torch.nn.attention import varlen
 
     return adapt_varlen(varlen.varlen_attn)
 
 
-def lay_out(states: Tensor, keys: SharedKeys) -> Tensor:
-    """Return the keys, or values, of a row as its pieces want them: [T, heads, D] -> [K, heads, D].
+def gather_keys(states: Tensor, layout: KeyLayout) -> Tensor:
+    """Repeat the keys, or values, of a row as its segments need them.
 
-    The gradient of a token's copies is added up in float32, and in one order: an index_add would do so in 16 bits, and
-    on a GPU in any order.
+    Args: states: [T, heads, D]. Returns: [K, heads, D].
+
+    Gradient flows into states. The gradients of the copies of a key are added in float32 (float64
+    for float64) and in a fixed order, and rounded once; index_add would add them in 16 bits, and on
+    a GPU in an arbitrary order.
     """
-    laid_out: Tensor = _LayOut.apply(states, keys)  # type: ignore[no-untyped-call]
-    return laid_out
+    gathered: Tensor = _GatherKeys.apply(states, layout)  # type: ignore[no-untyped-call]
+    return gathered
 
 
-class _LayOut(torch.autograd.Function):
+class _GatherKeys(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, keys: SharedKeys) -> Tensor:
-        ctx.keys = keys
-        return states.index_select(0, keys.sources)
+    def forward(ctx: Any, states: Tensor, layout: KeyLayout) -> Tensor:
+        ctx.layout = layout
+        return states.index_select(0, layout.sources)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (by_key,) = gradients
-        keys: SharedKeys = ctx.keys
-        by_token = by_key.index_select(0, keys.own)
-        wide = torch.float64 if by_key.dtype == torch.float64 else torch.float32
-        for tokens, copies in keys.shared:
-            by_copy = by_key.index_select(0, copies.flatten()).view(*copies.shape, *by_key.shape[1:])
-            by_token.index_copy_(0, tokens, by_copy.sum(0, dtype=wide).to(by_key.dtype))
-        return by_token, None
+        (key_gradient,) = gradients
+        layout: KeyLayout = ctx.layout
+        gradient = key_gradient.index_select(0, layout.own)
+        sum_dtype = torch.float64 if key_gradient.dtype == torch.float64 else torch.float32
+        for tokens, copies in layout.shared:
+            of_copies = key_gradient.index_select(0, copies.flatten()).view(*copies.shape, *key_gradient.shape[1:])
+            gradient.index_copy_(0, tokens, of_copies.sum(0, dtype=sum_dtype).to(key_gradient.dtype))
+        return gradient, None
 
 
-def flex_mask(places: TokenPlaces, window: int | None) -> Any:
-    """Return a row's BlockMask: its blocks, and what is true within them.
+def make_block_mask(tokens: TokenIndices, window: int | None) -> Any:
+    """Return the torch BlockMask of a row.
 
-    A token looks at its own prompt and at its own part, not ahead, and with a window not further back than that.
+    A token attends to its own prompt and its own completion, to no later token, and with a sliding
+    window of W to no more than the last W tokens, itself among them.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    tokens = len(places.group)
-    # As long as all blocks, so that no kernel reads past the end; what is beyond it belongs to no group.
-    padding = -tokens % _BLOCK
-    group, part, place = (
-        torch.nn.functional.pad(each, (0, padding), value=-1) for each in (places.group, places.part, places.place)
+    num_tokens = len(tokens.group)
+    # Padded to whole blocks, so that no kernel reads past the end; the padding belongs to no group.
+    padding = -num_tokens % _BLOCK
+    group, segment, position = (
+        torch.nn.functional.pad(each, (0, padding), value=-1)
+        for each in (tokens.group, tokens.segment, tokens.position)
     )
 
-    def looks(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        mine = (part[key] == 0) | (part[key] == part[query])
-        seen = (group[query] == group[key]) & mine & (place[key] <= place[query])
-        return seen if window is None else seen & (place[query] - place[key] < window)
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_segment = (segment[key] == 0) | (segment[key] == segment[query])
+        visible = (group[query] == group[key]) & same_segment & (position[key] <= position[query])
+        return visible if window is None else visible & (position[query] - position[key] < window)
 
-    blocks = (tokens + padding) // _BLOCK
-    nothing, positions = torch.zeros((), dtype=torch.int32), torch.arange(tokens + padding, device=group.device)
+    blocks = (num_tokens + padding) // _BLOCK
+    unused, indices = torch.zeros((), dtype=torch.int32), torch.arange(num_tokens + padding, device=group.device)
     counts = []
-    for rows in torch.split(positions, _BLOCK * _BLOCK_ROWS_AT_ONCE):
-        true = looks(nothing, nothing, rows[:, None], positions[None]) & (group[rows, None] >= 0)
-        counts.append(true.view(-1, _BLOCK, blocks, _BLOCK).sum((1, 3)))
+    for rows in torch.split(indices, _BLOCK * _BLOCK_ROWS_PER_CHUNK):
+        mask = attends(unused, unused, rows[:, None], indices[None]) & (group[rows, None] >= 0)
+        counts.append(mask.view(-1, _BLOCK, blocks, _BLOCK).sum((1, 3)))
     count = torch.cat(counts)
     full = count == _BLOCK**2
     return BlockMask.from_kv_blocks(
-        *_in_front((count > 0) & ~full),
-        *_in_front(full),
+        *_dense_to_ordered((count > 0) & ~full),
+        *_dense_to_ordered(full),
         BLOCK_SIZE=_BLOCK,
-        mask_mod=looks,
-        seq_lengths=(tokens, tokens),
+        mask_mod=attends,
+        seq_lengths=(num_tokens, num_tokens),
     )
 
 
-def _in_front(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of true columns [1, 1, rows], all columns with those in front [1, 1, rows, columns]) int32."""
-    columns = table.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
-    return table.sum(-1, dtype=torch.int32)[None, None], columns.to(torch.int32)[None, None]
+def _dense_to_ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of true columns of each row, and all columns with the true ones first.
 
-
-def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scale: float) -> Tensor:
-    """Attend where a BlockMask lets tokens look. Args: query: [1, H, T, D]; key, value: [1, heads, T, D].
-
-    Returns: [1, H, T, D]. On the CPU without a gradient, and with the whole table of scores.
+    Args: blocks: [rows, columns] bool.
+    Returns: [1, 1, rows] int32, and column indices [1, 1, rows, columns] int32.
     """
-    attend = _compiled_flex() if query.is_cuda else _plain_flex()
-    output: Tensor = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    columns = blocks.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], columns.to(torch.int32)[None, None]
+
+
+def flex_group_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scale: float) -> Tensor:
+    """Compute attention under a BlockMask with torch's flex_attention, compiled on a GPU.
+
+    On a CPU it is not compiled: it makes the whole table of scores, and has no backward.
+
+    Args:
+        query: [1, H, T, D].
+        key, value: [1, heads, T, D], where the number of heads divides H.
+        mask: from make_block_mask.
+        scale: factor of the scores before the softmax.
+    Returns: [1, H, T, D].
+    """
+    attention = _compiled_flex_attention() if query.is_cuda else _flex_attention()
+    enable_gqa = query.shape[1] != key.shape[1]
+    output: Tensor = attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return output
 
 
-def _plain_flex() -> Callable[..., Any]:
+def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention
 
 
 @cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(_plain_flex(), dynamic=True)  # rows are of any length
+def _compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(_flex_attention(), dynamic=True)  # rows differ in length

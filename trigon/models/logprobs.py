@@ -1,14 +1,14 @@
-"""From hidden states to what the policy says of each completion token: log-probability and entropy.
+"""Log-probabilities and entropies of completion tokens, from hidden states and the LM head.
 
-The one shift by one of the whole package is here:
+The only shift by one of the package is here:
 
-        row                  [ p0 p1 p2 | a0 a1 | b0 b1 b2 ]      A token is predicted by the state before it, the
-        predicting a0 a1             p2   a0                      first of each completion by the last of the prompt:
-        predicting b0 b1 b2          p2           b0 b1           one state, n targets.
+    row                  [ p0 p1 p2 | a0 a1 | b0 b1 b2 ]      Each token is predicted by the state
+    predicting a0 a1             p2   a0                      before it, the first of a completion
+    predicting b0 b1 b2          p2           b0 b1           by the last state of the prompt.
 
-Knows logits, a chunk at a time: of the whole [S, V] table only one chunk exists at once, forward and backward, and two
-numbers a token (log-sum-exp and entropy) are kept between them. Refuses to know networks, losses, and what it is all
-for.
+Logits are computed in chunks of rows: of the [S, V] table only one chunk exists at a time, in the
+forward and, recomputed, in the backward. Between them only the log-sum-exp and the entropy of each
+token are kept. This module does not depend on models or losses.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch import Tensor
 from trigon.types import GroupSpan, TokenLogprobs
 
 CHUNK_BYTES = 128 * 2**20
-"""Of one chunk of logits in float32, of which there is room for two at once. On a CPU larger chunks are not
-faster (benchmarks/logprobs.py); on a GPU a chunk of 220 rows, which a vocabulary of 152,000 words gives, is wide enough
-that multiplying by the head takes about as long as reading it."""
+"""Bytes of one chunk of logits in float32; two such buffers are allocated. On a CPU larger chunks
+are not faster (benchmarks/logprobs.py). On a GPU a chunk of 220 rows, for a vocabulary of 152,000,
+is large enough that the product with the head takes about as long as reading the head's weight.
+"""
 
 
 MAX_CHUNK_ROWS = 1024
@@ -33,22 +34,25 @@ MAX_CHUNK_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """What a model's distributions over the vocabulary are made of, for S tokens: states [S, D], head_weight [V, D].
+    """The factors of a model's logits for S tokens: states [S, D], head_weight [V, D].
 
-    On one device; without gradient. The distributions themselves would be [S, V].
+    On one device, without gradient. Kept instead of the logits, which are [S, V].
     """
 
     states: Tensor
     head_weight: Tensor
 
 
-def rows_of_chunk(vocabulary: int) -> int:
-    """Return how many rows of logits are made at a time: as many as CHUNK_BYTES hold, MAX_CHUNK_ROWS at most."""
-    return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // (4 * vocabulary)))
+def rows_per_chunk(vocab_size: int) -> int:
+    """Return the number of rows of logits in a chunk.
+
+    As many as CHUNK_BYTES hold, at least 1 and at most MAX_CHUNK_ROWS.
+    """
+    return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size)))
 
 
-def shifted(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
-    """Return the S completion tokens of a row, and the S states that predict them, as positions in the row.
+def target_and_source_positions(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
+    """Return the positions of a row's S completion tokens, and of the states that predict them.
 
     Returns: (targets [S], sources [S]) int64 on the CPU, in row order.
     """
@@ -72,22 +76,34 @@ def token_logprobs(
     against: Predictions | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
-    """Return log-probability and entropy of each target under softmax(states @ head_weight.T / temperature).
+    """Return the log-probability and entropy of each target token.
 
-    against: other predictions of the same tokens, at the same temperature; the exact KL(ours || theirs) is then
-    returned as well. chunk_tokens: rows of logits made at a time; None: see rows_of_chunk.
+    The distribution is softmax(states @ head_weight.T / temperature). Banned tokens are excluded
+    from it, as the sampler excludes them: their logits are minus infinity.
 
-    Banned tokens are left out of the distribution, just as the sampler leaves them out: their logit is minus infinity.
-    Args: states: [S, D]; head_weight: [V, D], both of the model's dtype; targets: [S] int64.
-    Logits are a product in the model's dtype, or under autocast in that, and float32 from there on (float64 for
-    float64). Gradient flows into states and head_weight; through the entropy only if entropy_gradient. The weight's is
-    summed over chunks in float32.
+    The product is computed in the dtype of states, or in that of autocast if it is enabled;
+    everything after it in float32 (float64 for float64). The gradient of head_weight is accumulated
+    over chunks in float32. The backward recomputes the logits in the dtype of the forward.
+
+    Args:
+        states: [S, D], the states that predict the targets.
+        head_weight: [V, D], in the dtype of states.
+        targets: [S] int64, token ids.
+        temperature: of sampling, above 0.
+        banned_token_ids: tokens that are never sampled.
+        entropy_gradient: whether gradient flows through the entropy.
+        against: a reference's predictions of the same targets. If given, the exact
+            KL(policy || reference) over the vocabulary is returned as well, at the same
+            temperature.
+        chunk_tokens: rows of logits in a chunk; None for rows_per_chunk.
+    Returns: logprobs [S] and entropy [S], and kl [S] or None, in float32 (float64 for float64).
+        Gradient flows into states and head_weight, from logprobs, kl and, if asked for, entropy.
     """
     device = states.device.type
     banned = torch.tensor(tuple(banned_token_ids), dtype=torch.int64, device=states.device)
-    # Decided once: the backward runs where autocast is off, and has to meet the very logits of the forward again.
+    # Fixed here: autocast is off in the backward, which has to recompute exactly the same logits.
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    settings = _Settings(temperature, chunk_tokens or rows_of_chunk(len(head_weight)), product_dtype)
+    settings = _Settings(temperature, chunk_tokens or rows_per_chunk(len(head_weight)), product_dtype)
     with torch.autocast(device, enabled=False):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             states, head_weight, targets, banned, settings, entropy_gradient
@@ -102,7 +118,7 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """How logits are made: divided by a temperature, so many rows at a time, of a product in this dtype."""
+    """How logits are computed. product_dtype: of the product with the head."""
 
     temperature: float
     chunk_tokens: int
@@ -110,7 +126,7 @@ class _Settings:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Linear layer, log-softmax, gather and entropy in one, recomputing each chunk of logits in the backward."""
+    """Linear layer, log-softmax, gather and entropy in one; recomputes logits in the backward."""
 
     @staticmethod
     def forward(
@@ -122,18 +138,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         settings: _Settings,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _wide(states)
+        dtype = _float32_or_wider(states)
         logprobs, entropy, lse = (torch.empty(len(states), dtype=dtype, device=states.device) for _ in range(3))
         head = weight.to(settings.product_dtype)
-        room, more_room = _room(states, head, settings), _room(states, head, settings)
+        buffer, second_buffer = _logits_buffer(states, head, settings), _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
-            logits = _logits(states[rows], head, banned, settings, room)
+            logits = _logits(states[rows], head, banned, settings, buffer)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0]
             top = logits.amax(1)
-            unnormalized = torch.sub(logits, top[:, None], out=more_room[: len(logits)]).exp_()
+            unnormalized = torch.sub(logits, top[:, None], out=second_buffer[: len(logits)]).exp_()
             total = unnormalized.sum(1)
             lse[rows] = top + total.log()
-            logits[:, banned] = 0.0  # their share below is 0 * logit, which must not be 0 * inf
+            logits[:, banned] = 0.0  # their term below is 0 * logit; 0 * -inf would be nan
             entropy[rows] = lse[rows] - unnormalized.mul_(logits).sum(1) / total
         logprobs -= lse
         ctx.save_for_backward(states, weight, targets, banned, lse, entropy)
@@ -145,128 +161,134 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, targets, banned, lse, entropy = ctx.saved_tensors
-        by_logprob, by_entropy = gradients
+        grad_logprobs, grad_entropy = gradients
         settings: _Settings = ctx.settings
         head = weight.to(settings.product_dtype)
-        states_gradient, weight_gradient = _empty_gradients(ctx, states, weight)
-        room, more_room = _room(states, head, settings), _room(states, head, settings)
+        grad_states, grad_weight = _empty_gradients(ctx, states, weight)
+        buffer, second_buffer = _logits_buffer(states, head, settings), _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
-            # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p = _logits(states[rows], head, banned, settings, room).sub_(lse[rows, None])
-            probability = torch.exp(log_p, out=more_room[: len(log_p)])
+            # d logprob / d logit_j = [j is the target] - p_j
+            # d entropy / d logit_j = -p_j (log p_j + entropy)
+            log_p = _logits(states[rows], head, banned, settings, buffer).sub_(lse[rows, None])
+            probability = torch.exp(log_p, out=second_buffer[: len(log_p)])
             if ctx.entropy_gradient:
-                log_p[:, banned] = 0.0  # not 0 * inf, as above
-                slope = log_p.add_(entropy[rows, None]).mul_(-by_entropy[rows, None]).sub_(by_logprob[rows, None])
-                by_logits = probability.mul_(slope)
+                log_p[:, banned] = 0.0  # not 0 * -inf, as above
+                factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprobs[rows, None])
+                grad_logits = probability.mul_(factor)
             else:
-                by_logits = probability.mul_(-by_logprob[rows, None])
-            by_logits.scatter_add_(1, targets[rows, None], by_logprob[rows, None])
-            _pull_back(by_logits, states, head, rows, settings, states_gradient, weight_gradient)
+                grad_logits = probability.mul_(-grad_logprobs[rows, None])
+            grad_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+            _accumulate_gradients(grad_logits, states, head, rows, settings, grad_states, grad_weight)
         return (
-            states_gradient,
-            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            grad_states,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
             *(None,) * 4,
         )
 
 
 class _ChunkedKl(torch.autograd.Function):
-    """KL(ours || theirs) over the whole vocabulary, recomputing each chunk of both logits in the backward."""
+    """KL(policy || reference) over the vocabulary; recomputes both logits in the backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
         states: Tensor,
         weight: Tensor,
-        their_states: Tensor,
-        their_weight: Tensor,
+        ref_states: Tensor,
+        ref_weight: Tensor,
         banned: Tensor,
         settings: _Settings,
     ) -> Tensor:
-        kl = torch.empty(len(states), dtype=_wide(states), device=states.device)
-        head, their_head = weight.to(settings.product_dtype), their_weight.to(settings.product_dtype)
-        room = _room(states, head, settings)
+        kl = torch.empty(len(states), dtype=_float32_or_wider(states), device=states.device)
+        head, ref_head = weight.to(settings.product_dtype), ref_weight.to(settings.product_dtype)
+        buffer = _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
-            ours = _logits(states[rows], head, banned, settings, room).log_softmax(1)
-            theirs = _logits(their_states[rows], their_head, banned, settings, room).log_softmax(1)
-            kl[rows] = torch.linalg.vecdot(ours.exp(), _gap(ours, theirs, banned))
-        ctx.save_for_backward(states, weight, their_states, their_weight, banned, kl)
+            log_p = _logits(states[rows], head, banned, settings, buffer).log_softmax(1)
+            log_q = _logits(ref_states[rows], ref_head, banned, settings, buffer).log_softmax(1)
+            kl[rows] = torch.linalg.vecdot(log_p.exp(), _log_ratio(log_p, log_q, banned))
+        ctx.save_for_backward(states, weight, ref_states, ref_weight, banned, kl)
         ctx.settings = settings
         return kl
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, their_states, their_weight, banned, kl = ctx.saved_tensors
-        (by_kl,) = gradients
+        states, weight, ref_states, ref_weight, banned, kl = ctx.saved_tensors
+        (grad_kl,) = gradients
         settings: _Settings = ctx.settings
-        head, their_head = weight.to(settings.product_dtype), their_weight.to(settings.product_dtype)
-        states_gradient, weight_gradient = _empty_gradients(ctx, states, weight)
-        room = _room(states, head, settings)
+        head, ref_head = weight.to(settings.product_dtype), ref_weight.to(settings.product_dtype)
+        grad_states, grad_weight = _empty_gradients(ctx, states, weight)
+        buffer = _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             # d KL / d logit_j = p_j (log p_j - log q_j - KL)
-            ours = _logits(states[rows], head, banned, settings, room).log_softmax(1)
-            theirs = _logits(their_states[rows], their_head, banned, settings, room).log_softmax(1)
-            slope = _gap(ours, theirs, banned).sub_(kl[rows, None]).mul_(by_kl[rows, None])
-            _pull_back(ours.exp_().mul_(slope), states, head, rows, settings, states_gradient, weight_gradient)
+            log_p = _logits(states[rows], head, banned, settings, buffer).log_softmax(1)
+            log_q = _logits(ref_states[rows], ref_head, banned, settings, buffer).log_softmax(1)
+            factor = _log_ratio(log_p, log_q, banned).sub_(kl[rows, None]).mul_(grad_kl[rows, None])
+            grad_logits = log_p.exp_().mul_(factor)
+            _accumulate_gradients(grad_logits, states, head, rows, settings, grad_states, grad_weight)
         return (
-            states_gradient,
-            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            grad_states,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
             *(None,) * 4,
         )
 
 
 def _empty_gradients(ctx: Any, states: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return where the gradients of states and weight are to be gathered, None for what needs none."""
-    to_states, to_weight = ctx.needs_input_grad[:2]
+    """Return tensors for the gradients of states and weight; None where no gradient is needed."""
+    states_need_grad, weight_needs_grad = ctx.needs_input_grad[:2]
     return (
-        torch.empty_like(states) if to_states else None,
-        torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device) if to_weight else None,
+        torch.empty_like(states) if states_need_grad else None,
+        torch.zeros(weight.shape, dtype=_float32_or_wider(weight), device=weight.device) if weight_needs_grad else None,
     )
 
 
-def _pull_back(
-    by_logits: Tensor,
+def _accumulate_gradients(
+    grad_logits: Tensor,
     states: Tensor,
     head: Tensor,
     rows: slice,
     settings: _Settings,
-    states_gradient: Tensor | None,
-    weight_gradient: Tensor | None,
+    grad_states: Tensor | None,
+    grad_weight: Tensor | None,
 ) -> None:
-    """Carry the gradient of a chunk of logits on to the states' rows, and add it to the weight's. Overwrites it."""
+    """Write the states' gradient of these rows, and add to the weight's. Overwrites grad_logits."""
     if settings.temperature != 1.0:
-        by_logits.div_(settings.temperature)
-    by_product = by_logits.to(settings.product_dtype)
-    if states_gradient is not None:
-        states_gradient[rows] = by_product @ head
-    if weight_gradient is not None:
-        seen = states[rows].to(settings.product_dtype)
-        if weight_gradient.dtype == seen.dtype:
-            weight_gradient.addmm_(by_product.T, seen)
+        grad_logits.div_(settings.temperature)
+    grad_product = grad_logits.to(settings.product_dtype)
+    if grad_states is not None:
+        grad_states[rows] = grad_product @ head
+    if grad_weight is not None:
+        inputs = states[rows].to(settings.product_dtype)
+        if grad_weight.dtype == inputs.dtype:
+            grad_weight.addmm_(grad_product.T, inputs)
         else:
-            weight_gradient += by_product.T @ seen
+            grad_weight += grad_product.T @ inputs
 
 
-def _gap(ours: Tensor, theirs: Tensor, banned: Tensor) -> Tensor:
-    """Return log p - log q, and 0 for banned tokens, of which both are minus infinity. Overwrites theirs."""
-    gap = torch.sub(ours, theirs, out=theirs)
-    gap[:, banned] = 0.0
-    return gap
+def _log_ratio(log_p: Tensor, log_q: Tensor, banned: Tensor) -> Tensor:
+    """Return log p - log q; 0 for banned tokens, where both are -inf. Overwrites log_q."""
+    log_ratio = torch.sub(log_p, log_q, out=log_q)
+    log_ratio[:, banned] = 0.0
+    return log_ratio
 
 
-def _room(states: Tensor, head: Tensor, settings: _Settings) -> Tensor:
-    """Return room for a chunk's logits, to be used for one after the other.
+def _logits_buffer(states: Tensor, head: Tensor, settings: _Settings) -> Tensor:
+    """Return an uninitialized buffer [chunk rows, V] that all chunks use in turn.
 
-    Memory that is new for each has to be cleared by the system first, which on a CPU takes a quarter of the time.
+    The operating system zeroes newly allocated memory, which on a CPU would take a quarter of the
+    time.
     """
     rows = min(len(states), settings.chunk_tokens)
-    return torch.empty(rows, len(head), dtype=_wide(states), device=states.device)
+    return torch.empty(rows, len(head), dtype=_float32_or_wider(states), device=states.device)
 
 
-def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, room: Tensor) -> Tensor:
-    """Return logits [rows, V] in float32 or wider, in the room given. head: the weight, in the product's dtype."""
-    logits = room[: len(states)]
-    if settings.product_dtype == room.dtype:
-        torch.mm(states.to(room.dtype), head.T, out=logits)
+def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, buffer: Tensor) -> Tensor:
+    """Return the logits [rows, V] of a chunk, in the buffer.
+
+    head: the weight in the dtype of the product.
+    """
+    logits = buffer[: len(states)]
+    if settings.product_dtype == buffer.dtype:
+        torch.mm(states.to(buffer.dtype), head.T, out=logits)
     else:
         logits.copy_(states.to(settings.product_dtype) @ head.T)
     if settings.temperature != 1.0:
@@ -275,7 +297,7 @@ def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, r
     return logits
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _float32_or_wider(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

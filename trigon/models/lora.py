@@ -1,9 +1,9 @@
-"""LoRA: small matrices that learn beside frozen weights (Hu et al., arXiv:2106.09685).
+"""LoRA: low-rank matrices that are trained instead of the weights (Hu et al., arXiv:2106.09685).
 
-The weight W of an adapted linear layer acts as W + scaling * B @ A, of which only A [rank, in] and B [out, rank] train.
-Knows peft, here and nowhere else: which layers get adapters, how these begin, are turned off and merged, and what they
-are called on disk. Refuses to know policies, ranks and files: tensors may be sharded, and whoever needs them whole
-gathers them.
+The weight W of an adapted linear layer acts as W + scaling * B @ A; only A [rank, in] and B [out,
+rank] are trained. This is the only module that uses peft: it selects the layers, initializes,
+disables and merges adapters, and names their tensors in files. Tensors may be sharded; where full
+tensors are needed, the caller gathers them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ import torch
 from torch import Tensor, nn
 
 from trigon.errors import ModelError
-from trigon.models.families import Family, family_of
+from trigon.models.families import ModelFamily, family_of
 from trigon.types import NamedTensors
 
 ALL_LINEAR = "all-linear"
-"""As target_modules: every linear layer but the head; of a model with experts, those outside its MLPs."""
+"""As target_modules: every linear layer except the head; in an MoE model, except those of MLPs too.
+"""
 
-# In a model with experts, peft 0.21 takes these names for theirs wherever they are, and rewrites what is asked of it.
-_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+# In an MoE model, peft 0.21 takes modules of these names for experts, wherever they are, and
+# rewrites the target modules.
+_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-_ADAPTER = "default"  # peft's name for the only adapter of a model; it stands in the names of parameters
-_PEFT_PREFIX = "base_model.model."  # begins every name in a file that peft wrote
-_NAMES = re.compile(r"\s*[\w.-]+\s*(,\s*[\w.-]+\s*)*")  # no character that only regular expressions need
+_ADAPTER = "default"  # peft's name of a model's only adapter, part of the names of its parameters
+_PEFT_PREFIX = "base_model.model."  # of every tensor name in a file written by peft
+_NAMES = re.compile(r"\s*[\w.-]+\s*(,\s*[\w.-]+\s*)*")  # has no character that is special in regular expressions
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """How adapters are made.
+    """The size of the adapters, and the layers that get one.
 
     rank: at least 1. alpha: scaling is alpha / rank.
-    target_modules, exclude_modules: ALL_LINEAR (as a target), the ends of module names ("q_proj", "mlp.down_proj") as a
-    tuple or separated by commas, or a regular expression that the whole name of a module has to match. Names are those
-    of the model in memory: "model.language_model.layers.0.self_attn.q_proj".
+    target_modules, exclude_modules: ALL_LINEAR (for target_modules); the ends of module names
+        ("q_proj", "mlp.down_proj"), as a tuple or separated by commas; or a regular expression that
+        has to match the full name of a module in memory, for example
+        "model.language_model.layers.0.self_attn.q_proj".
     """
 
     rank: int
@@ -51,7 +54,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """What learns beside one linear layer: A [rank, in], B [out, rank]."""
+    """The adapter of one linear layer: A [rank, in], B [out, rank]."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -59,17 +62,21 @@ class Adapter:
 
 
 def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
-    """Put an adapter beside each linear layer that is chosen and not frozen yet, and freeze everything else.
+    """Add an adapter to each selected linear layer that is not frozen; freeze all other parameters.
 
-    The model, a transformers one on any device ("meta" too), keeps its class and computes what it did, since B begins
-    as zero. A begins as peft has it, drawn from seed alone: the same on every rank. Both are in float32 at least, since
-    in bfloat16 most of LoRA's steps would be rounded away; where the model's dtype is narrower, compute under autocast
-    or under a sharding that gathers weights in one dtype. Layers that were frozen before, such as a vision tower that
-    is not to learn, get no adapter; freezing them afterwards keeps theirs at zero. Only linear layers are chosen, and
-    never the head, whose weight is read directly. Experts are stacked and no linear layers: they stay as they are, and
-    so do the dense MLPs beside them.
-    Raises: ModelError if the settings choose the head, an MLP beside experts, or nothing, or have a name or an
-    exclusion that fits no layer.
+    The model, a transformers model on any device ("meta" too), keeps its class and its outputs: B
+    is initialized to zero, A as by peft, but from the seed alone, so that all ranks get the same.
+
+    Adapters are in float32 or wider, since in bfloat16 most updates of LoRA would be rounded away.
+    For a model in a narrower dtype, use autocast, or a sharding that gathers weights in one dtype.
+
+    Layers that are frozen already, such as those of a frozen vision tower, get no adapter; if they
+    are frozen afterwards, their adapters stay at zero. The head gets none, because its weight is
+    used directly. In an MoE model the stacked experts are not linear layers; they and the dense
+    MLPs get none.
+
+    Raises: ModelError if the settings select the head, an MLP of an MoE model, or no layer; if a
+        target matches no linear layer; or if an exclusion matches modules, but no linear layer.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -78,29 +85,30 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        target_modules=_chosen(model, settings),
-        lora_dropout=0.0,  # log-probabilities must not be drawn by chance
+        target_modules=_selected_layers(model, settings),
+        lora_dropout=0.0,  # log-probabilities must be deterministic
         task_type=TaskType.CAUSAL_LM,
     )
-    # peft draws A from the global generator, before it is drawn again below.
+    # peft initializes A from the global generator; A is initialized again below.
     with torch.random.fork_rng(devices=[]):
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     generator = torch.Generator().manual_seed(seed)
     for _, layer in _adapted_layers(model):
-        # peft would copy every input into A's dtype; autocast and sharding bring the small A to the input's instead.
+        # peft would cast every input to A's dtype; autocast and sharding cast the smaller A
+        # instead.
         layer.cast_input_dtype_enabled = False
-        for half in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
-            half.to(torch.promote_types(half.weight.dtype, torch.float32))
-        start = layer.lora_A[_ADAPTER].weight
+        for linear in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
+            linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
+        lora_a = layer.lora_A[_ADAPTER].weight
         bound = layer.in_features**-0.5
-        if not start.is_meta:
-            drawn = torch.empty(start.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-            start.data.copy_(drawn)
-    model.train(model.training)  # peft's modules are made in train mode
+        if not lora_a.is_meta:
+            initial = torch.empty(lora_a.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+            lora_a.data.copy_(initial)
+    model.train(model.training)  # peft creates its modules in train mode
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters of a model by the names of their layers; none if it has no LoRA."""
+    """Return the adapters of a model by the names of their layers; empty without LoRA."""
     return {
         name: Adapter(layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight, layer.scaling[_ADAPTER])
         for name, layer in _adapted_layers(model)
@@ -109,152 +117,166 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Make the model, or a policy around it, compute without its adapters, as before LoRA: the reference.
+    """Disable the adapters of a model, or of the model in a policy, within this context.
 
-    Touches no parameter, sharded or not. Raises: ModelError if there are no adapters.
+    It then computes what it did before LoRA, which serves as the reference. No parameter changes.
+    Raises: ModelError if there are no adapters.
     """
     layers = [layer for _, layer in _adapted_layers(model)]
     if not layers:
-        raise ModelError("The model has no adapters to turn off. Set worker.actor.model.lora.rank above 0.")
-    before = [layer.disable_adapters for layer in layers]
+        raise ModelError("The model has no adapters to disable. Set worker.actor.model.lora.rank above 0.")
+    were_disabled = [layer.disable_adapters for layer in layers]
     try:
         for layer in layers:
-            # peft 0.21 turns adapters off in public by enable_adapters(), which sets requires_grad on their weights as
-            # well: it would make those of a frozen vision tower trainable, and swap what FSDP reduces in mid-run.
+            # The public enable_adapters() of peft 0.21 also sets requires_grad of the adapters: it
+            # would make those of a frozen vision tower trainable, and change what FSDP reduces.
             layer._disable_adapters = True
         yield
     finally:
-        for layer, off in zip(layers, before, strict=True):
-            layer._disable_adapters = off
+        for layer, was_disabled in zip(layers, were_disabled, strict=True):
+            layer._disable_adapters = was_disabled
 
 
 def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """Return weight + scaling * B @ A, computed in float32, in weight's dtype. All whole, and on one device."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scaling).to(weight.dtype)
+    """Return weight + scaling * B @ A in weight's dtype, computed in float32 or wider.
+
+    Args: weight: [out, in]. lora_a: [rank, in]. lora_b: [out, rank]. All full tensors on one
+    device.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(dtype), lora_b.to(dtype), lora_a.to(dtype), alpha=scaling).to(weight.dtype)
 
 
 def adapter_tensors(model: nn.Module) -> NamedTensors:
-    """Iterate over the adapters' live parameters, under the names that peft gives them in adapter_model.safetensors."""
+    """Iterate over the adapters' parameters by their names in peft's adapter_model.safetensors."""
     for name, adapter in adapters_of(model).items():
         yield f"{_PEFT_PREFIX}{name}.lora_A.weight", adapter.lora_a
         yield f"{_PEFT_PREFIX}{name}.lora_B.weight", adapter.lora_b
 
 
 def adapter_config(model: Any, *, base_model: str) -> dict[str, object]:
-    """Return what belongs into the adapter_config.json beside adapter_tensors, for peft and vLLM.
+    """Return the content of adapter_config.json for these adapters, as peft and vLLM read it.
 
-    base_model: where the weights below the adapters are found. target_modules are those that the model has, whatever
-    the settings were. Raises: ModelError if there are no adapters.
+    Its target_modules are the names of the layers that have adapters.
+
+    Args: base_model: path or hub id of the weights that the adapters belong to.
+    Raises: ModelError if there are no adapters.
     """
     if not adapters_of(model):
-        raise ModelError("The model has no adapters to describe. Set worker.actor.model.lora.rank above 0.")
+        raise ModelError(
+            "The model has no adapters, so there is no adapter config. Set worker.actor.model.lora.rank above 0."
+        )
     config = {
         **model.peft_config[_ADAPTER].to_dict(),
         "base_model_name_or_path": base_model,
-        "inference_mode": True,  # whoever loads it does not train it, unless told to
+        "inference_mode": True,  # peft loads it frozen unless is_trainable is set
     }
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
-def merge_names(names: Iterable[str], family: Family) -> dict[str, tuple[str, str]]:
-    """Return, for each weight of a checkpoint that has an adapter, the names of its A and B among adapter_tensors'.
+def merge_names(names: Iterable[str], family: ModelFamily) -> dict[str, tuple[str, str]]:
+    """Return the names of A and B in adapter_tensors for each weight that has an adapter.
 
-    Example, Qwen2.5-VL: "model.layers.0.mlp.up_proj.weight" has A
+    Returns: {name of the weight in a checkpoint: (name of its A, name of its B)}.
+
+    Example, Qwen2.5-VL: the A of "model.layers.0.mlp.up_proj.weight" is
     "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight".
-    Raises: ModelError if a name is not an adapter's, or comes without its other half.
+    Raises: ModelError if a name is not that of an adapter tensor, or if one of A and B is missing.
     """
-    halves: dict[str, dict[str, str]] = {}
+    pairs: dict[str, dict[str, str]] = {}
     for name in names:
         found = re.fullmatch(rf"{re.escape(_PEFT_PREFIX)}(.+)\.lora_([AB])\.weight", name)
         if found is None:
-            raise ModelError(f"{name} is not the name of an adapter's weight. Give what adapter_tensors named.")
-        halves.setdefault(family.checkpoint_name(f"{found[1]}.weight"), {})[found[2]] = name
-    single = sorted(name for pair in halves.values() if len(pair) == 1 for name in pair.values())
-    if single:
-        raise ModelError(f"{single[0]} lacks its other half ({len(single)} such weights). Fetch the adapter again.")
-    return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
+            raise ModelError(f"{name} is not the name of an adapter tensor. Use the names of adapter_tensors.")
+        pairs.setdefault(family.checkpoint_name(f"{found[1]}.weight"), {})[found[2]] = name
+    unpaired = sorted(name for pair in pairs.values() if len(pair) == 1 for name in pair.values())
+    if unpaired:
+        raise ModelError(
+            f"{unpaired[0]} has no counterpart: its lora_A or lora_B is missing ({len(unpaired)} such tensors). "
+            "Download the adapter again."
+        )
+    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}
 
 
 def load_adapter(model: Any, folder: Path) -> tuple[Any, Mapping[str, Tensor]]:
-    """Return a transformers model with the adapter in a folder as peft loads it, and the adapter's tensors by name.
+    """Load the adapter of a folder into a transformers model with peft; the model is modified.
 
-    The names are those in the folder; the model is changed.
+    Returns: the peft model, and the adapter's tensors by their names in the folder.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
-    with torch.random.fork_rng(devices=[]):  # adapters are drawn by chance, and then replaced
+    with torch.random.fork_rng(devices=[]):  # peft initializes adapters at random before loading them
         adapted = PeftModel.from_pretrained(model, folder)
     return adapted, get_peft_model_state_dict(adapted)
 
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield peft's layers, each in the place of the linear layer that it holds. Does not import peft."""
+    """Yield peft's layers by the names of the linear layers they replace. Does not import peft."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             yield name, module
 
 
-def _chosen(model: Any, settings: LoraSettings) -> list[str]:
+def _selected_layers(model: Any, settings: LoraSettings) -> list[str]:
     """Return the names of the layers that get an adapter."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    has_experts = family_of(model.config).experts != "none"
-    beside_experts = [name for name in linear if has_experts and name.endswith(_NAMES_OF_EXPERTS)]
-    inner = [name for name in linear if modules[name] is not model.lm_head and name not in beside_experts]
+    is_moe = family_of(model.config).experts != "none"
+    moe_mlps = [name for name in linear if is_moe and name.endswith(_EXPERT_PROJECTIONS)]
+    candidates = [name for name in linear if modules[name] is not model.lm_head and name not in moe_mlps]
     targets, exclusions = settings.target_modules, settings.exclude_modules
-    chosen = set(inner) if targets == ALL_LINEAR else set()
-    for written, pattern in () if targets == ALL_LINEAR else _patterns(targets):
-        fitting = _fitting(pattern, linear)
-        if has_experts and (written.endswith(_NAMES_OF_EXPERTS) or any(name in beside_experts for name in fitting)):
+    selected = set(candidates) if targets == ALL_LINEAR else set()
+    for text, pattern in () if targets == ALL_LINEAR else _patterns(targets):
+        matches = _matches(pattern, linear)
+        if is_moe and (text.endswith(_EXPERT_PROJECTIONS) or any(name in moe_mlps for name in matches)):
             raise ModelError(
-                f"{written!r}, of LoRA's target_modules, fits MLPs of a {model.config.model_type!r} model, whose "
-                "experts are stacked into tensors that get no adapters. Name layers of the attention, or "
+                f"{text!r} in LoRA's target_modules matches MLPs of a {model.config.model_type!r} model, whose "
+                "experts are stacked into tensors that cannot have adapters. Name attention layers, or "
                 f"{ALL_LINEAR!r}, or train all weights."
             )
-        if not fitting:
-            raise ModelError(f"No linear layer fits {written!r}, of LoRA's target_modules. {_known(inner)}")
-        chosen.update(fitting)
-    for written, pattern in () if exclusions is None else _patterns(exclusions):
-        fitting, holders = _fitting(pattern, linear), _fitting(pattern, modules)
-        # That nothing at all fits is fine: a model for text alone has no ".*visual.*".
-        if holders and not fitting:
+        if not matches:
+            raise ModelError(f"No linear layer matches {text!r} in LoRA's target_modules. {_layer_names(candidates)}")
+        selected.update(matches)
+    for text, pattern in () if exclusions is None else _patterns(exclusions):
+        matches, parents = _matches(pattern, linear), _matches(pattern, modules)
+        # A pattern without any match is allowed: a text model has no ".*visual.*".
+        if parents and not matches:
             raise ModelError(
-                f"{written!r}, of LoRA's exclude_modules, fits {holders[0]}, which is no linear layer, so it would "
-                f"exclude nothing. To exclude all that is in it, write '.*{written}.*'."
+                f"{text!r} in LoRA's exclude_modules matches {parents[0]}, which is not a linear layer, so it would "
+                f"exclude nothing. To exclude all layers within it, write '.*{text}.*'."
             )
-        chosen.difference_update(fitting)
-    if not chosen <= set(inner):
+        selected.difference_update(matches)
+    if not selected <= set(candidates):
         raise ModelError(
-            f"LoRA's target_modules, {targets!r}, choose the head, which log-probabilities read without an adapter. "
-            f"Choose other layers, or {ALL_LINEAR!r}, or exclude lm_head."
+            f"LoRA's target_modules, {targets!r}, select the head, whose weight is used without an adapter. "
+            f"Select other layers, or {ALL_LINEAR!r}, or exclude lm_head."
         )
-    trainable = [name for name in inner if name in chosen and modules[name].weight.requires_grad]
+    trainable = [name for name in candidates if name in selected and modules[name].weight.requires_grad]
     if not trainable:
-        why = "are all frozen" if chosen else f"are all excluded by exclude_modules, {exclusions!r}"
-        raise ModelError(f"The layers of LoRA's target_modules, {targets!r}, {why}. {_known(inner)}")
+        reason = "are all frozen" if selected else f"are all excluded by exclude_modules, {exclusions!r}"
+        raise ModelError(f"The layers of LoRA's target_modules, {targets!r}, {reason}. {_layer_names(candidates)}")
     return trainable
 
 
-def _patterns(wish: str | tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """Return what the whole name of a module has to match: for each part of a wish, as written and as a pattern."""
-    if isinstance(wish, str) and _NAMES.fullmatch(wish):
-        wish = tuple(name.strip() for name in wish.split(","))
-    if isinstance(wish, tuple):
-        return [(name, re.compile(rf"(.*\.)?{re.escape(name)}")) for name in wish]
+def _patterns(modules: str | tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
+    """Return each part of target_modules or exclude_modules, with its pattern for module names."""
+    if isinstance(modules, str) and _NAMES.fullmatch(modules):
+        modules = tuple(name.strip() for name in modules.split(","))
+    if isinstance(modules, tuple):
+        return [(name, re.compile(rf"(.*\.)?{re.escape(name)}")) for name in modules]
     try:
-        return [(wish, re.compile(wish))]
+        return [(modules, re.compile(modules))]
     except re.error as error:
         raise ModelError(
-            f"{wish!r}, of LoRA's modules, is neither names separated by commas nor a regular expression: {error}."
+            f"{modules!r} in LoRA's modules is neither names separated by commas nor a regular expression: {error}."
         ) from error
 
 
-def _fitting(pattern: re.Pattern[str], names: Iterable[str]) -> list[str]:
+def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if pattern.fullmatch(name)]
 
 
-def _known(names: Sequence[str]) -> str:
-    """Return a sentence that tells layers by their endings, and one in full."""
+def _layer_names(names: Sequence[str]) -> str:
+    """Return a sentence with the distinct endings of layer names, and one full name."""
     endings = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    return f"There are layers named {', '.join(endings)}; one in full is {names[-1]}."
+    return f"There are layers named {', '.join(endings)}; a full name is {names[-1]}."

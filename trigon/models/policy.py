@@ -1,9 +1,9 @@
-"""The policy: a language model, with or without a vision tower, that says how likely each completion token was.
+"""The policy: a language model, with or without a vision tower, that scores packed rows.
 
-Knows how the parts of a transformers model are put together for a packed row: embeddings, the vision tower once for
-each image or video, the decoder stack, the head; and the names of its weights in a checkpoint. Refuses to know losses,
-engines, and devices other than that of its weights. Whatever touches a weight happens inside forward, so that it can be
-sharded.
+It runs the parts of a transformers model on a packed row: embeddings, the vision tower once for
+each image or video, the decoder layers, and the head. It also names the weights as checkpoints do.
+All weights are used within forward, so that the policy can be sharded. This module does not depend
+on losses or engines.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from trigon.errors import ModelError
 from trigon.metrics import Max, Metric, Sum
-from trigon.models.attention import RowPlan, kernel_of
-from trigon.models.families import Family
-from trigon.models.features import FeatureMemory, Features
+from trigon.models.attention import configured_kernel
+from trigon.models.attention_metadata import AttentionMetadata
+from trigon.models.families import ModelFamily
+from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
-from trigon.models.logprobs import Predictions, rows_of_chunk, shifted, token_logprobs
+from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions, token_logprobs
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
 from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
@@ -30,15 +31,16 @@ from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
 class Policy(nn.Module):
     """Scores packed rows under a model that `load_model` returned.
 
-    temperature: the sampling temperature, by which logits are divided. banned_token_ids: the tokens that are never
-    sampled, and so have no share of the distribution. logprob_chunk: rows of logits held at once; None: see
-    rows_of_chunk.
+    Args:
+        temperature: of sampling; logits are divided by it.
+        banned_token_ids: tokens that are never sampled, and are excluded from the distribution.
+        logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk.
     """
 
     def __init__(
         self,
         model: Any,
-        family: Family,
+        family: ModelFamily,
         *,
         temperature: float,
         banned_token_ids: Sequence[int],
@@ -51,9 +53,9 @@ class Policy(nn.Module):
         self.family = family
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
-        self.logprob_chunk = logprob_chunk or rows_of_chunk(model.lm_head.weight.shape[0])
-        self._features: FeatureMemory | None = None
-        self._most: Callable[[int], int] = int
+        self.logprob_chunk = logprob_chunk or rows_per_chunk(model.lm_head.weight.shape[0])
+        self._feature_cache: VisionFeatureCache | None = None
+        self._all_reduce_max: Callable[[int], int] = int
 
     def forward(
         self,
@@ -64,49 +66,58 @@ class Policy(nn.Module):
         against: Predictions | None = None,
         states_only: bool = False,
     ) -> TokenLogprobs | Tensor:
-        """Return log-probability and entropy of the row's S completion tokens, on the model's device.
+        """Return the log-probability and entropy of a row's S completion tokens.
 
-        against: another model's predictions of these tokens, from which the KL is wanted too. states_only: return no
-        more than the states [S, D] that predict these tokens (see predictions).
-        touch_vision: run the vision tower on an empty image, times zero, when the row has none: where the tower is
-        sharded over ranks, all of them have to run it together.
-        Raises: ModelError if the images do not match the row's placeholder tokens.
+        Args:
+            entropy_gradient: whether gradient flows through the entropy.
+            run_dummy_vision: if the row has no images, run the vision tower on an empty image, with
+                no effect on the result. A tower that is sharded over ranks has to run on all of
+                them.
+            against: a reference's predictions of these tokens, to compute the KL as well.
+            states_only: return only the states [S, D] that predict these tokens (see predictions).
+        Returns: the TokenLogprobs of token_logprobs, on the model's device; or the states.
+        Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         language = self.family.language_model(self.model)
         device = language.embed_tokens.weight.device
         token_ids = packed.token_ids.to(device)
         embeddings = language.embed_tokens(token_ids)[None]
-        deepstack: dict[str, Any] = {}
+        deepstack_arguments: dict[str, Any] = {}
         if packed.pixel_values is not None and packed.grid_thw is not None:
-            if self._features is None:
-                features, layered = self._encode_vision(packed.pixel_values, packed.grid_thw)
+            if self._feature_cache is None:
+                features, deepstack_features = self._encode_vision(packed.pixel_values, packed.grid_thw)
             else:
-                features, layered = self._encode_each(packed.pixel_values, packed.grid_thw, packed.vision_hashes)
-            config = self.model.config
-            here = torch.isin(token_ids, torch.tensor(self.family.placeholder_token_ids(config), device=device))
-            here = here[None]
-            if int(here.sum()) != len(features):
-                raise ModelError(
-                    f"A packed row has {int(here.sum())} placeholder tokens, but its {len(packed.grid_thw)} images and "
-                    f"videos give {len(features)} features. Build prompts and images with the same processor."
+                features, deepstack_features = self._encode_each(
+                    packed.pixel_values, packed.grid_thw, packed.vision_hashes
                 )
-            embeddings = embeddings.masked_scatter(here[..., None], features.to(embeddings.dtype))
+            placeholders = torch.tensor(self.family.placeholder_token_ids(self.model.config), device=device)
+            is_vision = torch.isin(token_ids, placeholders)[None]
+            if int(is_vision.sum()) != len(features):
+                raise ModelError(
+                    f"A packed row has {int(is_vision.sum())} placeholder tokens, but its "
+                    f"{len(packed.grid_thw)} images and videos give {len(features)} features. Build prompts and "
+                    "images with the same processor."
+                )
+            embeddings = embeddings.masked_scatter(is_vision[..., None], features.to(embeddings.dtype))
             if self.family.deepstack:
-                deepstack = {"visual_pos_masks": here, "deepstack_visual_embeds": layered}
-        elif run_dummy_vision and self._features is not None:
-            self._encode_dummy(self._most(0))
+                deepstack_arguments = {
+                    "visual_pos_masks": is_vision,
+                    "deepstack_visual_embeds": deepstack_features,
+                }
+        elif run_dummy_vision and self._feature_cache is not None:
+            self._encode_dummy(self._all_reduce_max(0))
         elif run_dummy_vision and self.family.has_vision:
-            features, layered = self._encode_vision(*self._empty_image())
-            embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *layered))
+            features, deepstack_features = self._encode_vision(*self._empty_image())
+            embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *deepstack_features))
         position_ids = packed.position_ids.to(device)
         states = language(
             inputs_embeds=embeddings,
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
             use_cache=False,
-            group_plan=RowPlan(packed.spans, device, kernel_of(language.config)),
-            **deepstack,
+            attention_metadata=AttentionMetadata(packed.spans, device, configured_kernel(language.config)),
+            **deepstack_arguments,
         ).last_hidden_state[0]
-        targets, sources = (positions.to(device) for positions in shifted(packed.spans))
+        targets, sources = (positions.to(device) for positions in target_and_source_positions(packed.spans))
         predicting: Tensor = states[sources]
         if states_only:
             return predicting
@@ -123,101 +134,108 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
-        """Return what this policy predicts of the row's completion tokens, for another one to be compared with.
+        """Return the predictions of the row's completion tokens, as a reference for another policy.
 
-        Called, like a forward, by all ranks at once.
+        Collective: like forward, it has to be called on all ranks.
         """
         states = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
         return Predictions(states, full_tensor(self.model.lm_head.weight.detach()))
 
     def layers(self) -> list[nn.Module]:
-        """Return the parts that a sharded policy gathers one after the other: decoder layers and vision blocks."""
+        """Return the modules that are sharded as units: decoder layers, then vision blocks."""
         tower = self.family.vision_tower(self.model)
         blocks = () if tower is None else tower.get_submodule(self.family.vision_layers)
         return [*self.family.language_model(self.model).layers, *blocks]
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer in the backward instead of keeping its activations. Sets train mode, which it needs."""
+        """Recompute each layer in the backward instead of keeping its activations.
+
+        Sets train mode, as transformers requires.
+        """
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train()
 
     def compile_layers(self) -> None:
-        """Compile the norms and MLPs of each layer, for rows of any length; see fused.compile_parts."""
+        """Compile the norms and MLPs of each layer; see fused.compile_parts."""
         for layer in self.layers():
             compile_parts(layer)
 
     def use_liger_kernel(self) -> None:
-        """See fused.use_liger."""
+        """Use liger-kernel for norms and MLPs; see fused.use_liger."""
         use_liger(self.model)
 
     def freeze_vision_tower(self) -> None:
-        """Keep the vision tower, its merger or projector and adapters, out of training. Nothing for a text family.
+        """Freeze the vision tower with its merger or projector and their adapters, if there is one.
 
-        Frozen before add_lora, it gets no adapters at all, which is faster.
+        If called before add_lora, the tower gets no adapters, which is faster.
         """
         for module in self.family.vision_modules(self.model):
             module.requires_grad_(False)
 
     @property
     def has_frozen_vision(self) -> bool:
-        """Whether there is a vision tower of which nothing trains, adapters included."""
+        """Whether there is a vision tower without trainable parameters, adapters included."""
         parameters = [part for module in self.family.vision_modules(self.model) for part in module.parameters()]
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
-    def remember_features(self, memory: FeatureMemory, *, most: Callable[[int], int]) -> None:
-        """From now on take what the vision tower makes of an image or video from the memory, if it is there.
+    def use_feature_cache(self, cache: VisionFeatureCache, *, all_reduce_max: Callable[[int], int]) -> None:
+        """Reuse the outputs of a frozen vision tower for images and videos that are in the cache.
 
-        For a tower that never changes. Each image or video is then seen by itself, remembered or not, so that its
-        features, bit for bit, depend on nothing else.
-        most: returns the largest of a number on any rank. It is asked in every pass with touch_vision, since all ranks
-        have to run a sharded tower equally often; those that are to see less look at empty images.
+        From now on each image or video is encoded by itself, cached or not, so that its features
+        are bit for bit the same in every row.
+
+        Args:
+            all_reduce_max: returns the maximum of a number over all ranks. A sharded tower has to
+                run equally often on all ranks: in every pass with run_dummy_vision, ranks with
+                fewer images to encode run it on empty images.
         """
-        self._features = memory
-        self._most = most
+        self._feature_cache = cache
+        self._all_reduce_max = all_reduce_max
 
-    def forget_features(self) -> None:
-        """Forget what the vision tower made of images and videos, since it has other weights now."""
-        if self._features is not None:
-            self._features.forget()
+    def clear_features(self) -> None:
+        """Clear the feature cache, after the weights of the vision tower have changed."""
+        if self._feature_cache is not None:
+            self._feature_cache.clear()
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the model was given LoRA's adapters."""
+        """Whether the model has LoRA adapters."""
         return bool(adapters_of(self.model))
 
     def update_work(self, groups: Sequence[TrainGroup]) -> dict[str, Metric]:
-        """Return how much an update on these groups computes (flops.py, honest), and what this GPU can do at most.
+        """Return metrics: the operations of an update on these groups, and the peak of the GPU.
 
-        Nothing for a family that is not counted; no peak on a device whose peak is not known.
+        See flops.py; prompts and images count once. Empty for a family that is not counted, and
+        without the peak on a device whose peak is not known.
         """
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
             self.model.config,
-            [_lengths_of(group) for group in groups],
-            "honest",
-            vision_learns=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
+            [_group_lengths(group) for group in groups],
+            "shared",
+            trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
         )
         if flops is None:
             return {}
-        work: dict[str, Metric] = {"actor/model_tflops": Sum(flops / 1e12)}
+        metrics: dict[str, Metric] = {"actor/model_tflops": Sum(flops / 1e12)}
         device = self.family.language_model(self.model).embed_tokens.weight.device
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        return work if peak is None else work | {"perf/peak_tflops": Max(peak)}
+        return metrics if peak is None else metrics | {"perf/peak_tflops": Max(peak)}
 
     def named_weights(self) -> NamedTensors:
-        """Iterate over all weights as published checkpoints hold them; a tied head is left out.
+        """Iterate over all weights as published checkpoints store them, without a tied head.
 
-        Adapters come merged into the weights beside which they learn, in these weights' dtype. Tensors are whole: a
-        sharded one is gathered, by all ranks at once, when its turn comes. Otherwise they are views of what the model
-        holds; those of experts are not contiguous.
+        Adapters are merged into the weights of their layers, in the dtype of the weights. Tensors
+        are full: a sharded one is gathered, by all ranks together, when it is yielded. Others are
+        views of the parameters; those of experts are not contiguous.
         """
         adapters = adapters_of(self.model)
-        own = {half for adapter in adapters.values() for half in (adapter.lora_a, adapter.lora_b)}
+        adapter_parameters = {part for adapter in adapters.values() for part in (adapter.lora_a, adapter.lora_b)}
         for name, parameter in self.model.named_parameters():
-            if parameter in own:
+            if parameter in adapter_parameters:
                 continue
             weight = full_tensor(parameter.detach())
-            name = name.replace(".base_layer.", ".")  # where peft keeps what it adapts
+            name = name.replace(".base_layer.", ".")  # peft moves the weight of an adapted layer there
             adapter = adapters.get(name.removesuffix(".weight"))
             if adapter is not None:
                 lora_a, lora_b = full_tensor(adapter.lora_a.detach()), full_tensor(adapter.lora_b.detach())
@@ -225,10 +243,10 @@ class Policy(nn.Module):
             yield from self.family.checkpoint_tensors(name, weight)
 
     def saved_tensors(self) -> NamedTensors:
-        """Iterate over the live parameters that a checkpoint has to hold, sharded ones as they are.
+        """Iterate over the parameters of a training checkpoint, without gathering shards.
 
-        All weights under their names in a checkpoint, stacked experts as they are; with LoRA the adapters alone, under
-        peft's names.
+        Without LoRA these are all weights under their names in a checkpoint, with experts stacked;
+        with LoRA the adapters alone, under peft's names.
         """
         if self.has_adapters:
             yield from adapter_tensors(self.model)
@@ -238,70 +256,77 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def load_named_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy in what named_weights gave.
+        """Copy weights, named and stored as by named_weights, into the model.
 
-        Raises: ModelError, with nothing changed, unless all names and shapes match and there are no adapters.
+        Raises: ModelError, before anything is changed, if a name or shape does not match or the
+        model has adapters.
         """
         if self.has_adapters:
             raise ModelError(
-                "Merged weights cannot be loaded below LoRA's adapters, which would count twice. Load them into a "
-                "model without LoRA, or copy adapters into saved_tensors."
+                "Merged weights cannot be loaded into a model with LoRA adapters, whose effect would count twice. Load "
+                "them into a model without LoRA, or copy adapters into saved_tensors."
             )
         own = dict(self.named_weights())
-        wrong = [
+        differences = [
             *(f"{name} is missing" for name in own.keys() - weights.keys()),
-            *(f"{name} is unknown" for name in weights.keys() - own.keys()),
+            *(f"{name} is unexpected" for name in weights.keys() - own.keys()),
             *(
                 f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
                 for name in own.keys() & weights.keys()
                 if weights[name].shape != own[name].shape
             ),
         ]
-        if wrong:
+        if differences:
             raise ModelError(
-                f"These weights belong to another model: {'; '.join(sorted(wrong)[:3])} ({len(wrong)} differences in "
-                "all). Load what named_weights gave for the same config."
+                f"These weights do not fit the model: {'; '.join(sorted(differences)[:3])} ({len(differences)} "
+                "differences in total). Load weights of a model with the same config."
             )
         for name, weight in own.items():
             weight.copy_(weights[name])
-        self.forget_features()
+        self.clear_features()
 
     def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return features of all images and videos, [their tokens, D], and with deepstack as many for each of the first
-        layers.
+        """Run the vision tower on all images and videos of a row.
+
+        Args: pixel_values: [patches, values]. grid_thw: [images and videos, 3].
+        Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
         """
         tower: Any = self.family.vision_tower(self.model)
         if self.family.tiles:
             tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
             return self.family.image_features(self.model, tiles.to(tower.device).to(tower.dtype)), []
-        seen = tower(pixel_values.to(tower.device).to(tower.dtype), grid_thw=grid_thw.to(tower.device))
-        return seen.pooler_output, seen.deepstack_features if self.family.deepstack else []
+        output = tower(pixel_values.to(tower.device).to(tower.dtype), grid_thw=grid_thw.to(tower.device))
+        return output.pooler_output, output.deepstack_features if self.family.deepstack else []
 
     @torch.no_grad()
     def _encode_each(
         self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return what _see does, of each image and video as if it were the only one, or from memory."""
-        assert self._features is not None
+        """Return the same as _encode_vision; each image is encoded by itself, or looked up.
+
+        Args: hashes: of each image and video; empty if unknown, then nothing is cached.
+        """
+        assert self._feature_cache is not None
         tower: Any = self.family.vision_tower(self.model)
         parts = torch.split(pixel_values, grid_thw.prod(dim=1).tolist())
-        known = self._features.recall(hashes, tower.device)
+        features = self._feature_cache.lookup(hashes, tower.device)
         keys = hashes or tuple(map(str, range(len(parts))))
-        unseen = {key: index for index, key in enumerate(keys) if key not in known}  # of equal ones, one
-        most = self._most(len(unseen))  # before the tower runs, which the other ranks may do less often
-        for key, index in unseen.items():
-            tokens, layered = self._encode_vision(parts[index], grid_thw[index : index + 1])
-            known[key] = Features(tokens, tuple(layered))
+        misses = {key: index for index, key in enumerate(keys) if key not in features}  # duplicates once
+        # Before the tower runs: other ranks may have fewer images to encode.
+        runs = self._all_reduce_max(len(misses))
+        for key, index in misses.items():
+            tokens, deepstack = self._encode_vision(parts[index], grid_thw[index : index + 1])
+            features[key] = VisionFeatures(tokens, tuple(deepstack))
             if hashes:
-                self._features.remember(key, known[key])
-        self._encode_dummy(most - len(unseen))
-        return torch.cat([known[key].tokens for key in keys]), [
-            torch.cat(layer) for layer in zip(*(known[key].layered for key in keys), strict=True)
+                self._feature_cache.store(key, features[key])
+        self._encode_dummy(runs - len(misses))
+        return torch.cat([features[key].tokens for key in keys]), [
+            torch.cat(layer) for layer in zip(*(features[key].deepstack for key in keys), strict=True)
         ]
 
     @torch.no_grad()
     def _encode_dummy(self, times: int) -> None:
-        """Run the vision tower on an empty image so many times, while other ranks see theirs."""
+        """Run the vision tower on an empty image this many times, while others encode theirs."""
         for _ in range(times):
             self._encode_vision(*self._empty_image())
 
@@ -311,7 +336,7 @@ class Policy(nn.Module):
         return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
 
 
-def _lengths_of(group: TrainGroup) -> GroupLengths:
+def _group_lengths(group: TrainGroup) -> GroupLengths:
     pixels = group.prompt.pixels()
     return GroupLengths(
         prompt=len(group.prompt.token_ids),
@@ -323,7 +348,7 @@ def _lengths_of(group: TrainGroup) -> GroupLengths:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor as one piece: itself, or if it is sharded (a DTensor), gathered by all ranks at once."""
-    # Told apart by its method, so that torch.distributed need not be known here.
+    """Return a tensor itself, or gathered by all ranks together if it is sharded (a DTensor)."""
+    # A DTensor is recognized by its method, so that this module does not import torch.distributed.
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()

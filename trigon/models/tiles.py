@@ -1,10 +1,10 @@
-"""Tiles and patches: how images reach a vision tower that sees squares of one size, and how they travel until then.
+"""Conversion between image tiles, for vision towers with a fixed input size, and patches.
 
 tile   1 2 | 5 6      A tile of 4 x 4 pixels is four patches of 2 x 2, row by row:
        3 4 | 7 8      [1 2 3 4], [5 6 7 8], [9 10 11 12], [13 14 15 16].
        ---------
-       9 10|13 14     Patches are what a Vision holds, whatever the model, so that packing, sending and counting
-      11 12|15 16     know one kind of image. Knows shapes; refuses to know models and image processors.
+       9 10|13 14     A Vision holds patches for every model, so that packing, transport and
+      11 12|15 16     counting handle one representation of images.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from torch import Tensor
 
 
 def to_patches(tiles: Tensor, patch_size: int) -> Tensor:
-    """Cut tiles into patches.
+    """Split tiles into patches.
 
     Args: tiles: [n, channels, rows * patch_size, columns * patch_size].
-    Returns: [n * rows * columns, channels * patch_size * patch_size], a tile's patches row by row.
+    Returns: [n * rows * columns, channels * patch_size * patch_size], the patches of a tile row by
+    row.
     """
     count, channels, height, width = tiles.shape
     rows, columns = height // patch_size, width // patch_size
-    cut = tiles.reshape(count, channels, rows, patch_size, columns, patch_size)
-    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count * rows * columns, channels * patch_size**2)
+    split = tiles.reshape(count, channels, rows, patch_size, columns, patch_size)
+    return split.permute(0, 2, 4, 1, 3, 5).reshape(count * rows * columns, channels * patch_size**2)
 
 
 def to_tiles(patches: Tensor, grid_thw: Tensor, patch_size: int) -> Tensor:
-    """Undo to_patches for the tiles of several images, [images, 3] (tiles, rows, columns) with equal rows and columns.
+    """Undo to_patches for the tiles of several images.
 
+    Args: grid_thw: [images, 3], (tiles, rows, columns) in patches, with the same rows and columns
+    for all.
     Returns: [all tiles, channels, rows * patch_size, columns * patch_size].
     """
     rows, columns = grid_thw[0, 1:].tolist()
     channels = patches.shape[1] // patch_size**2
-    cut = patches.reshape(-1, rows, columns, channels, patch_size, patch_size)
-    return cut.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, rows * patch_size, columns * patch_size)
+    split = patches.reshape(-1, rows, columns, channels, patch_size, patch_size)
+    return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, rows * patch_size, columns * patch_size)

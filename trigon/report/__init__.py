@@ -1,1 +1,1 @@
-"""What is seen of a run: on the screen, in its folder, and in the trackers that a user chose."""
+"""Reports a run: on the console, in the run folder and to trackers."""

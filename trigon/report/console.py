@@ -1,8 +1,8 @@
-"""What a person sees while a run runs: progress, one line a step, tables, warnings.
+"""The console output of a run: progress bars, one line per step, tables and warnings.
 
-Text that a model or a dataset wrote is hostile: it reaches the terminal without control characters, and nothing in it
-is read as markup. On something that is no terminal, bars become plain lines, at most one every few seconds. Knows rich;
-refuses to know files, trackers and what a step does.
+Text from models and datasets is untrusted: it is printed without control characters and never
+parsed as markup. If the output is not a terminal, progress bars become plain lines, at most one
+every few seconds.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rich.text import Text
 from trigon.report.run_folder import RolloutRow
 
 SECONDS_BETWEEN_LINES = 10.0
-"""How often a phase reports on something that is no terminal."""
+"""Interval of a phase's progress lines when the output is not a terminal."""
 
 _ESCAPES = re.compile(
-    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).{0,500}?(?:\x1b\\|\x07|\x9c)"  # strings: titles, links, the clipboard
-    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # control sequences: colours, the cursor
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).{0,500}?(?:\x1b\\|\x07|\x9c)"  # string sequences: title, links, clipboard
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # control sequences: colours, cursor
     r"|\x1b.?",
     re.DOTALL,
 )
-# Control characters but newline and tab, marks that hide text or turn its direction, halves of surrogate pairs.
+# Control characters except newline and tab, invisible and bidirectional marks, unpaired surrogates.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
-# What a step's line shows: a word, and the keys that can say it; the first one present is taken.
+# The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/overall", "critic/score/mean")),
     ("accuracy", ("reward/accuracy",)),
@@ -52,19 +52,19 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def harmless(text: str, *, max_characters: int) -> str:
-    """Return text that a terminal only prints: no escape sequences, no control characters, capped in length."""
-    left_out = len(text) - max_characters
-    text = text[: 2 * max_characters]  # what is removed below may make room, but a megabyte need not be searched
+def sanitize(text: str, *, max_characters: int) -> str:
+    """Return text without escape sequences and control characters, cut after max_characters."""
+    num_cut = len(text) - max_characters
+    text = text[: 2 * max_characters]  # bounds the work below; removals may bring in some more characters
     text = _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))[:max_characters]
-    return f"{text} ... ({left_out:,} more characters)" if left_out > 0 else text
+    return f"{text} ... ({num_cut:,} more characters)" if num_cut > 0 else text
 
 
 class Console:
-    """The screen.
+    """Prints to a terminal or another text stream.
 
-    stream: where to write. progress: whether long phases show theirs. step_lines: whether each step prints its line;
-    tables and warnings are printed in any case.
+    stream: default standard output. progress: show the progress of phases. step_lines: print a line
+    per step; tables and warnings are always printed. clock: seconds, for tests.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Console:
         step_lines: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Plain text is the default everywhere: with markup on, "[/bold]" in an answer would be read as an instruction.
+        # Markup is off: "[/bold]" in a completion must not be parsed.
         self._rich = RichConsole(file=stream or sys.stdout, markup=False, highlight=False, emoji=False)
         self._progress_on = progress
         self._step_lines = step_lines
@@ -91,9 +91,9 @@ class Console:
 
     @contextmanager
     def progress(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """Show a phase while the context lasts, and yield advance(k), which may be called from any thread.
+        """Show the progress of a phase, and yield advance(k), which may be called from any thread.
 
-        total: None when it cannot be known.
+        total: None if unknown.
         """
         if not self._progress_on:
             yield _ignore
@@ -107,8 +107,8 @@ class Console:
 
     @contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        # One display for all bars: phases can lie within each other, live displays cannot.
-        task = self._bars.add_task(harmless(name, max_characters=40), total=total)
+        # One display for all bars: phases can be nested, live displays of rich cannot.
+        task = self._bars.add_task(sanitize(name, max_characters=40), total=total)
         self._bars.start()
         try:
             yield lambda k: self._bars.advance(task, k)
@@ -118,55 +118,57 @@ class Console:
                 self._bars.stop()
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> None:
-        """Print the line of a step from what its metrics hold. seconds_left: until the last step, None if unknown."""
+        """Print the line of a step. seconds_left: until the end of the last step, if known."""
         if not self._step_lines:
             return
         parts = [f"step {step}/{total_steps}"]
-        for word, keys in _STEP_LINE:
+        for label, keys in _STEP_LINE:
             value = next((metrics[key] for key in keys if key in metrics), None)
             if value is not None:
-                parts.append(f"{word} {number(value)}")
+                parts.append(f"{label} {format_number(value)}")
         if seconds_left is not None and step < total_steps:
-            parts.append(f"left {duration(seconds_left)}")
+            parts.append(f"left {format_duration(seconds_left)}")
         self.print("  ".join(parts))
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table; cells that look like numbers stand on the right."""
+        """Print a table. Columns of numbers are aligned right."""
         table = Table(title=title, title_justify="left", title_style="bold", show_header=any(header))
         for column, name in enumerate(header):
             numeric = all(_looks_numeric(row[column]) for row in rows)
             table.add_column(name, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(harmless(cell, max_characters=500)) for cell in row))
+            table.add_row(*(Text(sanitize(cell, max_characters=500)) for cell in row))
         self._rich.print(table)
 
-    def generations(self, title: str, rows: Sequence[RolloutRow]) -> None:
-        """Print answers in full, as far as that is sensible, each with its question, its truth and its reward."""
+    def completions(self, title: str, rows: Sequence[RolloutRow]) -> None:
+        """Print completions with prompt, ground truth and reward. Texts are cut at 2,000
+        characters.
+        """
         for row in rows:
-            parts = ", ".join(f"{key} {number(value)}" for key, value in sorted(row.parts.items()))
-            self._rich.print(Text(f"{title} | {harmless(row.prompt_id, max_characters=100)}", style="bold"))
+            parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))
+            self._rich.print(Text(f"{title} | {sanitize(row.prompt_id, max_characters=100)}", style="bold"))
             for name, text in (
                 ("prompt", row.prompt),
-                ("answer", row.response),
-                ("truth", str(row.ground_truth)),
-                ("reward", f"{number(row.reward)} ({harmless(parts or row.error, max_characters=500)})"),
+                ("completion", row.response),
+                ("ground truth", str(row.ground_truth)),
+                ("reward", f"{format_number(row.reward)} ({sanitize(parts or row.error, max_characters=500)})"),
             ):
-                shown = harmless(text, max_characters=2000).replace("\n", "\n          ")
-                self._rich.print(Text.assemble((f"  {name:<6}  ", "dim"), shown), soft_wrap=True)
+                shown = sanitize(text, max_characters=2000).replace("\n", "\n" + " " * 16)
+                self._rich.print(Text.assemble((f"  {name:<12}  ", "dim"), shown), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning that cannot be overlooked."""
+        """Print a warning."""
         self._rich.print(
-            Text.assemble(("warning: ", "bold yellow"), harmless(text, max_characters=5000)), soft_wrap=True
+            Text.assemble(("warning: ", "bold yellow"), sanitize(text, max_characters=5000)), soft_wrap=True
         )
 
     def print(self, text: str) -> None:
-        """Print lines of our own or others' making."""
-        self._rich.print(Text(harmless(text, max_characters=20_000)), soft_wrap=True)
+        """Print text, sanitized."""
+        self._rich.print(Text(sanitize(text, max_characters=20_000)), soft_wrap=True)
 
 
 class _Lines:
-    """A phase on something that is no terminal."""
+    """The progress of a phase as plain lines, for an output that is not a terminal."""
 
     def __init__(
         self, name: str, total: int | None, print_line: Callable[[str], None], clock: Callable[[], float]
@@ -186,7 +188,7 @@ class _Lines:
     def finish(self) -> None:
         seconds = self._clock() - self._start
         if seconds >= SECONDS_BETWEEN_LINES:
-            self._print(f"{self._name}  done in {duration(seconds)}")
+            self._print(f"{self._name}  done in {format_duration(seconds)}")
 
 
 class _Count(ProgressColumn):
@@ -209,17 +211,17 @@ def _count(done: int, total: int | None) -> str:
 
 
 def _pace(done: int, total: int | None, seconds: float) -> str:
-    """Say how fast it goes and how long it still takes, or just how long it has taken when nothing is done yet."""
+    """Return rate and time left as text, or the time so far if nothing is done yet."""
     if not done or seconds <= 0:
-        return duration(seconds)
+        return format_duration(seconds)
     rate = done / seconds
     if total is None:
-        return f"{number(rate)}/s, {duration(seconds)}"
-    return f"{number(rate)}/s, {duration(max(total - done, 0) / rate)} left"
+        return f"{format_number(rate)}/s, {format_duration(seconds)}"
+    return f"{format_number(rate)}/s, {format_duration(max(total - done, 0) / rate)} left"
 
 
-def number(value: float) -> str:
-    """Return a number as a line of text wants it: 0.8125, 63.2, 12,345, 1.0e-06."""
+def format_number(value: float) -> str:
+    """Return a number as short text: 0.8125, 63.2, 12,345, 1.0e-06."""
     if not isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -231,8 +233,8 @@ def number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
-    """Return a stretch of time as people say it: 3.2 s, 4 min 10 s, 2 h 5 min."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as text: 3.2 s, 4 min 10 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -246,4 +248,4 @@ def _looks_numeric(cell: str) -> bool:
 
 
 def _ignore(k: int) -> None:
-    """Hear of progress that nobody wants to see."""
+    """Do nothing: the advance of a phase whose progress is not shown."""

@@ -1,8 +1,8 @@
-"""Everything that is reported goes through here: to the run folder, to the screen, and to the trackers.
+"""Reports metrics, rollouts and progress to the run folder, the console and the trackers.
 
-Measures what the reported numbers need: wall-clock time of each phase, peak memory. Such numbers differ from run to
-run, and all of them live under timing_s/, timing_per_token_ms/ and perf/; every other key belongs to the caller. Knows
-the three places; refuses to know how a step is made.
+Measures the wall-clock time of each phase and the peak memory. These are the only numbers that
+differ between equal runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other
+metrics come from the caller.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 from types import TracebackType
 
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
-from trigon.report.console import Console, duration, number
+from trigon.report.console import Console, format_duration, format_number
 from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
 from trigon.report.sinks import Sink, Trackers
 from trigon.types import RolloutGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
-"""Phases that are not part of a step's pace: perf/time_per_step and perf/throughput leave them out."""
+"""Phases whose time is not part of perf/time_per_step and perf/throughput."""
 
 PER_RESPONSE_TOKEN = ("gen", "reward")
-"""Phases whose work grows with the response; that of all others grows with all tokens."""
+"""Phases whose time is divided by completion tokens; the others by all tokens."""
 
 
 class Reporter:
     """Reports a run.
 
-    num_devices: over how many devices perf/throughput is divided. clock: seconds from some moment on, for tests.
-    A tracker that fails is reported once and not used again.
+    sinks: the trackers; one that fails is reported once and not used again.
+    num_devices: divisor of perf/throughput. clock: seconds, for tests.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Reporter:
         self._num_devices = num_devices
         self._clock = clock
         self._step_started = clock()
-        self._seconds: dict[str, float] = {}  # of the phases since then
+        self._seconds: dict[str, float] = {}  # by phase, since then
         self._depth = 0
         self._recent: deque[float] = deque(maxlen=10)  # seconds of the last steps
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Show a stretch of work and yield advance(k), to be called as k more of total are done.
+        """Show a phase, and yield advance(k), to be called when k more of total are done.
 
-        Its wall-clock seconds become timing_s/<name> of the step reported next, a phase that comes again adding to it.
-        A phase within another shows its progress, but its time counts as the outer one's.
+        Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of
+        nested phases only the outermost one is timed.
         """
-        from trigon.training.trace import marked  # which brings torch along
+        from trigon.training.trace import marked  # imports torch
 
         start = self._clock()
         self._depth += 1
@@ -75,18 +75,19 @@ class Reporter:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def begin(self) -> None:
-        """Forget the time since the last step: what was loaded before the first one is not part of it."""
+        """Start timing a step, and discard the times measured so far."""
         self._seconds.clear()
         self._step_started = self._clock()
 
     def step(
         self, step: int, total_steps: int, metrics: Metrics, *, num_tokens: int = 0, num_response_tokens: int = 0
     ) -> None:
-        """Write the metrics of a step everywhere, with its timings, pace and memory added.
+        """Report the metrics of a step, with its timings, throughput and memory added.
 
-        To be called before the step's checkpoint is saved, so that no resumed run lacks the line; the time of that save
-        is part of the next step's. num_tokens: of all the step's sequences, prompts included; num_response_tokens: of
-        their responses alone; 0: no pace is told.
+        Call it before the step's checkpoint is saved, so that the metrics of a resumed run are
+        complete; the time of the save belongs to the next step.
+        num_tokens: of all sequences of the step, prompts included; num_response_tokens: of their
+        completions. 0: no throughput is reported.
         """
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
@@ -118,7 +119,7 @@ class Reporter:
         return measured
 
     def _utilization(self, metrics: Metrics) -> dict[str, Metric]:
-        """Return which share of what the devices can do at most the updates did; nothing where that is not known."""
+        """Return the model FLOPs utilization of the updates, or nothing if the peak is unknown."""
         work, peak = metrics.get("actor/model_tflops"), metrics.get("perf/peak_tflops")
         seconds = self._seconds.get("update_actor", 0.0)
         if work is None or peak is None or not seconds:
@@ -126,46 +127,50 @@ class Reporter:
         return {"perf/mfu_actor": Mean(work.value / (seconds * self._num_devices * peak.value))}
 
     def rollouts(self, step: int, groups: Sequence[RolloutGroup], split: Split) -> None:
-        """Write every rollout of a step into the run folder."""
+        """Write the rollouts of a step into the run folder."""
         self._folder.write_rollouts(step, split, rollout_rows(groups))
 
     def validation(
         self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, shown: int
     ) -> None:
-        """Write every validation answer into the run folder, and show the first `shown` of them: the same each time.
+        """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
-        metrics: of the validation, for the screen alone: to be recorded, they go into the metrics of a step as well.
+        metrics: of the validation, for the console only; pass them to step() to record them.
         """
         rows = rollout_rows(groups)
         self._folder.write_rollouts(step, "validation", rows)
-        some = rows[:shown]
-        if some:
-            self._console.generations(f"validation after step {step}", some)
-            self._trackers.rollouts(step, some)
-        figures = "  ".join(f"{_plain_name(key)} {number(value)}" for key, value in _validation(metrics))
-        self._console.print(f"validation after step {step}: {len(rows)} answers  {figures}")
+        shown_rows = rows[:shown]
+        if shown_rows:
+            self._console.completions(f"validation after step {step}", shown_rows)
+            self._trackers.rollouts(step, shown_rows)
+        figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
+        self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 
     def rewind(self, step: int) -> None:
-        """Forget what was reported after this step, where a resumed run goes on. At 0 an earlier run is set aside."""
+        """Remove what was reported after this step, from which a run resumes.
+
+        At step 0, reports of an earlier run are moved, with a warning.
+        """
         moved = self._folder.rewind(step)
         if moved is not None:
             self.warn(
-                f"this run starts from the beginning: an earlier one's metrics and rollouts were moved to {moved}"
+                f"this run starts from the beginning: metrics and rollouts of an earlier run were moved to {moved}"
             )
         self.begin()
 
     def overview(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print what the run will do: (what, how much)."""
-        self._console.table("What this run will do", ("", ""), rows)
+        """Print the table of what the run will do: (name, value)."""
+        self._console.table("Overview of the run", ("", ""), rows)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
         self._console.warn(text)
 
     def summary(self, *, exported: Path | None, next_steps: Sequence[str]) -> None:
-        """Print what came of the run, from its folder alone, so that a run that was resumed is told whole.
+        """Print the first and the last validation, the time of each phase, and the paths.
 
-        exported: where the Hugging Face model lies, if it was written. next_steps: commands or hints, one line each.
+        All of it is read from the run folder, so steps before a resume are included.
+        exported: folder of the exported model, if any. next_steps: hints, one line each.
         """
         lines = self._folder.read_metrics()
         validated = [line for line in lines if "val/reward_score" in line.metrics]
@@ -175,25 +180,29 @@ class Reporter:
                 "Validation",
                 ("", f"before (step {first.step})", f"after (step {last.step})"),
                 [
-                    (_plain_name(key), number(first.metrics.get(key, float("nan"))), number(value))
-                    for key, value in _validation(last.metrics)
+                    (_short_name(key), format_number(first.metrics.get(key, float("nan"))), format_number(value))
+                    for key, value in _validation_metrics(last.metrics)
                 ],
             )
-        spent = _total(lines, "timing_s/")
-        whole = spent.pop("step", 0.0)
-        spent.pop("other", 0.0)  # it is what is left, and comes last
-        tokens = _total(lines, "perf/total_num_tokens").get("", 0.0)
+        spent = _totals(lines, "timing_s/")
+        all_seconds = spent.pop("step", 0.0)
+        spent.pop("other", 0.0)  # computed below, as the last row
+        tokens = _totals(lines, "perf/total_num_tokens").get("", 0.0)
         rows = [
-            (name, duration(seconds), f"{100 * seconds / whole:.0f} %")
+            (name, format_duration(seconds), f"{100 * seconds / all_seconds:.0f} %")
             for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
             if seconds > 0
         ]
         if rows:
-            rest = max(whole - sum(spent.values()), 0.0)
-            rows += [("other", duration(rest), f"{100 * rest / whole:.0f} %"), ("all", duration(whole), "100 %")]
+            other = max(all_seconds - sum(spent.values()), 0.0)
+            rows += [
+                ("other", format_duration(other), f"{100 * other / all_seconds:.0f} %"),
+                ("all", format_duration(all_seconds), "100 %"),
+            ]
             self._console.table("Time", ("phase", "time", "share"), rows)
         if tokens:
-            self._console.print(f"tokens trained on: {number(tokens)} ({number(tokens / whole)} a second over all)")
+            rate = format_number(tokens / all_seconds)
+            self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
         self._console.print(f"run:      {self._folder.path}")
         self._console.print(f"metrics:  {self._folder.path / 'metrics.jsonl'}")
         self._console.print(f"rollouts: {self._folder.path / 'rollouts'}")
@@ -203,7 +212,7 @@ class Reporter:
             self._console.print("\n".join(("next:", *(f"  {line}" for line in next_steps))))
 
     def close(self) -> None:
-        """Close the trackers. The run folder is its owner's to close."""
+        """Close the trackers. The run folder is closed by its owner."""
         self._trackers.close()
 
     def __enter__(self) -> Reporter:
@@ -215,19 +224,19 @@ class Reporter:
         self.close()
 
 
-def _validation(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the figures of a validation, what is looked for first coming first."""
+def _validation_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the val/ metrics: accuracy, format, reward, then the others by name."""
     order = ("val/accuracy_reward", "val/format_reward", "val/reward_score")
     rest = sorted(key for key in metrics if key.startswith("val/") and key not in (*order, "val/overall_reward"))
     return [(key, metrics[key]) for key in (*order, *rest) if key in metrics]
 
 
-def _plain_name(key: str) -> str:
-    """Return what val/accuracy_reward or val/reward_score is called among people: accuracy, reward."""
+def _short_name(key: str) -> str:
+    """Return the name of a validation metric on the console: val/accuracy_reward is accuracy."""
     return key.removeprefix("val/").removesuffix("_reward").removesuffix("_score")
 
 
-def _total(lines: Sequence[StepMetrics], prefix: str) -> dict[str, float]:
+def _totals(lines: Sequence[StepMetrics], prefix: str) -> dict[str, float]:
     totals: dict[str, float] = {}
     for line in lines:
         for key, value in line.metrics.items():

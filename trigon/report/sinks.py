@@ -1,7 +1,8 @@
-"""The trackers that a run can report to besides the screen and its own folder.
+"""The trackers to which a run can report: MLflow, SwanLab, TensorBoard, Weights & Biases.
 
-Each is imported when it is chosen and not before, and none can stop a run. Knows the four libraries; refuses to know
-where their settings come from: the command line reads the environment.
+Each library is imported only if it is configured, and none of their errors stops a run. Does not
+read environment
+variables: trigon/cli/train.py does.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trigon.errors import ConfigError
-from trigon.report.console import harmless, number
+from trigon.report.console import format_number, sanitize
 from trigon.report.run_folder import RolloutRow
 
-# The packages, and what opens one that does not open by itself.
+# The package of each tracker, and a hint for when it does not open.
 _PACKAGES = {
     "mlflow": "Set MLFLOW_TRACKING_URI to a tracking server (mlflow-skinny keeps no database of its own)",
     "swanlab": "Run `swanlab login`, or set SWANLAB_API_KEY, or SWANLAB_MODE=offline",
-    "tensorboard": "Set TENSORBOARD_DIR to a folder that can be written",
+    "tensorboard": "Set TENSORBOARD_DIR to a writable folder",
     "wandb": "Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline",
 }
-_HERE_ANYWAY = ("console", "file")
+_BUILT_IN = ("console", "file")
 
 
 @dataclass(frozen=True, slots=True)
 class TrackerSettings:
-    """What the trackers are told.
+    """The settings of all trackers.
 
-    project, experiment: under which the run is filed. config: the resolved configuration, nested, JSON-able.
-    folder: the run folder; a run that is resumed in it goes on under the same name where the tracker can.
-    tensorboard_dir: None is folder/tensorboard. swanlab_dir: None is folder/swanlab. swanlab_mode: None is swanlab's
-    own choice. swanlab_api_key: None where swanlab is logged in already.
+    project, experiment: names of the run. config: the resolved configuration, nested, of JSON
+    types. folder: the run folder; a run that resumes in it continues its curves where the tracker
+    supports it.
+    tensorboard_dir: None: folder/tensorboard. swanlab_dir: None: folder/swanlab. swanlab_mode:
+    None: SwanLab's default.
+    swanlab_api_key: None: SwanLab is logged in already.
     """
 
     project: str
@@ -48,33 +51,30 @@ class TrackerSettings:
 
 
 class Sink(Protocol):
-    """A tracker. Any method may raise anything: networks and other people's libraries do."""
+    """A tracker. Its methods may raise any exception."""
 
     name: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of a step."""
+        """Record the metrics of a step."""
         ...
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Record some validation answers as plain text."""
+        """Record some validation completions as plain text."""
         ...
 
     def close(self) -> None:
-        """Send what is left, and end."""
+        """Send pending data, and close the tracker."""
         ...
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse a tracker that is unknown or not installed. Imports nothing.
-
-    Raises: ConfigError naming the extra to install.
-    """
+    """Raise ConfigError if a tracker is unknown or not installed. Imports none of them."""
     for name in names:
-        if name in _HERE_ANYWAY:
+        if name in _BUILT_IN:
             continue
         if name not in _PACKAGES:
-            raise ConfigError(f"trainer.logger names {name!r}; it takes {', '.join((*_HERE_ANYWAY, *_PACKAGES))}")
+            raise ConfigError(f"trainer.logger names {name!r}; it takes {', '.join((*_BUILT_IN, *_PACKAGES))}")
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"trainer.logger names {name}, which is not installed: run pip install 'trigon[{name}]', or remove it"
@@ -82,14 +82,14 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
-    """Open the trackers among trainer.logger's names; console and file are no trackers and are passed over.
+    """Open the trackers in trainer.logger; "console" and "file" are not trackers and are skipped.
 
-    Raises: ConfigError if one is unknown, not installed, or does not open (no account, no network).
+    Raises: ConfigError if one is unknown, not installed, or fails to open (no account, no network).
     """
     check_sinks(names)
     sinks: list[Sink] = []
     for name in names:
-        if name in _HERE_ANYWAY:
+        if name in _BUILT_IN:
             continue
         opened: Callable[[TrackerSettings], Sink]
         match name:
@@ -109,18 +109,17 @@ def open_sinks(names: Sequence[str], settings: TrackerSettings) -> list[Sink]:
             for sink in sinks:
                 sink.close()
             raise ConfigError(
-                f"trainer.logger names {name}, which does not open: {type(error).__name__}: {error}. "
+                f"trainer.logger names {name}, which failed to open: {type(error).__name__}: {error}. "
                 f"{_PACKAGES[name]}, or remove it"
             ) from error
     return sinks
 
 
 class Trackers:
-    """All trackers of a run. One that fails is reported once and left out from then on.
+    """All trackers of a run. One that fails is reported once and not used again.
 
-    Besides the grader of answers this is the one place where any exception is caught: trackers fail in their own ways
-    (no network, no room, a quota, a bug), all numbers are in metrics.jsonl already, and hours of training are worth
-    more than a curve on somebody's server.
+    Every exception of a tracker is caught: a tracker can fail for reasons outside the run (network,
+    disk space, quota, a bug), and all metrics are in metrics.jsonl as well.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, warn: Callable[[str], None]) -> None:
@@ -128,27 +127,27 @@ class Trackers:
         self._warn = warn
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of a step."""
-        self._tell(lambda sink: sink.log(step, metrics))
+        """Record the metrics of a step."""
+        self._call(lambda sink: sink.log(step, metrics))
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Record some validation answers."""
-        self._tell(lambda sink: sink.rollouts(step, rows))
+        """Record some validation completions."""
+        self._call(lambda sink: sink.rollouts(step, rows))
 
     def close(self) -> None:
-        """Close them all."""
-        self._tell(lambda sink: sink.close())
+        """Close all trackers."""
+        self._call(lambda sink: sink.close())
         self._sinks.clear()
 
-    def _tell(self, what: Callable[[Sink], None]) -> None:
+    def _call(self, method: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
             try:
-                what(sink)
-            except Exception as error:  # noqa: BLE001  (see the class)
+                method(sink)
+            except Exception as error:  # noqa: BLE001  (see the class docstring)
                 self._sinks.remove(sink)
                 self._warn(
-                    f"{sink.name} failed and is not used any more: {type(error).__name__}: {error}. Training goes on; "
-                    "every number is in metrics.jsonl"
+                    f"{sink.name} failed and is no longer used: {type(error).__name__}: {error}. Training continues; "
+                    "all metrics are in metrics.jsonl"
                 )
 
 
@@ -180,8 +179,9 @@ class _Wandb:
         import wandb
 
         self._wandb: Any = wandb
-        # The same id at every start in this folder: a resumed run goes on in its own curves. Steps that it repeats have
-        # the same values, and wandb keeps the first. Console capture is off: the console shows what a model wrote.
+        # The id depends on the run folder only, so that a resumed run continues its curves. Steps
+        # that it repeats have the same values, and wandb keeps the first. Console capture is off,
+        # since completions are on the console.
         self._run: Any = wandb.init(
             project=settings.project,
             name=settings.experiment,
@@ -227,7 +227,7 @@ class _SwanLab:
 
     def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
         texts = [
-            self._swanlab.Text(_as_text([row]), caption=harmless(row.prompt_id, max_characters=100)) for row in rows
+            self._swanlab.Text(_as_text([row]), caption=sanitize(row.prompt_id, max_characters=100)) for row in rows
         ]
         self._swanlab.log({"val/generations": texts}, step=step)
 
@@ -258,7 +258,7 @@ class _MLflow:
 
 def _texts(row: RolloutRow) -> list[str]:
     return [
-        harmless(text, max_characters=20_000)
+        sanitize(text, max_characters=20_000)
         for text in (row.prompt_id, row.prompt, row.response, str(row.ground_truth))
     ]
 
@@ -266,15 +266,16 @@ def _texts(row: RolloutRow) -> list[str]:
 def _as_text(rows: Sequence[RolloutRow]) -> str:
     blocks = []
     for row in rows:
-        prompt_id, prompt, response, truth = _texts(row)
+        prompt_id, prompt, response, ground_truth = _texts(row)
         blocks.append(
-            f"{prompt_id}\nprompt: {prompt}\nanswer: {response}\ntruth: {truth}\nreward: {number(row.reward)}\n"
+            f"{prompt_id}\nprompt: {prompt}\ncompletion: {response}\nground truth: {ground_truth}\n"
+            f"reward: {format_number(row.reward)}\n"
         )
     return "\n".join(blocks)
 
 
 def _as_code(text: str) -> str:
-    """Return text that a Markdown viewer shows letter by letter: nothing a model wrote becomes a link or an image."""
+    """Return text as a Markdown code block, so that links and images in it are not rendered."""
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 

@@ -1,1 +1,1 @@
-"""What an answer is worth: the reward contract, and the killable processes that user code runs in."""
+"""Reward functions: their contracts, the reward workers that run them, and shipped verifiers."""

@@ -1,13 +1,13 @@
-"""What a reward function is given and what it may answer.
+"""The contracts of reward functions: arguments, return values, and the choice of a contract.
 
-Knows the three contracts, how one is told from another, and what a proper reply is. Refuses to know about files,
-processes and time limits.
+Does not depend on files, processes and time limits.
 
-    batch        REWARD_TYPE = "batch"         function(answers: list[dict], **kwargs) -> list[dict]
-    sequential   REWARD_TYPE = "sequential"    function(answer: dict, **kwargs) -> dict
-    legacy       told by its signature         function(predict_str, ground_truth, **kwargs) -> float | dict
+    batch        REWARD_TYPE = "batch"       f(reward_inputs: list[dict], **kwargs) -> list[dict]
+    sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
+    legacy       chosen by its signature     f(predict_str, ground_truth, **kwargs) -> float | dict
 
-An answer is a plain dict with the fields of RewardRequest; a reply is {"overall": reward, any other name: number}.
+A reward_input has the fields of RewardRequest; a returned dict is {"overall": reward, any other
+name: number}.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from trigon.errors import RewardError
+from trigon.suggestions import nearest
 from trigon.types import FinishReason
 
 RewardContract = Literal["batch", "sequential", "legacy"]
 
 MAX_PARTS = 100
-"""Most numbers that one answer's reply may hold: each becomes a metric."""
+"""Maximum number of scores that may be returned for a completion; each becomes a metric."""
 
 MAX_NAME_CHARACTERS = 200
-"""Longest name of such a number."""
+"""Maximum length of the name of a score."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """One answer to be scored.
+    """One completion to be scored.
 
-    response: the decoded answer. response_length: its tokens. ground_truth: the row's answer, as the dataset holds it.
-    prompt: the question as a person reads it. finish_reason: whether the answer ended by itself or was cut.
-    row: the other columns of the dataset's row, less its images.
+    response: the text of the completion. response_length: its number of tokens. ground_truth: as in
+    the dataset.
+    prompt: the text of the prompt. finish_reason: whether the completion ended by itself or was
+    truncated.
+    row: the other columns of the dataset's row, except images.
     """
 
     response: str
@@ -54,37 +56,40 @@ class RewardRequest:
     row: Mapping[str, Any]
 
 
-def encode(request: RewardRequest) -> tuple[str, tuple[str, ...]]:
-    """Return the request as one line of JSON, and the columns of its row that JSON cannot carry and that are left out.
+def encode_request(request: RewardRequest) -> tuple[str, tuple[str, ...]]:
+    """Return the request as one line of JSON, and the columns of its row that are omitted.
 
-    Numpy scalars and arrays travel as numbers and lists, dates as ISO strings, tuples as lists.
-    Raises: RewardError if the ground truth itself cannot be carried.
+    Columns that JSON cannot represent are omitted. Numpy scalars and arrays become numbers and
+    lists, dates ISO strings, tuples lists.
+    Raises: RewardError if JSON cannot represent the ground truth.
     """
-    answer = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    answer["row"] = dict(request.row)
-    if (text := _json(answer)) is not None:
+    reward_input = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    reward_input["row"] = dict(request.row)
+    if (text := _to_json(reward_input)) is not None:
         return text, ()
-    left_out = tuple(column for column, value in request.row.items() if _json(value) is None)
-    answer["row"] = {column: value for column, value in request.row.items() if column not in left_out}
-    if (text := _json(answer)) is None:
+    omitted = tuple(column for column, value in request.row.items() if _to_json(value) is None)
+    reward_input["row"] = {column: value for column, value in request.row.items() if column not in omitted}
+    if (text := _to_json(reward_input)) is None:
         raise RewardError(
-            f"the ground truth {_shown(request.ground_truth)} (a {type(request.ground_truth).__name__}) cannot be "
-            "handed to the reward function; keep it as text, numbers, lists or dicts in the dataset"
+            f"the ground truth {_short_repr(request.ground_truth)} (a {type(request.ground_truth).__name__}) cannot be "
+            "passed to the reward function; store it as text, numbers, lists or dicts in the dataset"
         )
-    return text, left_out
+    return text, omitted
 
 
-def contract_of(
+def detect_contract(
     function: Callable[..., object], reward_type: object, kwargs: Mapping[str, Any], *, where: str
 ) -> RewardContract:
-    """Return the contract that a function keeps: by its module's REWARD_TYPE, or where that is None by its signature.
+    """Return the contract of a function, from REWARD_TYPE or, if that is None, its signature.
 
-    A signature says legacy by the names (predict_str, ground_truth), sequential by the name reward_input or a dict
-    annotation, and batch by the name reward_inputs, a list annotation, or by having no other argument to fill.
-    Raises: RewardError if REWARD_TYPE is unknown, the function is async, or the signature fits no contract.
+    Arguments named (predict_str, ground_truth) mean legacy. A first argument named reward_input, or
+    annotated as a dict, means sequential; one named reward_inputs, or annotated as a list, means
+    batch, and so does a function with a single required argument that is not in kwargs.
+    Raises: RewardError if REWARD_TYPE is unknown, the function is async, or the signature fits no
+    contract.
     """
     if inspect.iscoroutinefunction(function):
-        raise RewardError(f"{where} is async; make it a plain function that calls asyncio.run inside")
+        raise RewardError(f"{where} is async; make it a plain function that calls asyncio.run")
     if reward_type == "batch" or reward_type == "sequential":
         return reward_type
     if reward_type is not None:
@@ -97,74 +102,78 @@ def contract_of(
         return "sequential"
     if names[:1] == ["reward_inputs"] or _is_annotated(parameters[:1], "list", "sequence"):
         return "batch"
-    to_fill = [p for p in parameters if p.default is inspect.Parameter.empty and p.name not in kwargs]
-    if len(to_fill) == 1:
+    required = [p for p in parameters if p.default is inspect.Parameter.empty and p.name not in kwargs]
+    if len(required) == 1:
         return "batch"
     raise RewardError(
-        f"{where} takes ({', '.join(names)}), which fits no contract: give it one argument for the answers and set "
+        f"{where} takes ({', '.join(names)}), which fits no contract: give it one argument for the completions and set "
         'REWARD_TYPE = "batch" or "sequential" in its file, or name its two arguments (predict_str, ground_truth)'
     )
 
 
-def bind(
+def bind_kwargs(
     function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
 ) -> Callable[..., object]:
-    """Return the function with its further arguments bound.
+    """Return the function with kwargs bound.
 
-    Raises: RewardError if it does not take one of kwargs, or needs one that is not given.
+    Raises: RewardError if it does not accept one of kwargs, or requires one that is missing.
     """
     signature = _signature(function, where=where)
     parameters = signature.parameters
-    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    further = named[2 if contract == "legacy" else 1 :]
+    accepted = named[2 if contract == "legacy" else 1 :]
     for key in kwargs:
-        if key not in further and not open_ended:
+        if key not in accepted and not accepts_any:
             raise RewardError(
-                f"{where} does not take {key!r} of worker.reward.reward_function_kwargs{_nearest(key, further)}; "
-                f"it takes {', '.join(further) or 'none'}"
+                f"{where} does not accept {key!r} of worker.reward.reward_function_kwargs{_nearest(key, accepted)}; "
+                f"it accepts {', '.join(accepted) or 'none'}"
             )
-    answers = (None, None) if contract == "legacy" else (None,)
+    positional = (None, None) if contract == "legacy" else (None,)
     try:
-        signature.bind(*answers, **kwargs)
+        signature.bind(*positional, **kwargs)
     except TypeError as error:
         raise RewardError(
             f"{where} cannot be called by the {contract} contract: {error}; "
-            f"give its further arguments in worker.reward.reward_function_kwargs"
+            f"set its keyword arguments in worker.reward.reward_function_kwargs"
         ) from error
     return functools.partial(function, **kwargs)
 
 
-def parts_of(reply: object) -> dict[str, float]:
-    """Return the numbers of one answer's reply, as floats.
+def read_scores(returned: object) -> dict[str, float]:
+    """Return the scores of one completion as floats, from what the reward function returned for it.
 
-    Raises: RewardError, in one line, unless it is a dict of finite numbers with "overall" among them.
+    Raises: RewardError, with a message of one line, unless `returned` is a dict of finite numbers
+    with "overall".
     """
-    if not isinstance(reply, Mapping):
-        raise RewardError(f"returned {_shown(reply)} where a dict with 'overall' is due")
-    if "overall" not in reply:
-        raise RewardError(f"returned a dict without 'overall': {_shown(reply)}")
-    if len(reply) > MAX_PARTS:
-        raise RewardError(f"returned {len(reply)} numbers for one answer; {MAX_PARTS} are the most")
-    parts = {}
-    for name, value in reply.items():
+    if not isinstance(returned, Mapping):
+        raise RewardError(f"returned {_short_repr(returned)}, expected a dict with 'overall'")
+    if "overall" not in returned:
+        raise RewardError(f"returned a dict without 'overall': {_short_repr(returned)}")
+    if len(returned) > MAX_PARTS:
+        raise RewardError(f"returned {len(returned)} scores for one completion; the maximum is {MAX_PARTS}")
+    scores = {}
+    for name, value in returned.items():
         if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS:
-            raise RewardError(f"returned {_shown(name)} as the name of a number; names are text, and not too long")
-        parts[name] = _finite(name, value)
-    return parts
+            raise RewardError(
+                f"returned {_short_repr(name)} as the name of a score; names are text of at most "
+                f"{MAX_NAME_CHARACTERS} characters"
+            )
+        scores[name] = _read_number(name, value)
+    return scores
 
 
-def _finite(name: str, value: object) -> float:
-    """Return value as a float. Numpy and torch scalars count as numbers, and so do True and False."""
+def _read_number(name: str, value: object) -> float:
+    """Return value as a float. Numpy and torch scalars, True and False are numbers, too."""
     plain = value.item() if hasattr(value, "item") else value
     if not isinstance(plain, int | float):
-        raise RewardError(f"returned {_shown(value)} under {name!r} where a number is due")
+        raise RewardError(f"returned {_short_repr(value)} for {name!r}, expected a number")
     try:
         number = float(plain)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"returned {_shown(value)} under {name!r} where a finite number is due")
+        raise RewardError(f"returned {_short_repr(value)} for {name!r}, expected a finite number")
     return number
 
 
@@ -172,11 +181,11 @@ def _signature(function: Callable[..., object], *, where: str) -> inspect.Signat
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"{where} shows no signature ({error}); wrap it in a plain function") from error
+        raise RewardError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error
 
 
 def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool:
-    """Say whether the first parameter is annotated with one of these types: as a type, a generic, or text."""
+    """Return whether the first parameter is annotated with one of these types or their names."""
     if not parameters:
         return False
     annotation = parameters[0].annotation
@@ -186,27 +195,27 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    matches = get_close_matches(name, known, n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    match = nearest(name, known)
+    return f" (did you mean {match!r}?)" if match else ""
 
 
-def _json(value: object) -> str | None:
-    """Return value as one line of JSON, or None if JSON cannot carry it."""
+def _to_json(value: object) -> str | None:
+    """Return value as one line of JSON, or None if JSON cannot represent it."""
     try:
-        return json.dumps(value, default=_plain)
+        return json.dumps(value, default=_to_plain)
     except (TypeError, ValueError):
         return None
 
 
-def _plain(value: object) -> object:
-    """Return what JSON can carry in place of a value that it cannot."""
+def _to_plain(value: object) -> object:
+    """Return a date as text, a numpy scalar as number, an array as list. Raises: TypeError."""
     if isinstance(value, date):
         return value.isoformat()
     if hasattr(value, "tolist"):  # numpy scalars and arrays, without importing numpy
         return value.tolist()
-    raise TypeError(f"JSON cannot carry a {type(value).__name__}")
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

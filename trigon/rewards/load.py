@@ -1,7 +1,7 @@
-"""From `file.py:function` to a reward function.
+"""Finds and loads a reward function from `file.py:function` or the name of a shipped verifier.
 
-Knows where functions are found, and what to say when they are not. Refuses to know what they are called with. find()
-only looks at names and files and may run anywhere; load() runs the user's file and belongs in a worker process.
+find_source() only checks names and files, and may run anywhere. load_function() runs the user's
+file, and is only called in reward workers. Does not depend on the arguments of reward functions.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from trigon.errors import RewardError
-
-SHIPPED = ("math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui")
-"""The verifiers that a name alone stands for."""
+from trigon.names import SHIPPED_REWARDS
+from trigon.suggestions import nearest
 
 _MODULE_NAME = "trigon_reward_function"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """Where a reward function lives: an absolute file, or a shipped module; and its name there.
+    """The location of a reward function, in a file or in a shipped module.
 
-    Example: RewardSource(file="/home/me/grade.py", module="", function="compute_score").
+    file: an absolute path, or "" for a shipped module.
+
+    Example: RewardSource(file="/home/me/reward.py", module="", function="compute_score").
     """
 
     file: str
@@ -37,50 +37,53 @@ class RewardSource:
 
     @property
     def where(self) -> str:
-        """How errors name it."""
+        """The description of the function in error messages."""
         return f"reward function {self.function!r} of {self.file or self.module}"
 
 
-def find(spec: str) -> RewardSource:
-    """Return the source that spec names: `file.py:function`, `file.py` (whose function is `main`), or a shipped name.
+def find_source(spec: str) -> RewardSource:
+    """Return the source of `file.py:function`, `file.py` (its function `main`), or a shipped name.
 
-    Raises: RewardError if there is no such file or shipped verifier; it names the nearest one.
+    Raises: RewardError, with the nearest known name, if there is no such file or shipped verifier.
     """
-    if spec in SHIPPED:
+    if spec in SHIPPED_REWARDS:
         return RewardSource(file="", module=f"trigon.rewards.verifiers.{spec}", function="compute_score")
     path, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "main")
     file = Path(path).expanduser().absolute()
     if not function.isidentifier():
-        raise RewardError(f"worker.reward.reward_function={spec!r}: {function!r} names no function; write file.py:name")
+        raise RewardError(
+            f"worker.reward.reward_function={spec!r}: {function!r} is not a function name; use file.py:function"
+        )
     if file.is_file():
         return RewardSource(file=str(file), module="", function=function)
-    beside = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
-    near = get_close_matches(file.name, beside, n=1)
-    near_shipped = get_close_matches(path, SHIPPED, n=1)
-    if near:
-        hint = f"did you mean {file.parent / near[0]}?"
-    elif near_shipped:
-        hint = f"did you mean the shipped {near_shipped[0]!r}?"
+    file_names = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
+    nearest_file = nearest(file.name, file_names)
+    nearest_shipped = nearest(path, SHIPPED_REWARDS)
+    if nearest_file:
+        hint = f"did you mean {file.parent / nearest_file}?"
+    elif nearest_shipped:
+        hint = f"did you mean the shipped {nearest_shipped!r}?"
     else:
-        hint = f"give file.py:function, or one of the shipped {', '.join(SHIPPED)}"
+        hint = f"use file.py:function, or one of the shipped {', '.join(SHIPPED_REWARDS)}"
     raise RewardError(f"worker.reward.reward_function={spec!r}: there is no file {file}; {hint}")
 
 
-def load(source: RewardSource) -> tuple[Callable[..., object], object]:
-    """Run the source's file and return (its function, the value of its REWARD_TYPE or None).
+def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
+    """Run the source's file, and return its function and its REWARD_TYPE, None if it has none.
 
-    The file's folder is searched last for imports: its neighbours are found, but a file named math.py hides nothing.
+    The file's folder is appended to sys.path: the file can import others beside it, but a math.py
+    there does not replace the standard library's.
     Raises: RewardError if the file fails to run, or has no such function.
     """
     try:
         module = _run_file(source.file) if source.file else importlib.import_module(source.module)
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{source.file or source.module} failed while it was loaded:\n{trace}") from error
+        raise RewardError(f"{source.file or source.module} failed to load:\n{trace}") from error
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if source.function not in vars(module):
-        near = get_close_matches(source.function, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'no function at all'}"
+        near = nearest(source.function, known)
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'no functions'}"
         raise RewardError(f"there is no {source.where}; {hint}")
     function = vars(module)[source.function]
     if not callable(function):
@@ -93,7 +96,7 @@ def _run_file(file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise RewardError(f"{file} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle look a class's module up here
+    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle look up a class's module here
     sys.path.append(str(Path(file).parent))
     spec.loader.exec_module(module)
     return module

@@ -1,13 +1,15 @@
-"""Scores answers in killable processes, so that a grader that hangs, crashes or lies costs an answer and never the run.
+"""Scores completions in reward workers, which are killed when the reward function hangs.
 
-Knows who is asked what, for how long, and who is to blame. Refuses to know what a score means.
+A failure costs the completion that caused it, never the run. Does not depend on the meaning of
+scores.
 
-Answers go out in chunks. The sequential and legacy contracts reply answer by answer, so the one that was being graded
-when its worker hung or died is known, and the rest of its chunk goes to another worker. The batch contract replies for
-the whole chunk: when that fails, its answers are asked again one by one, so that only the guilty one is blamed.
+Completions are sent in chunks. Functions of the sequential and legacy contracts return scores one
+by one, so when their worker hangs or exits, the completion that caused it is known, and the rest of
+the chunk goes to another worker. Batch functions return scores for a whole chunk; when that fails,
+its completions are sent again one by one.
 
-Workers are spoken to by a thread that lives as long as a scoring does. So grading goes on, and its time limits mean
-what they say, whatever the caller does meanwhile; and workers belong to one thread at a time.
+During a scoring, a thread of the pool communicates with the workers. So scoring continues, and its
+time limits hold, while the caller is busy.
 """
 
 from __future__ import annotations
@@ -27,24 +29,24 @@ from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardContract, RewardRequest, parts_of
-from trigon.rewards.load import find
-from trigon.rewards.process import ChildProcess, ending_of
+from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
+from trigon.rewards.load import find_source
+from trigon.rewards.process import ChildProcess, describe_exit
 from trigon.rewards.scoring import Scoring
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0
-"""Time in which a reward function's file must have run, with all that it imports."""
+"""Time limit for loading a reward function's file, with all its imports."""
 
-MAX_CHUNK = 32
-"""Most answers that are sent to a worker at a time."""
+MAX_CHUNK_SIZE = 32
+"""Maximum number of completions that are sent to a worker at a time."""
 
 _GRACE_SECONDS = 0.1
-"""Time after its limit in which a worker may still say where it hangs."""
+"""How long a worker lives after its time limit, to print its stack."""
 
 
 class RewardPool:
-    """A reward function behind worker processes. It may be used from any thread, by one at a time."""
+    """Reward workers for one reward function. May be used by any thread, one at a time."""
 
     def __init__(
         self,
@@ -55,147 +57,155 @@ class RewardPool:
         timeout_seconds: float,
         max_failed_fraction: float,
     ) -> None:
-        """Start the workers and return at once; they load the function meanwhile. ready() says whether they could.
+        """Start the workers, which load the function; ready() waits for them.
 
-        Args: spec: `file.py:function`, or a name of load.SHIPPED. kwargs: further arguments of the function.
-        timeout_seconds: time that one answer may take. max_failed_fraction: share of the answers of one scoring that
-        may fail.
-        Raises: RewardError if there is no such file, or kwargs hold what a configuration file cannot.
+        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword arguments of the
+        function.
+        timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
+        completions of one scoring that may fail.
+        Raises: RewardError if there is no such file, or if JSON cannot represent kwargs.
         """
-        source = find(spec)
-        greeting = {"file": source.file, "module": source.module, "function": source.function}
+        source = find_source(spec)
+        setup = {"file": source.file, "module": source.module, "function": source.function}
         try:
-            self._greeting = json.dumps({**greeting, "kwargs": dict(kwargs), "timeout_seconds": timeout_seconds})
+            self._setup = json.dumps({**setup, "kwargs": dict(kwargs), "timeout_seconds": timeout_seconds})
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be handed to another process: {error}; "
-                "keep to text, numbers, lists and dicts"
+                f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
+                "use only text, numbers, lists and dicts"
             ) from error
         self._where = source.where
         self._name = Path(source.file).name if source.file else spec
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
         self._num_workers = num_workers
-        self._chunk = MAX_CHUNK
-        self._turn = threading.Lock()
-        self._warned_of: set[str] = set()
-        self._broken = ""
+        self._max_chunk_size = MAX_CHUNK_SIZE
+        self._lock = threading.Lock()
+        self._warned_columns: set[str] = set()
+        self._fatal_error = ""
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()  # wakes who waits at the selector
-        for end in (self._bell, self._ear):
+        self._wake_sender, self._wake_receiver = socket.socketpair()  # ends a select() of the pool's thread
+        for end in (self._wake_sender, self._wake_receiver):
             end.setblocking(False)
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._workers: list[_Worker] = []
         for number in range(num_workers):
-            self._start(number)
+            self._start_worker(number)
 
     def ready(self) -> None:
         """Wait until a worker has loaded the function.
 
-        Raises: RewardError if it cannot be loaded, fits no contract, or does not take its further arguments.
+        Raises: RewardError if it cannot be loaded, fits no contract, or does not accept its keyword
+        arguments.
         """
-        with self._turn:
+        with self._lock:
             self._contract()
 
     def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
-        """Return a score for each request, in order, whatever finishes first.
+        """Return a score for each request, in the order of requests.
 
-        An answer whose grader failed or took too long has the outcome "failed" or "timeout". An answer may be handed
-        to the function more than once.
-        Raises: RewardError when the function cannot be loaded, and as soon as more than max_failed_fraction failed.
+        A completion for which the function failed or timed out has the outcome "failed" or
+        "timeout". The function may be called more than once for a completion.
+        Raises: RewardError if the function cannot be loaded, or once more than max_failed_fraction
+        have failed.
         """
-        with self.scoring(num_answers=len(requests)) as scoring:
+        with self.scoring(num_completions=len(requests)) as scoring:
             scoring.add(0, requests)
             return scoring.result()
 
     @contextlib.contextmanager
-    def scoring(self, *, num_answers: int) -> Iterator[Scoring]:
-        """Return a context in which answers are scored while others, num_answers at most, are still to come.
+    def scoring(self, *, num_completions: int) -> Iterator[Scoring]:
+        """Return a context in which completions are scored while others are still being sampled.
 
-        Scores are those that score() would give, whenever the answers come. Leaving the context ends all grading.
-        Raises: as ready; and as score, from add() or result() of what is returned.
+        Args: num_completions: the maximum that will be added. The scores equal those of score(),
+        whenever completions are added. Leaving the context stops all scoring.
+        Raises: as ready; add() and result() of the Scoring raise as score does.
         """
-        with self._turn:
+        with self._lock:
             is_batch = self._contract() == "batch"
             scoring = Scoring(
-                num_answers=num_answers,
-                together=self._share(num_answers) if is_batch else None,
+                num_completions=num_completions,
+                fixed_chunk_size=self._chunk_size(num_completions) if is_batch else None,
                 max_failed_fraction=self._max_failed_fraction,
                 name=self._name,
-                ring=self._ring,
-                warn_of=self._warn_of,
+                wake_pool=self._wake,
+                warn_omitted=self._warn_omitted,
             )
-            thread = threading.Thread(target=self._work, args=(scoring,), name="rewards", daemon=True)
+            thread = threading.Thread(target=self._run, args=(scoring,), name="rewards", daemon=True)
             thread.start()
             try:
                 yield scoring
             finally:
-                scoring.abandon()
+                scoring.cancel()
                 thread.join()
-                for worker in [worker for worker in self._workers if worker.asked]:  # only if we leave by an error
-                    self._remove(worker)
-                    self._start(worker.number)
+                for worker in [worker for worker in self._workers if worker.pending]:  # only after an error
+                    self._kill_worker(worker)
+                    self._start_worker(worker.number)
 
     def close(self) -> None:
-        """Kill all workers and what they started. The pool cannot be used afterwards."""
+        """Kill all workers and the processes that they started. The pool is then unusable."""
         for worker in self._workers:
-            self._forget(worker)
+            self._unregister(worker)
             worker.process.kill()
         self._workers.clear()
         self._selector.close()
-        self._bell.close()
-        self._ear.close()
-        self._broken = "the reward pool is closed"
+        self._wake_sender.close()
+        self._wake_receiver.close()
+        self._fatal_error = "the reward pool is closed"
 
     def _contract(self) -> RewardContract:
-        """Return the contract that the function keeps, which the first worker that has loaded it tells."""
+        """Wait until a worker has loaded the function, and return the function's contract."""
         while True:
             for worker in self._workers:
                 if worker.contract is not None:
                     return worker.contract
             self._wait(None)
 
-    def _work(self, scoring: Scoring) -> None:
-        """Score until all is scored or nobody waits for it. Runs in a thread, and hands its errors to the caller."""
+    def _run(self, scoring: Scoring) -> None:
+        """Score until the scoring is complete or cancelled. Runs in the thread of the pool."""
         try:
-            while not (scoring.is_answered or scoring.is_abandoned):
-                self._hand_out(scoring)
+            while not (scoring.is_complete or scoring.is_cancelled):
+                self._send_chunks(scoring)
                 self._wait(scoring)
-        except BaseException as error:  # noqa: BLE001 - none may get lost here, or the caller would wait for ever
+        except BaseException as error:  # noqa: BLE001 - the caller waits for this future, so it must get every error
             scoring.outcome.set_exception(error)
         else:
-            if scoring.is_answered:
-                scoring.outcome.set_result(scoring.in_order())
+            if scoring.is_complete:
+                scoring.outcome.set_result(scoring.ordered_scores())
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is ringing
-            self._bell.send(b"!")
+    def _wake(self) -> None:
+        """End the current or next select() of the pool's thread."""
+        with contextlib.suppress(BlockingIOError):  # the buffer is full, so select() will return
+            self._wake_sender.send(b"!")
 
-    def _share(self, num_answers: int) -> int:
-        """Return how many of these to send at a time: a quarter of a worker's share, so that none idles at the end."""
-        return max(1, min(self._chunk, -(-num_answers // (4 * self._num_workers))))
+    def _chunk_size(self, num_items: int) -> int:
+        """Return a quarter of a worker's share, so that no worker is idle for long at the end."""
+        return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
-    def _start(self, number: int) -> None:
+    def _start_worker(self, number: int) -> None:
         worker = _Worker(number, ChildProcess(f"reward {number}"))
         self._workers.append(worker)
-        self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "reply"))
+        self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
         self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))
         worker.deadline = time.monotonic() + LOAD_SECONDS
-        self._send(worker, self._greeting, timeout_seconds=LOAD_SECONDS)  # if it is gone, waiting for it tells
+        self._send(worker, self._setup, timeout_seconds=LOAD_SECONDS)  # if it has exited, _wait() detects that
 
-    def _forget(self, worker: _Worker) -> None:
+    def _unregister(self, worker: _Worker) -> None:
         for stream in (worker.process.channel, worker.process.output):
             if stream in self._selector.get_map():
                 self._selector.unregister(stream)
 
-    def _remove(self, worker: _Worker) -> int:
-        """Kill a worker and return its exit code."""
-        self._forget(worker)
+    def _kill_worker(self, worker: _Worker) -> int:
+        """Kill a worker and return its exit code, as ChildProcess.kill does."""
+        self._unregister(worker)
         self._workers.remove(worker)
         return worker.process.kill()
 
     def _send(self, worker: _Worker, line: str, *, timeout_seconds: float) -> bool:
-        """Send a line and return whether the worker was alive to take it. One too slow to is left to its deadline."""
+        """Send a line. Returns: False if the worker has exited.
+
+        If the worker does not read the line, it is replaced at its deadline.
+        """
         try:
             worker.process.send(line, timeout_seconds=timeout_seconds)
         except ConnectionError:
@@ -204,139 +214,144 @@ class RewardPool:
             return True
         return True
 
-    def _hand_out(self, scoring: Scoring) -> None:
+    def _send_chunks(self, scoring: Scoring) -> None:
+        """Send a chunk to each idle worker."""
         for worker in list(self._workers):
-            if worker.contract is None or worker.asked:
+            if worker.contract is None or worker.pending:
                 continue
-            # A list goes out as it is, unless lists have turned out to be too long.
+            # The chunks of batch functions are fixed, unless chunks of that size have timed out.
             is_batch = worker.contract == "batch"
-            places = scoring.next_chunk(at_most=self._chunk if is_batch else self._share(scoring.num_waiting))
-            if not places:
+            max_size = self._max_chunk_size if is_batch else self._chunk_size(scoring.num_queued)
+            indices = scoring.next_chunk(max_size=max_size)
+            if not indices:
                 return
-            worker.asked.extend(places)
-            worker.chunk, worker.num_replies = secrets.token_hex(8), 0
-            line = f'{{"chunk": "{worker.chunk}", "answers": {scoring.text(places)}}}'
+            worker.pending.extend(indices)
+            worker.chunk_id, worker.num_results = secrets.token_hex(8), 0
+            line = f'{{"chunk": "{worker.chunk_id}", "requests": {scoring.encode_chunk(indices)}}}'
             worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
             if not self._send(worker, line, timeout_seconds=self._timeout_seconds):
-                scoring.put_back(worker.asked, apart=False)  # it had died before: these answers are not to blame
-                self._remove(worker)
-                self._start(worker.number)
+                # The worker had exited while it was idle: these completions are not the cause.
+                scoring.requeue(worker.pending, singly=False)
+                self._kill_worker(worker)
+                self._start_worker(worker.number)
 
-    def _warn_of(self, columns: Sequence[str]) -> None:
-        for column in set(columns) - self._warned_of:
-            self._warned_of.add(column)
+    def _warn_omitted(self, columns: Sequence[str]) -> None:
+        for column in set(columns) - self._warned_columns:
+            self._warned_columns.add(column)
             warnings.warn(
-                f"column {column!r} of the dataset holds what JSON cannot carry; the reward gets its rows without it",
+                f"column {column!r} of the dataset has values that JSON cannot represent; the reward function gets its "
+                "rows without this column",
                 stacklevel=4,
             )
 
     def _wait(self, scoring: Scoring | None) -> None:
-        """Wait for the next thing to happen, and deal with it. scoring: None while nothing is to be scored."""
-        if self._broken:
-            raise RewardError(self._broken)
+        """Wait for the next event and handle it. scoring: None while the function is loaded."""
+        if self._fatal_error:
+            raise RewardError(self._fatal_error)
         now = time.monotonic()
         deadlines = [worker.deadline for worker in self._workers if worker.is_busy]
         for key, _ in self._selector.select(max(0.0, min(deadlines) - now) if deadlines else None):
-            if key.fileobj is self._ear:
-                self._ear.recv(4096)
+            if key.fileobj is self._wake_receiver:
+                self._wake_receiver.recv(4096)
                 continue
             worker, stream = key.data
             if worker not in self._workers:
-                continue  # removed a moment ago
+                continue  # killed while an earlier event was handled
             if stream == "output":
-                if not worker.process.show_output():
+                if not worker.process.log_output():
                     self._selector.unregister(worker.process.output)
             else:
-                self._read(worker, scoring)
+                self._receive(worker, scoring)
         if scoring is not None:
-            scoring.take_in()
-        # By the clock as it was before we looked: the caller's thread may have kept us from reading a timely reply.
+            scoring.process_added()
+        # `now` was read before select(): a result that arrived in time counts if read late.
         for worker in [worker for worker in self._workers if worker.is_busy and worker.deadline <= now]:
-            self._lose(worker, scoring, timed_out=True)
+            self._replace_worker(worker, scoring, timed_out=True)
 
-    def _read(self, worker: _Worker, scoring: Scoring | None) -> None:
+    def _receive(self, worker: _Worker, scoring: Scoring | None) -> None:
         lines = worker.process.receive()
         try:
             for line in lines:
-                self._take(worker, json.loads(line), scoring)
-        except (ValueError, KeyError, IndexError, TypeError):  # the user's code wrote to our channel
+                self._handle_message(worker, json.loads(line), scoring)
+        except (ValueError, KeyError, IndexError, TypeError):  # the user's code has written to the channel
             worker.process.ended = True
         if worker.process.ended:
-            self._lose(worker, scoring, timed_out=False)
+            self._replace_worker(worker, scoring, timed_out=False)
 
-    def _take(self, worker: _Worker, reply: dict[str, Any], scoring: Scoring | None) -> None:
-        """Note one reply. Raises: what indexing raises, if it is none."""
+    def _handle_message(self, worker: _Worker, message: dict[str, Any], scoring: Scoring | None) -> None:
+        """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
         if worker.contract is None:
-            if "load_error" in reply:
-                self._broken = str(reply["load_error"])
-                raise RewardError(self._broken)
-            worker.contract = cast(RewardContract, reply["contract"])
+            if "load_error" in message:
+                self._fatal_error = str(message["load_error"])
+                raise RewardError(self._fatal_error)
+            worker.contract = cast(RewardContract, message["contract"])
             return
-        # The user's code runs where the replies are written: what it writes there itself must not pass for one.
-        is_ours = (reply["chunk"], reply["number"]) == (worker.chunk, worker.num_replies)
-        if scoring is None or not worker.asked or not is_ours:
-            raise ValueError("not a reply of ours")
-        worker.num_replies += 1
-        if "singly" in reply:
-            scoring.put_back(worker.asked, apart=True)
-            worker.asked.clear()
+        # The user's code runs in the process that sends results, so it could send forged ones. It
+        # does not know the random id of the chunk.
+        is_valid = (message["chunk"], message["number"]) == (worker.chunk_id, worker.num_results)
+        if scoring is None or not worker.pending or not is_valid:
+            raise ValueError("unexpected message from a reward worker")
+        worker.num_results += 1
+        if "retry_singly" in message:
+            scoring.requeue(worker.pending, singly=True)
+            worker.pending.clear()
             return
-        place = worker.asked[0]
-        error, trace = str(reply.get("error", "")), str(reply.get("traceback", ""))
+        index = worker.pending[0]
+        error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
         if not error:
-            try:  # checked again, since the worker runs code that we do not trust
-                scoring.succeed(place, parts_of(reply["parts"]))
-            except RewardError as lie:
-                error = str(lie)
-        worker.asked.popleft()
+            try:  # validated again: the worker runs untrusted code
+                scoring.succeed(index, read_scores(message["scores"]))
+            except RewardError as invalid:
+                error = str(invalid)
+        worker.pending.popleft()
         worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         if error:
-            scoring.fail(place, "failed", error, trace)
+            scoring.fail(index, "failed", error, traceback)
 
-    def _lose(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
-        """Replace a worker that hangs or is gone, and find out which answer is to blame."""
-        code = self._remove(worker)
-        timed_out = (
-            timed_out and code == -signal.SIGKILL
-        )  # else it had died, and a child of its own kept its channel open
+    def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
+        """Replace a worker that hangs or has exited, and fail or retry its completions."""
+        code = self._kill_worker(worker)
+        # Any other code: it had exited, and a child process of it kept the channel open.
+        timed_out = timed_out and code == -signal.SIGKILL
         if worker.contract is None:
-            ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else ending_of(code)
-            self._broken = f"{self._where}: its worker {ending}, while it loaded\n{worker.process.tail}"
-            raise RewardError(self._broken)
-        self._start(worker.number)
-        if scoring is None or not worker.asked:
+            ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else describe_exit(code)
+            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{worker.process.tail}"
+            raise RewardError(self._fatal_error)
+        self._start_worker(worker.number)
+        if scoring is None or not worker.pending:
             return
-        if worker.contract == "batch" and len(worker.asked) > 1:
-            scoring.put_back(worker.asked, apart=True)
-            if timed_out:  # perhaps nothing hangs, and a chunk merely takes longer than one answer may
-                self._chunk = max(1, self._chunk // 2)
+        if worker.contract == "batch" and len(worker.pending) > 1:
+            scoring.requeue(worker.pending, singly=True)
+            if timed_out:  # nothing may hang: a chunk of this size may just take too long
+                self._max_chunk_size = max(1, self._max_chunk_size // 2)
             return
-        guilty = worker.asked.popleft()
-        scoring.put_back(worker.asked, apart=True)
+        failed_index = worker.pending.popleft()
+        scoring.requeue(worker.pending, singly=True)
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
-            scoring.fail(guilty, "timeout", error, worker.process.tail)
+            scoring.fail(failed_index, "timeout", error, worker.process.tail)
         else:
-            scoring.fail(guilty, "failed", f"its worker {ending_of(code)}", worker.process.tail)
+            scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", worker.process.tail)
 
 
 class _Worker:
-    """One process and what it is doing.
+    """A reward worker and its current work.
 
-    contract: None until it has loaded the function. asked: places of the answers that it owes, in order.
-    deadline: when it must have loaded, or sent its next reply. chunk, num_replies: the secret name of what it was
-    asked last, and how many replies it has sent to that.
+    contract: None until it has loaded the function. pending: indices of the completions for which
+    it owes results, in order. deadline: when it must have loaded the function or sent its next
+    result. chunk_id: a random id of the current chunk. num_results: how many results it has sent
+    for that chunk.
     """
 
     def __init__(self, number: int, process: ChildProcess) -> None:
         self.number = number
         self.process = process
         self.contract: RewardContract | None = None
-        self.asked: deque[int] = deque()
+        self.pending: deque[int] = deque()
         self.deadline = 0.0
-        self.chunk = ""
-        self.num_replies = 0
+        self.chunk_id = ""
+        self.num_results = 0
 
     @property
     def is_busy(self) -> bool:
-        return self.contract is None or bool(self.asked)
+        return self.contract is None or bool(self.pending)

@@ -1,12 +1,12 @@
-"""One child process for code that may hang, crash, leak, or lie.
+"""A child process for user code that may hang, crash, leak memory, or send invalid messages.
 
-Knows how such a process is started without a fork of this one (threads of torch and vLLM may be running), what it may
-see and use, how it is spoken to, and how it is killed with everything that it started. Refuses to know about answers
-and scores. The other end is trigon.rewards.worker.
+Starts it without forking this process (torch and vLLM may have threads), limits its environment,
+exchanges lines of JSON with it, and kills it with all processes that it has started. Does not
+depend on completions and scores. The code of the child is in trigon.rewards.worker.
 
     parent                                  child (own session, own process group)
     channel  <== lines of JSON ==>          channel
-    stdin    --- never written --->         lifeline: when the parent is gone, the kernel kills the child's group
+    stdin    --- never written --->         when it closes, the kernel kills the group
     stdout   <-- text of the user's code -- stdout and stderr
 """
 
@@ -21,13 +21,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-MAX_REPLY_BYTES = 1 << 20
-"""Longest line that a child may send."""
+MAX_LINE_BYTES = 1 << 20
+"""Maximum length of a line that a child may send."""
 
 MAX_OUTPUT_BYTES = 1 << 16
-"""Text of the user's code that is shown for each piece of work; the rest is dropped, and said to be."""
+"""Maximum output of the user's code that is logged for each message sent to the child."""
 
-_log = logging.getLogger(__name__)  # as a warning, so that it reaches stderr where nobody has set logging up
+_log = logging.getLogger(__name__)  # logs warnings, which reach stderr even if logging is not configured
 
 _TAIL_BYTES = 4000
 _MAX_LINE_CHARACTERS = 500
@@ -41,22 +41,23 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
 class ChildProcess:
-    """A child that has been started. It sets its own limits before it does anything else.
+    """A running child process. It sets its own resource limits before it runs user code.
 
-    ended: no more lines will come, because it is gone or has sent what no honest child sends. Kill it then.
+    ended: whether no more lines can be received, because the child has exited or has sent an
+    invalid message. The caller should then kill it.
     """
 
     def __init__(self, name: str) -> None:
-        """Start a child. name prefixes what it prints."""
+        """Start a child. name: prefix of its output in the log."""
         self.name = name
         self.ended = False
-        self.channel, theirs = socket.socketpair()
-        with theirs:
+        self.channel, child_channel = socket.socketpair()
+        with child_channel:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
+                [sys.executable, "-c", _BOOT, str(child_channel.fileno()), *sys.path],
                 bufsize=0,
                 env=child_environment(os.environ),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_channel.fileno(),),
                 start_new_session=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -64,7 +65,7 @@ class ChildProcess:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._lifeline = self._process.stdin
+        self._stdin = self._process.stdin
         self.output = self._process.stdout
         os.set_blocking(self.output.fileno(), False)
         self._received = b""
@@ -74,18 +75,18 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also its group's."""
+        """The process id, which is also the id of its process group."""
         return self._process.pid
 
     @property
     def tail(self) -> str:
-        """The last of what it has printed since it was last sent something."""
+        """The last part of its output since the last send()."""
         return self._tail.decode(errors="replace")
 
     def send(self, line: str, *, timeout_seconds: float) -> None:
-        """Hand one line over, and start to count its output anew.
+        """Send one line, and reset the count of its output.
 
-        Raises: TimeoutError if the child does not take it; ConnectionError if it is gone.
+        Raises: TimeoutError if the child does not read it; ConnectionError if it has exited.
         """
         self._tail = b""
         self._bytes_to_show = MAX_OUTPUT_BYTES
@@ -93,51 +94,52 @@ class ChildProcess:
         self.channel.sendall(line.encode() + b"\n")
 
     def receive(self) -> list[bytes]:
-        """Return the whole lines that have arrived. Call it when the channel is readable."""
+        """Return the complete lines that have arrived. Call it when the channel is readable."""
         try:
-            arrived = self.channel.recv(1 << 16)
+            data = self.channel.recv(1 << 16)
         except ConnectionResetError:
-            arrived = b""
-        *lines, self._received = (self._received + arrived).split(b"\n")
-        self.ended = not arrived or len(self._received) > MAX_REPLY_BYTES
+            data = b""
+        *lines, self._received = (self._received + data).split(b"\n")
+        self.ended = not data or len(self._received) > MAX_LINE_BYTES
         return lines
 
-    def show_output(self) -> bool:
-        """Pass what the child has printed on to this module's log. Return False once it has closed its output."""
+    def log_output(self) -> bool:
+        """Log the child's available output. Returns: False once the child has closed its output."""
         text = self.output.read(1 << 16)
-        self._show(text or b"")
+        self._log_text(text or b"")
         return text != b""
 
     def kill(self) -> int:
-        """Kill the child and all that it started, free everything, and return its exit code, or minus its signal.
+        """Kill the child and its process group, and return its exit code, or minus its signal.
 
-        -SIGKILL means that it was alive until now (or that the system had killed it); anything else was its own end.
+        -SIGKILL means that it was alive until now, or that the system had killed it; any other code
+        means that it had exited before.
         """
-        # Until the child is waited for, its id cannot become another's, and its own way out stays on record.
+        # Until wait(), its process id cannot be reused, and its own exit code is preserved.
         os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        self._show(self.output.read(1 << 16) or b"")  # all that a pipe holds
-        self._show(b"\n" if self._line else b"")
-        for stream in (self._lifeline, self.output, self.channel):
+        self._log_text(self.output.read(1 << 16) or b"")  # at most the capacity of a pipe
+        self._log_text(b"\n" if self._line else b"")
+        for stream in (self._stdin, self.output, self.channel):
             stream.close()
         self.ended = True
         return code
 
-    def _show(self, text: bytes) -> None:
+    def _log_text(self, text: bytes) -> None:
         self._tail = (self._tail + text)[-_TAIL_BYTES:]
         *lines, self._line = (self._line + text[: max(self._bytes_to_show, 0)]).split(b"\n")
         for line in lines:
-            _log.warning("[%s] %s", self.name, harmless(line))
+            _log.warning("[%s] %s", self.name, sanitize_line(line))
         if 0 <= self._bytes_to_show < len(text):
-            _log.warning("[%s] ... more than %d bytes printed; the rest is not shown", self.name, MAX_OUTPUT_BYTES)
+            _log.warning("[%s] ... more than %d bytes printed; the rest is not logged", self.name, MAX_OUTPUT_BYTES)
         self._bytes_to_show -= len(text)
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what looks like a secret: tokens, keys, passwords, trackers' and clouds' own.
+    """Return the environment without variables that look like tokens, keys or passwords.
 
-    It also makes sets iterate in the same order in every child, keeps numeric libraries to one thread each, and hides
-    the GPUs, whose memory belongs to the model.
+    It also sets a fixed hash seed, so that sets iterate in the same order in every child, limits
+    numeric libraries to one thread, and hides the GPUs, whose memory the model needs.
     """
     kept = {
         name: value
@@ -151,15 +153,15 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def ending_of(code: int) -> str:
-    """Say in words how a process ended that nobody here killed."""
+def describe_exit(code: int) -> str:
+    """Describe the exit of a process that was not killed here. code: as from ChildProcess.kill."""
     if code == -signal.SIGKILL:
-        return "was killed by the system, perhaps for want of memory"
+        return "was killed by the system, perhaps because memory ran out"
     return f"exited with code {code}" if code >= 0 else f"died of signal {-code} ({signal.strsignal(-code)})"
 
 
-def harmless(line: bytes) -> str:
-    """Return a line as a terminal can safely show it: no control characters, no changes of direction, not too long."""
+def sanitize_line(line: bytes) -> str:
+    """Return a line truncated, with control and text-direction characters replaced."""
     text = line.decode(errors="replace").rstrip("\r")
-    shown = "".join(c if c.isprintable() or c == "\t" else "�" for c in text[:_MAX_LINE_CHARACTERS])
-    return shown + f" ... ({len(text)} characters)" * (len(text) > _MAX_LINE_CHARACTERS)
+    printable = "".join(c if c.isprintable() or c == "\t" else "�" for c in text[:_MAX_LINE_CHARACTERS])
+    return printable + f" ... ({len(text)} characters)" * (len(text) > _MAX_LINE_CHARACTERS)

@@ -1,10 +1,11 @@
-"""The answers of one call: which are there, which wait, which are scored, and whether too many have failed.
+"""The state of one scoring: its requests, their scores, and whether too many of them have failed.
 
-Knows how answers are put together into chunks, and that nothing of it may depend on when an answer comes: the answers
-of a call have places, from 0, by which they are put together and put in order. Refuses to know about workers.
+Requests may be added in any order and at any time. They are indexed from 0, and neither the
+composition of chunks nor the order of scores depends on when a request is added. Does not depend on
+reward workers.
 
-    the caller's thread       add(place, requests) ... result()
-    the pool's thread         take_in, next_chunk, put_back, succeed, fail
+    the caller's thread       add(first_index, requests) ... result()
+    the pool's thread         process_added, next_chunk, requeue, succeed, fail
 """
 
 from __future__ import annotations
@@ -16,191 +17,202 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest, encode
+from trigon.rewards.contract import RewardRequest, encode_request
 from trigon.types import Score, ScoreOutcome
 
 MAX_REQUEST_BYTES = 16 << 20
-"""Longest answer, with its row, that is sent to a worker."""
+"""Maximum size of an encoded request, including the row of its prompt."""
 
 
 class Scoring:
-    """Answers that are scored while others are still to come. RewardPool.scoring() makes it, and a caller's thread
-    uses add() and result(); what stands below them is the pool's.
+    """Scores completions while others are still being sampled; made by RewardPool.scoring().
+
+    The caller uses add() and result(). All other methods are for the pool.
     """
 
     def __init__(
         self,
         *,
-        num_answers: int,
-        together: int | None,
+        num_completions: int,
+        fixed_chunk_size: int | None,
         max_failed_fraction: float,
         name: str,
-        ring: Callable[[], None],
-        warn_of: Callable[[Sequence[str]], None],
+        wake_pool: Callable[[], None],
+        warn_omitted: Callable[[Sequence[str]], None],
     ) -> None:
-        """Args: num_answers: most that will come. together: answers of one list, where the function is handed lists, so
-        that which answers are in one must not depend on time; None: any may be sent with any. name: of the function's
-        file. ring: wakes the pool's thread. warn_of: hears of columns that cannot be handed over.
+        """Make an empty scoring.
+
+        Args: num_completions: the maximum that will be added. fixed_chunk_size: for the batch
+        contract, whose scores may depend on the chunk, the size of the fixed chunks of consecutive
+        indices; None if chunks may be arbitrary.
+        name: of the reward function, for errors. wake_pool: wakes the pool's thread. warn_omitted:
+        called with the columns that JSON cannot represent.
         """
         self.outcome: Future[list[Score]] = Future()
-        self.is_abandoned = False
-        self._ring = ring
-        self._warn_of = warn_of
+        self.is_cancelled = False
+        self._wake_pool = wake_pool
+        self._warn_omitted = warn_omitted
         self._max_failed_fraction = max_failed_fraction
         self._name = name
-        self._arrivals: SimpleQueue[list[_Answer] | None] = SimpleQueue()
-        # From here on the pool's thread alone.
-        self._num_answers = num_answers
-        self._are_all_there = False
-        self._arrived: set[int] = set()
-        self._texts: dict[int, str] = {}
-        # A part is consecutive places, and waits to be asked once there is an answer for each.
-        self._together = together
-        self._part_length = together or 1
-        self._unfilled: dict[int, list[_Answer]] = {}
-        self._waiting: deque[list[int]] = deque()
+        self._added: SimpleQueue[list[_EncodedRequest] | None] = SimpleQueue()  # None: nothing more will be added
+        # The fields below are only used by the pool's thread.
+        self._num_completions = num_completions
+        self._is_closed = False
+        self._indices: set[int] = set()
+        self._encoded: dict[int, str] = {}
+        self._has_fixed_chunks = fixed_chunk_size is not None
+        self._chunk_size = fixed_chunk_size or 1
+        self._incomplete_chunks: dict[int, list[_EncodedRequest]] = {}  # by first index
+        self._queue: deque[list[int]] = deque()  # the indices of each complete chunk
         self._scores: dict[int, Score] = {}
-        self._traces: dict[int, str] = {}
+        self._tracebacks: dict[int, str] = {}  # of failed requests
 
-    # -- the caller's --
+    # -- for the caller --
 
-    def add(self, place: int, requests: Sequence[RewardRequest]) -> None:
-        """Hand over the answers of consecutive places, of which `place` is the first. Each place may come once.
+    def add(self, first_index: int, requests: Sequence[RewardRequest]) -> None:
+        """Add requests with consecutive indices from first_index. Each index may be added once.
 
-        Raises: RewardError if by now more than max_failed_fraction of num_answers failed.
+        Raises: RewardError if more than max_failed_fraction of num_completions have failed so far.
         """
         if self.outcome.done():
             self.outcome.result()
-        self._arrivals.put([self._answer(place + offset, request) for offset, request in enumerate(requests)])
-        self._ring()
+        self._added.put([self._encode(first_index + offset, request) for offset, request in enumerate(requests)])
+        self._wake_pool()
 
     def result(self) -> list[Score]:
-        """Wait, and return a score for each answer that was added, in the order of their places.
+        """Wait, and return the score of each request that was added, in the order of their indices.
 
-        What was not added by now does not come, and does not count. Raises: as RewardPool.score.
+        Nothing can be added afterwards. The allowed number of failures is relative to the requests
+        that were added.
+        Raises: as RewardPool.score.
         """
-        self._arrivals.put(None)
-        self._ring()
+        self._added.put(None)
+        self._wake_pool()
         return self.outcome.result()
 
-    def _answer(self, place: int, request: RewardRequest) -> _Answer:
+    def _encode(self, index: int, request: RewardRequest) -> _EncodedRequest:
         try:
-            text, left_out = encode(request)
+            text, omitted = encode_request(request)
         except RewardError as error:
-            return _Answer(place, "", str(error))
-        self._warn_of(left_out)
+            return _EncodedRequest(index, "", str(error))
+        self._warn_omitted(omitted)
         if len(text) > MAX_REQUEST_BYTES:
-            return _Answer(place, "", f"the answer and its row have {len(text)} bytes")
-        return _Answer(place, text, "")
+            return _EncodedRequest(index, "", f"the completion and its row have {len(text)} bytes")
+        return _EncodedRequest(index, text, "")
 
-    # -- the pool's --
+    # -- for the pool --
 
-    def abandon(self) -> None:
-        """Say that nobody waits for the result any more."""
-        self.is_abandoned = True
-        self._ring()
+    def cancel(self) -> None:
+        """Stop scoring; result() will not be called."""
+        self.is_cancelled = True
+        self._wake_pool()
 
     @property
-    def is_answered(self) -> bool:
-        """Whether all answers are there, and scored or failed."""
-        return self._are_all_there and len(self._scores) == len(self._arrived)
+    def is_complete(self) -> bool:
+        """Whether all requests have been added, and each is scored or failed."""
+        return self._is_closed and len(self._scores) == len(self._indices)
 
-    def take_in(self) -> None:
-        """Note what the caller has handed over meanwhile. Raises: as fail."""
+    def process_added(self) -> None:
+        """Queue the requests that the caller has added since the last call. Raises: as fail."""
         while True:
             try:
-                answers = self._arrivals.get_nowait()
+                requests = self._added.get_nowait()
             except Empty:
                 return
-            if answers is None:
+            if requests is None:
                 self._close()
                 continue
-            for answer in answers:
-                assert 0 <= answer.place < self._num_answers, f"{answer.place} of {self._num_answers}"
-                assert answer.place not in self._arrived, f"{answer.place} came twice"
-                self._arrived.add(answer.place)
-                self._put(answer)
+            for request in requests:
+                index = request.index
+                assert 0 <= index < self._num_completions, f"index {index} of {self._num_completions}"
+                assert index not in self._indices, f"index {index} was added twice"
+                self._indices.add(index)
+                self._add_to_chunk(request)
 
-    def _put(self, answer: _Answer) -> None:
-        first = answer.place - answer.place % self._part_length
-        part = self._unfilled.setdefault(first, [])
-        part.append(answer)
-        if len(part) == min(self._part_length, self._num_answers - first):
-            self._ask(self._unfilled.pop(first))
+    def _add_to_chunk(self, request: _EncodedRequest) -> None:
+        first_index = request.index - request.index % self._chunk_size
+        chunk = self._incomplete_chunks.setdefault(first_index, [])
+        chunk.append(request)
+        if len(chunk) == min(self._chunk_size, self._num_completions - first_index):
+            self._enqueue(self._incomplete_chunks.pop(first_index))
 
-    def _ask(self, part: list[_Answer]) -> None:
-        for answer in part:
-            if answer.refusal:
-                self.fail(answer.place, "failed", answer.refusal, "")
+    def _enqueue(self, chunk: list[_EncodedRequest]) -> None:
+        for request in chunk:
+            if request.error:
+                self.fail(request.index, "failed", request.error, "")
             else:
-                self._texts[answer.place] = answer.text
-        if places := sorted(answer.place for answer in part if not answer.refusal):
-            self._waiting.append(places)
+                self._encoded[request.index] = request.text
+        if indices := sorted(request.index for request in chunk if not request.error):
+            self._queue.append(indices)
 
     def _close(self) -> None:
-        for first in sorted(self._unfilled):  # some of whose answers do not come
-            self._ask(self._unfilled.pop(first))
-        self._are_all_there = True
-        self._num_answers = len(self._arrived)
-        self._judge()  # the same failures weigh more among fewer answers
+        for first_index in sorted(self._incomplete_chunks):  # completions of these could not be sampled
+            self._enqueue(self._incomplete_chunks.pop(first_index))
+        self._is_closed = True
+        self._num_completions = len(self._indices)
+        self._check_failures()  # the number of failures that is allowed may have decreased
 
     @property
-    def num_waiting(self) -> int:
-        """Answers, or lists of them where they are asked together, that wait to be asked."""
-        return len(self._waiting)
+    def num_queued(self) -> int:
+        """The number of queued chunks."""
+        return len(self._queue)
 
-    def next_chunk(self, *, at_most: int) -> list[int]:
-        """Take the next answers to be asked, at most so many, and return their places; none if none wait."""
-        if not self._waiting:
+    def next_chunk(self, *, max_size: int) -> list[int]:
+        """Remove up to max_size requests from the queue, and return their indices.
+
+        Fixed chunks are returned one at a time, and split if they are longer than max_size; others
+        are joined.
+        """
+        if not self._queue:
             return []
-        if self._together is None:
-            return [place for _ in range(min(at_most, len(self._waiting))) for place in self._waiting.popleft()]
-        part = self._waiting.popleft()
-        if len(part) > at_most:
-            self._waiting.appendleft(part[at_most:])
-        return part[:at_most]
+        if not self._has_fixed_chunks:
+            return [index for _ in range(min(max_size, len(self._queue))) for index in self._queue.popleft()]
+        chunk = self._queue.popleft()
+        if len(chunk) > max_size:
+            self._queue.appendleft(chunk[max_size:])
+        return chunk[:max_size]
 
-    def put_back(self, places: Sequence[int], *, apart: bool) -> None:
-        """Have answers asked again before all others: each alone, or as they were."""
-        apart = apart or self._together is None
-        self._waiting.extendleft([[place] for place in reversed(places)] if apart else [list(places)])
+    def requeue(self, indices: Sequence[int], *, singly: bool) -> None:
+        """Put requests back at the front of the queue, as single chunks or as one chunk."""
+        singly = singly or not self._has_fixed_chunks
+        self._queue.extendleft([[index] for index in reversed(indices)] if singly else [list(indices)])
 
-    def text(self, places: Sequence[int]) -> str:
-        """Return answers as JSON."""
-        return f"[{', '.join(self._texts[place] for place in places)}]"
+    def encode_chunk(self, indices: Sequence[int]) -> str:
+        """Return requests as a JSON list."""
+        return f"[{', '.join(self._encoded[index] for index in indices)}]"
 
-    def succeed(self, place: int, parts: dict[str, float]) -> None:
-        """Note the score of an answer."""
-        self._scores[place] = Score(overall=parts["overall"], parts=parts, outcome="ok", error="")
+    def succeed(self, index: int, scores: dict[str, float]) -> None:
+        """Store the scores of a request."""
+        self._scores[index] = Score(overall=scores["overall"], parts=scores, outcome="ok", error="")
 
-    def fail(self, place: int, outcome: ScoreOutcome, error: str, trace: str) -> None:
-        """Note that an answer could not be scored. Raises: RewardError if too many cannot."""
-        self._scores[place] = Score(overall=0.0, parts={}, outcome=outcome, error=error)
-        self._traces[place] = trace
-        self._judge()
+    def fail(self, index: int, outcome: ScoreOutcome, error: str, traceback: str) -> None:
+        """Store the failure of a request. Raises: RewardError if too many have failed."""
+        self._scores[index] = Score(overall=0.0, parts={}, outcome=outcome, error=error)
+        self._tracebacks[index] = traceback
+        self._check_failures()
 
-    def in_order(self) -> list[Score]:
-        """Return all scores."""
-        return [self._scores[place] for place in sorted(self._scores)]
+    def ordered_scores(self) -> list[Score]:
+        """Return all scores in the order of the indices."""
+        return [self._scores[index] for index in sorted(self._scores)]
 
-    def _judge(self) -> None:
-        max_failed = int(self._max_failed_fraction * self._num_answers + 1e-9)  # 0.29 * 100 is a little less than 29
-        if len(self._traces) <= max_failed:
+    def _check_failures(self) -> None:
+        max_failed = int(self._max_failed_fraction * self._num_completions + 1e-9)  # 0.29 * 100 is slightly below 29
+        if len(self._tracebacks) <= max_failed:
             return
-        first = min(self._traces)
-        outcomes = [self._scores[failed].outcome for failed in self._traces]
+        first = min(self._tracebacks)
+        outcomes = [self._scores[index].outcome for index in self._tracebacks]
         raise RewardError(
-            f"{self._name} could not score {len(outcomes)} of {self._num_answers} answers, and "
+            f"{self._name} could not score {len(outcomes)} of {self._num_completions} completions, and "
             f"worker.reward.max_failed_fraction allows {max_failed} ({outcomes.count('failed')} failed, "
-            f"{outcomes.count('timeout')} ran out of time; the rest was not asked). "
-            f"The first: {self._scores[first].error}\n{self._traces[first]}"
+            f"{outcomes.count('timeout')} timed out; the others were not scored). "
+            f"The first error: {self._scores[first].error}\n{self._tracebacks[first]}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """text: as JSON. refusal: why it cannot be handed over, else empty."""
+class _EncodedRequest:
+    """text: the request as JSON. error: why it cannot be sent to a reward worker; "" if it can."""
 
-    place: int
+    index: int
     text: str
-    refusal: str
+    error: str

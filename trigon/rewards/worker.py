@@ -1,14 +1,17 @@
-"""What runs in a reward worker: the user's function, in the main thread, behind limits.
+"""The main program of a reward worker, which runs the reward function with resource limits.
 
-Knows how to live and die (limits, lifeline, where a hang is) and how to call a function of each contract. Refuses to
-know how many workers there are and who is to blame. The other end is trigon.rewards.process; a conversation, by lines:
+The function runs in the main thread. Does not depend on the number of workers and on how failures
+are handled. The parent's side is trigon.rewards.process and trigon.rewards.pool. Messages are lines
+of JSON:
 
     -> {"file": ..., "module": ..., "function": ..., "kwargs": {...}, "timeout_seconds": 10.0}
-    <- {"contract": "batch"}                                     or {"load_error": "..."}, and it exits
-    -> [answer, answer, ...]
-    <- {"parts": {"overall": 1.0}}                               for each answer, in order;
-       {"error": "ValueError: ...", "traceback": "..."}          where the function failed for one;
-       {"singly": true}                                          once, where it failed for several at once
+    <- {"contract": "batch"}                        or {"load_error": "..."}; then it exits
+    -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
+    <- {"scores": {"overall": 1.0}, ...}            for each reward_input, in order, or
+       {"error": "...", "traceback": "...", ...}    if the function failed for this one, or
+       {"retry_singly": true, ...}                  once, if it failed for several at once
+
+Results also contain "chunk" and "number", their position within the chunk.
 """
 
 from __future__ import annotations
@@ -29,29 +32,29 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, assert_never
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardContract, bind, contract_of, parts_of
-from trigon.rewards.load import RewardSource, load
+from trigon.rewards.contract import RewardContract, bind_kwargs, detect_contract, read_scores
+from trigon.rewards.load import RewardSource, load_function
 
 MAX_MEMORY_BYTES = 16 << 30
-"""Address space of one worker: enough to import large libraries, too little to take the machine down."""
+"""Maximum address space of a worker, enough to import large libraries."""
 
 MAX_FILE_BYTES = 1 << 30
-"""Longest file that a reward function may write."""
+"""Maximum size of a file that a reward function may write."""
 
 MAX_OPEN_FILES = 1024
-"""Files and sockets that a reward function may hold open."""
+"""Maximum number of files and sockets that a reward function may have open."""
 
 _MAX_TRACEBACK_CHARACTERS = 4000
 _MAX_ERROR_CHARACTERS = 300
 _STDERR = 2
 
-Answer = dict[str, Any]
-Reply = dict[str, object]
+RewardInput = dict[str, Any]
+Result = dict[str, object]
 
 
 def main(channel_fd: int) -> None:
-    """Serve until the channel closes."""
-    _die_with_parent()
+    """Process requests until the channel closes."""
+    _exit_with_parent()
     _limit_resources()
     os.set_inheritable(channel_fd, False)
     for stream_of_text in (sys.stdout, sys.stderr):
@@ -59,86 +62,93 @@ def main(channel_fd: int) -> None:
         stream_of_text.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable(file=_STDERR)
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rwb") as stream:
-        if greeting := stream.readline():
-            for reply in _serve(json.loads(greeting), stream):
-                stream.write(json.dumps(reply).encode() + b"\n")
+        if setup := stream.readline():
+            for message in _serve(json.loads(setup), stream):
+                stream.write(json.dumps(message).encode() + b"\n")
                 stream.flush()
-    os._exit(0)  # A thread that the user's code left behind must not keep the process.
+    os._exit(0)  # not sys.exit, which would wait for threads that the user's code has started
 
 
-def _serve(greeting: Mapping[str, Any], requests: Iterator[bytes]) -> Iterator[Reply]:
-    source = RewardSource(file=greeting["file"], module=greeting["module"], function=greeting["function"])
+def _serve(setup: Mapping[str, Any], lines: Iterator[bytes]) -> Iterator[Result]:
+    source = RewardSource(file=setup["file"], module=setup["module"], function=setup["function"])
     try:
-        function, reward_type = load(source)
-        contract = contract_of(function, reward_type, greeting["kwargs"], where=source.where)
-        function = bind(function, contract, greeting["kwargs"], where=source.where)
+        function, reward_type = load_function(source)
+        contract = detect_contract(function, reward_type, setup["kwargs"], where=source.where)
+        function = bind_kwargs(function, contract, setup["kwargs"], where=source.where)
     except RewardError as error:
         yield {"load_error": str(error)}
         return
     yield {"contract": contract}
-    for request in requests:
-        chunk = json.loads(request)
-        replies = replies_to(chunk["answers"], function, contract, timeout_seconds=greeting["timeout_seconds"])
-        for number, reply in enumerate(replies):
-            yield {**reply, "chunk": chunk["chunk"], "number": number}
+    for line in lines:
+        chunk = json.loads(line)
+        results = score_chunk(chunk["requests"], function, contract, timeout_seconds=setup["timeout_seconds"])
+        for number, result in enumerate(results):
+            yield {**result, "chunk": chunk["chunk"], "number": number}
 
 
-def replies_to(
-    answers: list[Answer], function: Callable[..., object], contract: RewardContract, *, timeout_seconds: float
-) -> Iterator[Reply]:
-    """Yield a reply for each answer, as soon as there is one; or one {"singly": true} for all."""
+def score_chunk(
+    reward_inputs: list[RewardInput],
+    function: Callable[..., object],
+    contract: RewardContract,
+    *,
+    timeout_seconds: float,
+) -> Iterator[Result]:
+    """Yield a result for each reward_input, or one {"retry_singly": True} for all."""
     match contract:
         case "batch":
             try:
-                with _watched(timeout_seconds):
-                    returned = _of_length(len(answers), function(answers))
+                with _time_limit(timeout_seconds):
+                    returned = _check_length(function(reward_inputs), len(reward_inputs))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-                yield {"singly": True} if len(answers) > 1 else _failure(error)
+                yield {"retry_singly": True} if len(reward_inputs) > 1 else _failure(error)
                 return
-            for one in returned:
-                yield _reply(_itself, one, timeout_seconds=timeout_seconds)
+            for value in returned:
+                yield _score(_identity, value, timeout_seconds=timeout_seconds)
         case "sequential":
-            for answer in answers:
-                yield _reply(function, answer, timeout_seconds=timeout_seconds)
+            for reward_input in reward_inputs:
+                yield _score(function, reward_input, timeout_seconds=timeout_seconds)
         case "legacy":
-            for answer in answers:
-                yield _reply(_legacy, function, answer, timeout_seconds=timeout_seconds)
+            for reward_input in reward_inputs:
+                yield _score(_call_legacy, function, reward_input, timeout_seconds=timeout_seconds)
         case _:
             assert_never(contract)
 
 
-def _reply(score: Callable[..., object], *arguments: object, timeout_seconds: float) -> Reply:
+def _score(function: Callable[..., object], *arguments: object, timeout_seconds: float) -> Result:
     try:
-        with _watched(timeout_seconds):
-            return {"parts": parts_of(score(*arguments))}
+        with _time_limit(timeout_seconds):
+            return {"scores": read_scores(function(*arguments))}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return _failure(error)
 
 
-def _itself(reply: object) -> object:
-    return reply
+def _identity(value: object) -> object:
+    return value
 
 
-def _legacy(function: Callable[..., object], answer: Answer) -> object:
-    returned = function(answer["response"], answer["ground_truth"])
+def _call_legacy(function: Callable[..., object], reward_input: RewardInput) -> object:
+    returned = function(reward_input["response"], reward_input["ground_truth"])
     return returned if isinstance(returned, Mapping) else {"overall": returned}
 
 
-def _of_length(length: int, returned: object) -> list[object] | tuple[object, ...]:
+def _check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
     if not isinstance(returned, list | tuple):
-        raise RewardError(f"returned {repr(returned)[:80]} where a list of {length} dicts is due")
+        raise RewardError(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
     if len(returned) != length:
-        raise RewardError(f"returned {len(returned)} replies to {length} answers")
+        raise RewardError(f"returned a list of {len(returned)} for {length} completions")
     return returned
 
 
-def _failure(error: BaseException) -> Reply:
-    """Say in one line what went wrong and where; and at length, for a person, without the frames of this file."""
+def _failure(error: BaseException) -> Result:
+    """Return the result for an error: a line with its location, and a traceback.
+
+    The traceback omits the frames of this file.
+    """
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
     line = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
-    if not isinstance(error, RewardError):  # ours speak for themselves
+    if not isinstance(error, RewardError):  # a RewardError of this package needs no type and no location
         line = f"{type(error).__name__}: {line}" if line else type(error).__name__
         where = traceback.extract_tb(frame)
         line += f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
@@ -147,34 +157,38 @@ def _failure(error: BaseException) -> Reply:
 
 
 @contextlib.contextmanager
-def _watched(timeout_seconds: float) -> Iterator[None]:
-    """Print where the code is when its time is up; the parent then kills this process. Bound its processor time too."""
-    spent = time.process_time()
+def _time_limit(timeout_seconds: float) -> Iterator[None]:
+    """Print the stack after timeout_seconds, and limit the CPU time.
+
+    The parent kills this process shortly after timeout_seconds.
+    """
+    used_seconds = time.process_time()
     cores = os.cpu_count() or 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (_at_most(hard, int(spent + timeout_seconds * cores) + 10), hard))
-    faulthandler.dump_traceback_later(timeout_seconds, file=_STDERR)  # by a C thread: sees hangs inside C code, too
+    resource.setrlimit(resource.RLIMIT_CPU, (_at_most(hard, int(used_seconds + timeout_seconds * cores) + 10), hard))
+    faulthandler.dump_traceback_later(timeout_seconds, file=_STDERR)  # by a C thread, so it works for hangs in C code
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process group when the parent is gone, however the parent went.
+def _exit_with_parent() -> None:
+    """Make the kernel kill this process group when the parent exits, for any reason.
 
-    The parent never writes to our stdin, so all that can happen to it is the parent's end closing. It takes a signal,
-    since code that hangs while it holds the interpreter lock reads no pipe; and not PR_SET_PDEATHSIG, which comes when
-    the *thread* ends that started us.
+    The parent never writes to the child's stdin, so the only event on that pipe is that the
+    parent's end closes. The kernel reports it by a signal, because code that holds the interpreter
+    lock reads no pipe. PR_SET_PDEATHSIG is not used because it is sent when the parent's *thread*
+    that started this process ends.
     """
-    lifeline = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere SIGIO comes, which ends a process, too
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    parent_pipe = os.dup(0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
+    if hasattr(fcntl, "F_SETSIG"):  # Linux; other systems send SIGIO, which also ends the process
+        fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit_resources() -> None:
@@ -184,16 +198,16 @@ def _limit_resources() -> None:
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, wanted in limits.items():
+    for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (_at_most(hard, wanted), _at_most(hard, wanted)))
-    # Where memory runs out, let the kernel take a grader rather than the trainer.
+        resource.setrlimit(kind, (_at_most(hard, limit), _at_most(hard, limit)))
+    # If memory runs out, the kernel should kill a reward worker rather than the trainer.
     with (
-        contextlib.suppress(OSError),
+        contextlib.suppress(OSError),  # not on Linux, or not permitted
         open("/proc/self/oom_score_adj", "w") as file,
-    ):  # not on Linux, or not ours to set
+    ):
         file.write("1000")
 
 
-def _at_most(hard_limit: int, wanted: int) -> int:
-    return wanted if hard_limit == resource.RLIM_INFINITY else min(wanted, hard_limit)
+def _at_most(hard_limit: int, limit: int) -> int:
+    return limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)

@@ -1,7 +1,7 @@
 """Turns prompts into scored groups: the sampling half of a training step, and all of a validation.
 
-Knows the rollout protocol and the reward pool; no trainer, and no engine in particular. The answers of a prompt are
-scored as soon as all of them are there, while the engine samples those of others.
+Depends on the rollout protocol and the reward pool, not on trainers or a specific engine. A group
+is scored as soon as it is sampled, while the engine samples other groups.
 """
 
 from __future__ import annotations
@@ -24,29 +24,34 @@ def collect(
     step: int,
     phase: Phase,
 ) -> list[RolloutGroup]:
-    """Sample sampling.n completions for each prompt, score them, and return one group for each prompt, in order.
+    """Sample sampling.n completions for each prompt, score them, and return the groups in order.
 
-    A prompt for which the engine failed is left out. The engine must be awake. Announces the phases "gen", whose
-    progress counts completions, and "reward", which is what is left to score when all are sampled.
-    Raises: EngineError, RewardError as engine and pool do; EngineError if the engine failed for every prompt.
+    A prompt that the engine failed to sample has no group. The engine must be awake. Announces the
+    phases "gen", whose progress counts completions, and "reward": the scoring that remains once all
+    are sampled.
+    Raises: EngineError and RewardError as engine and pool do; EngineError if the engine failed for
+    every prompt.
     """
     num_completions = len(prompts) * sampling.n
-    with rewards.scoring(num_answers=num_completions) as scoring:
+    with rewards.scoring(num_completions=num_completions) as scoring:
 
-        def on_group(index: int, row: Sequence[Completion]) -> None:
-            scoring.add(index * sampling.n, [_request(prompts[index], completion) for completion in row])
+        def on_group(index: int, completions: Sequence[Completion]) -> None:
+            scoring.add(index * sampling.n, [_request(prompts[index], completion) for completion in completions])
 
         with phase("gen", total=num_completions) as advance:
-            completions = rollout.generate(prompts, sampling, step=step, on_progress=advance, on_group=on_group)
-        asked = [(prompt, row) for prompt, row in zip(prompts, completions, strict=True) if row]
-        if prompts and not asked:
-            raise EngineError(f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each.")
+            rows = rollout.generate(prompts, sampling, step=step, on_progress=advance, on_group=on_group)
+        sampled = [(prompt, completions) for prompt, completions in zip(prompts, rows, strict=True) if completions]
+        if prompts and not sampled:
+            raise EngineError(
+                f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each. See the engine's log."
+            )
         with phase("reward"):
-            scored = scoring.result()
-    assert len(scored) == sum(len(row) for _, row in asked), "the engine returned other completions than it handed over"
-    scores = iter(scored)
+            scores = scoring.result()
+    assert len(scores) == sum(len(completions) for _, completions in sampled), "on_group had other completions"
+    next_score = iter(scores)
     return [
-        RolloutGroup(prompt, tuple(Rollout(completion, next(scores)) for completion in row)) for prompt, row in asked
+        RolloutGroup(prompt, tuple(Rollout(completion, next(next_score)) for completion in completions))
+        for prompt, completions in sampled
     ]
 
 

@@ -1,6 +1,7 @@
-"""A rollout engine without a model: a function of yours says every answer. For tests of the loop, and for dry runs.
+"""A rollout engine without a model, for tests of the loop and for dry runs.
 
-Keeps the contract of RolloutEngine exactly, errors included, so that what runs on it runs on the real ones.
+A given function returns the text of each completion. The engine satisfies the RolloutEngine
+protocol exactly, errors included.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ from functools import lru_cache
 from typing import Any
 
 from trigon.errors import EngineError
-from trigon.rollout.protocol import OnGroup
+from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
-from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
+from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 CompleteText = Callable[[Prompt, int, int], str]
-"""(prompt, policy_version, seed of the sample) -> the text of its completion."""
+"""(prompt, policy version, seed of the sample) -> text of the completion."""
 
 
 class FakeEngine:
-    """Says what `answer` says, cut at max_tokens, one log-probability for all tokens. Satisfies RolloutEngine."""
+    """Returns the text of `complete`, cut at max_tokens. Satisfies RolloutEngine."""
 
     def __init__(
         self, *, tokenizer: Any, stop_token_id: int, complete: CompleteText, token_logprob: float = -1.0
     ) -> None:
-        """Args: stop_token_id: ends every answer that is not cut. token_logprob: of each sampled token, at most 0."""
-        # It says the same again and again, and to look it up takes a hundredth of the time.
+        """Create the engine.
+
+        Args:
+            stop_token_id: ends every completion that is not cut.
+            complete: returns the text of a completion.
+            token_logprob: log-probability of every token.
+        """
+        # Texts repeat, and a lookup takes a hundredth of the time of the tokenizer.
         self._encode = lru_cache(4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._decode = lru_cache(4096)(lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True))
         self._stop_token_id = stop_token_id
@@ -35,14 +42,14 @@ class FakeEngine:
         self._version: int | None = None
         self._awake = False
 
-    def awake(self, weights: NamedTensors, *, version: int) -> AbstractContextManager[None]:
-        """See RolloutEngine. The weights are read to their end, as a real engine would, and forgotten."""
-        return self._awake_context(weights, version)
+    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
+        """See RolloutEngine. Reads all weights, as a real engine does, and discards them."""
+        return self._awake_context(require_local_weights(weights), version)
 
     @contextmanager
-    def _awake_context(self, weights: NamedTensors, version: int) -> Iterator[None]:
+    def _awake_context(self, weights: LocalWeights, version: int) -> Iterator[None]:
         if version != self._version:
-            for _ in weights:
+            for _ in weights.read():
                 pass
             self._version = version
         self._awake = True

@@ -1,4 +1,7 @@
-"""The seam to whatever samples completions. Knows types only; vLLM, transformers and the fake all satisfy it."""
+"""The interface of a rollout engine, which samples completions.
+
+VllmEngine, TransformersEngine and FakeEngine satisfy it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from trigon.types import Completion, NamedTensors, Prompt, SamplingParams
+from trigon.errors import EngineError
+from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 OnGroup = Callable[[int, Sequence[Completion]], None]
-"""Hears the index of a prompt, and its completions."""
+"""Called with the index of a prompt and its completions."""
 
 
 class RolloutEngine(Protocol):
-    """Samples completions under weights that are handed to it."""
+    """Samples completions under weights that are loaded into it."""
 
-    def awake(self, weights: NamedTensors, *, version: int) -> AbstractContextManager[None]:
-        """Return a context in which the engine holds memory and exactly these weights.
+    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
+        """Return a context in which the engine holds its memory and exactly these weights.
 
-        On entry: wakes, loads the weights, forgets every cache (prefix, encoder) made under older ones. On exit:
-        sleeps. Entering with the version that is already held skips the loading.
-        Raises: EngineError if a tensor is missing.
+        On entry the engine wakes, loads the weights and clears all caches (prefix, encoder). On
+        exit it sleeps. Loading is skipped where the engine holds this version already.
+        Raises: EngineError for a kind of handle that the engine cannot read, or if a tensor is
+        missing.
         """
         ...
 
@@ -33,14 +38,17 @@ class RolloutEngine(Protocol):
         on_progress: Callable[[int], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """Return sampling.n completions for each prompt, in submission order, whatever finishes first.
+        """Return sampling.n completions for each prompt, in the order of prompts and samples.
 
-        None at all for a prompt of which the engine failed to sample one, and failed again.
+        An empty list for a prompt with a completion that the engine failed to sample twice.
 
-        Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not depend on which
-        other prompts are in flight. Media placeholder tokens are never sampled. on_progress hears the number of
-        newly finished completions. on_group hears, in the calling thread, of each prompt once: as soon as all of its
-        completions are there, or it is known that there will be none; what it hears is what is returned for it.
+        Sample i of a prompt is seeded by (sampling.seed, step, prompt_id, i) alone, so it does not
+        depend on which other prompts are sampled at the same time. Media placeholder tokens are
+        never sampled.
+        Args:
+            on_progress: called with the number of newly finished completions.
+            on_group: called in the calling thread, once for each prompt, as soon as all of its
+                completions are finished or one has failed twice; with the list that is returned.
         Raises: EngineError outside awake().
         """
         ...
@@ -48,3 +56,13 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards."""
         ...
+
+
+def require_local_weights(weights: WeightsHandle) -> LocalWeights:
+    """Return the handle if its weights are in this process. Raises: EngineError if not."""
+    if not isinstance(weights, LocalWeights):
+        raise EngineError(
+            f"A rollout engine in this process cannot load {type(weights).__name__}. Give it the weights() of a train "
+            "engine in the same process."
+        )
+    return weights

@@ -1,4 +1,4 @@
-"""Which random numbers a sampled completion gets. Knows arithmetic only."""
+"""The random seed of each sampled completion."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 
 
 def sample_seed(run_seed: int, *, step: int, prompt_id: str, sample: int) -> int:
-    """Return the seed of one sample: a function of these four alone, in [0, 2**63).
+    """Return the seed of one completion: a function of the arguments alone, in [0, 2**63).
 
-    A hash rather than a sum, so that no two (step, prompt, sample) share a stream by being neighbours.
+    A hash, not a sum, so that neighbouring steps, prompts and samples never share a seed.
     """
-    words = (
-        f"{run_seed}/{step}/{sample}/{prompt_id}"  # only the last may hold a slash, so two quadruples never read alike
-    )
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") >> 1
+    # Only prompt_id can contain a slash, and it comes last, so different arguments give different
+    # keys.
+    key = f"{run_seed}/{step}/{sample}/{prompt_id}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""What a batch of groups looks like, in numbers. Knows passports only. docs/metrics.md describes every key."""
+"""Metrics of a batch of groups. docs/metrics.md describes every key."""
 
 from __future__ import annotations
 
@@ -12,46 +12,51 @@ from trigon.types import RolloutGroup
 
 
 def describe_groups(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    """Describe what was sampled for training, learned from or not."""
-    compared = [scores for group in groups if (scores := _scores(group))]
+    """Return metrics of the groups that were sampled for training, filtered ones included."""
+    group_scores = [scores for group in groups if (scores := _scores(group))]
     return {
-        **_reward_parts(groups, prefix="reward/", suffix=""),
-        **_lengths(groups, prefix=""),
-        **_outcomes(groups),
-        "group/equal_rewards_fraction": mean_of(float(max(scores) == min(scores)) for scores in compared),
-        "group/reward_std": mean_of(_std(scores) for scores in compared),
-        **_solved(groups),
+        **_reward_metrics(groups, prefix="reward/", suffix=""),
+        **_length_metrics(groups, prefix=""),
+        **_failure_counts(groups),
+        "group/equal_rewards_fraction": mean_of(float(max(scores) == min(scores)) for scores in group_scores),
+        "group/reward_std": mean_of(_std(scores) for scores in group_scores),
+        **_solved_fractions(groups),
     }
 
 
 def describe_learned(
-    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Sequence[Sequence[Tensor]], graded: Tensor
+    groups: Sequence[RolloutGroup], rewards: Tensor, advantages: Sequence[Sequence[Tensor]], valid: Tensor
 ) -> dict[str, Metric]:
-    """Describe what is learned from.
+    """Return metrics of the groups that the policy learns from.
 
-    Args: rewards: [G, N], after a KL penalty if there is one. advantages: [R] of each completion. graded: [G, N] bool;
-    the others count in no statistic.
+    Args:
+        rewards: [G, N] float, after the KL penalty if there is one.
+        advantages: [R] float of each completion of each group.
+        valid: [G, N] bool, whether a completion was scored; others are in no metric.
     """
-    every = [tokens for group in advantages for tokens in group]
-    lengths = torch.tensor([len(tokens) for tokens in every])
-    means = torch.segment_reduce(torch.cat(every), "mean", lengths=lengths).view(graded.shape)
+    completions = [tokens for group in advantages for tokens in group]
+    lengths = torch.tensor([len(tokens) for tokens in completions])
+    means = torch.segment_reduce(torch.cat(completions), "mean", lengths=lengths).view(valid.shape)
     return {
-        **_spread("critic/score", (score for group in groups for score in _scores(group))),
-        **_spread("critic/rewards", rewards[graded].tolist()),
-        **_spread("critic/advantages", means[graded].tolist()),
+        **_mean_max_min("critic/score", (score for group in groups for score in _scores(group))),
+        **_mean_max_min("critic/rewards", rewards[valid].tolist()),
+        **_mean_max_min("critic/advantages", means[valid].tolist()),
     }
 
 
 def describe_validation(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    """Describe a validation, under EasyR1's names: val/reward_score is the mean of overall."""
-    parts = _reward_parts(groups, prefix="val/", suffix="_reward")
+    """Return metrics of a validation under EasyR1's keys.
+
+    val/reward_score is the mean of overall.
+    """
+    parts = _reward_metrics(groups, prefix="val/", suffix="_reward")
     overall = parts.get("val/overall_reward", Mean(0.0, 0.0))
-    failures = {f"val_{key}": metric for key, metric in _outcomes(groups).items()}
-    return {"val/reward_score": overall, **parts, **_lengths(groups, prefix="val_"), **failures}
+    failures = {f"val_{key}": metric for key, metric in _failure_counts(groups).items()}
+    return {"val/reward_score": overall, **parts, **_length_metrics(groups, prefix="val_"), **failures}
 
 
-def _reward_parts(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str) -> dict[str, Metric]:
-    """Average each number that the reward function returned over the answers for which it returned it."""
+def _reward_metrics(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str) -> dict[str, Metric]:
+    """Return the mean of each number of the reward function, over the completions that have it."""
     return merge(
         *(
             {f"{prefix}{key}{suffix}": Mean(value) for key, value in rollout.score.parts.items()}
@@ -61,13 +66,13 @@ def _reward_parts(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str) -
     )
 
 
-def _lengths(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, Metric]:
+def _length_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, Metric]:
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     cut = mean_of(float(completion.finish_reason == "length") for completion in completions)
     return {
-        **_spread(f"{prefix}response_length", (len(completion.token_ids) for completion in completions)),
+        **_mean_max_min(f"{prefix}response_length", (len(completion.token_ids) for completion in completions)),
         f"{prefix}response_length/clip_ratio": cut,
-        **_spread(f"{prefix}prompt_length", (len(group.prompt.token_ids) for group in groups)),
+        **_mean_max_min(f"{prefix}prompt_length", (len(group.prompt.token_ids) for group in groups)),
     }
 
 
@@ -75,7 +80,7 @@ def _scores(group: RolloutGroup) -> list[float]:
     return [rollout.score.overall for rollout in group.rollouts if rollout.score.outcome == "ok"]
 
 
-def _outcomes(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+def _failure_counts(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     outcomes = [rollout.score.outcome for group in groups for rollout in group.rollouts]
     return {
         "grader/failed": Sum(float(outcomes.count("failed"))),
@@ -83,30 +88,30 @@ def _outcomes(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     }
 
 
-def _solved(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
-    """Tell how many groups are all right or all wrong, where the reward function returns an accuracy."""
+def _solved_fractions(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
+    """Return the fractions of all-right and all-wrong groups; {} if no score has an accuracy."""
     accuracies = [
         [rollout.score.parts["accuracy"] for rollout in group.rollouts if "accuracy" in rollout.score.parts]
         for group in groups
     ]
-    known = [group for group in accuracies if group]
-    if not known:
+    non_empty = [group for group in accuracies if group]
+    if not non_empty:
         return {}
     return {
-        "group/all_right_fraction": mean_of(float(min(group) >= 1.0) for group in known),
-        "group/all_wrong_fraction": mean_of(float(max(group) <= 0.0) for group in known),
+        "group/all_right_fraction": mean_of(float(min(group) >= 1.0) for group in non_empty),
+        "group/all_wrong_fraction": mean_of(float(max(group) <= 0.0) for group in non_empty),
     }
 
 
-def _spread(name: str, numbers: Iterable[float]) -> dict[str, Metric]:
-    known = [float(number) for number in numbers]
-    if not known:
+def _mean_max_min(name: str, numbers: Iterable[float]) -> dict[str, Metric]:
+    values = [float(number) for number in numbers]
+    if not values:
         return {}
-    return {f"{name}/mean": mean_of(known), f"{name}/max": Max(max(known)), f"{name}/min": Min(min(known))}
+    return {f"{name}/mean": mean_of(values), f"{name}/max": Max(max(values)), f"{name}/min": Min(min(values))}
 
 
 def _std(numbers: Sequence[float]) -> float:
-    """Return the population standard deviation: exactly 0 for equal numbers."""
+    """Return the population standard deviation, exactly 0 for equal numbers."""
     if max(numbers) == min(numbers):
         return 0.0
     mean = sum(numbers) / len(numbers)

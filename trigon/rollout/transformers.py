@@ -1,8 +1,8 @@
-"""Plain transformers as a rollout engine: the fallback where vLLM is not installed. Right first, fast never.
+"""Hugging Face transformers as a rollout engine: slow, for machines without vLLM.
 
-Knows how one token is drawn from logits. One prompt at a time is read, once, and its completions are sampled together:
-nothing is padded, and no sample depends, not even in its last bit, on other prompts. Refuses to know trainers and
-rewards.
+Prompts are processed one at a time, with one prefill each, and the completions of a group are
+sampled together. Nothing is padded, and completions do not depend on other prompts, bit for bit.
+Does not depend on trainers or rewards.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of
 from trigon.models.tiles import to_tiles
-from trigon.rollout.protocol import OnGroup
+from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
-from trigon.types import Completion, NamedTensors, Prompt, SamplingParams, Vision
+from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
 
 
 class TransformersEngine:
-    """Samples with a Hugging Face model of its own. Satisfies RolloutEngine."""
+    """Samples with its own copy of the model. Satisfies RolloutEngine."""
 
     def __init__(
         self,
@@ -39,7 +39,13 @@ class TransformersEngine:
         override_config: Mapping[str, Any],
         skip_special_tokens: bool,
     ) -> None:
-        """Load the model. Args: max_model_len: prompt and response together, in tokens."""
+        """Load the model, on the CPU until awake().
+
+        Args:
+            device: where completions are sampled.
+            max_model_len: most tokens of a prompt and its completion together.
+            skip_special_tokens: leave special tokens out of Completion.text.
+        """
         self._processors = processors
         self._device = torch.device(device)
         self._max_model_len = max_model_len
@@ -48,29 +54,31 @@ class TransformersEngine:
             model_path, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code, override_config=override_config
         )
         self._model.requires_grad_(False)
-        # Group attention scores whole rows; sampling needs a cache of keys and values, with ordinary causal attention.
+        # Trigon's own attention is for packed rows; sampling needs causal attention with a KV
+        # cache.
         processors.family.language_model(self._model).set_attn_implementation("sdpa")
         self._version: int | None = None
         self._awake = False
 
-    def awake(self, weights: NamedTensors, *, version: int) -> AbstractContextManager[None]:
+    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine.
 
-        Raises: EngineError, with the old weights still in place, if a tensor is missing, left over or misshapen.
+        Raises: EngineError, with the old weights kept, if a tensor is missing, unexpected or has
+        another shape.
         """
-        return self._awake_context(weights, version)
+        return self._awake_context(require_local_weights(weights), version)
 
     @contextmanager
-    def _awake_context(self, weights: NamedTensors, version: int) -> Iterator[None]:
+    def _awake_context(self, weights: LocalWeights, version: int) -> Iterator[None]:
         self._model.to(self._device)
         if version != self._version:
             self._version = None
-            holder = Policy(self._model, self._processors.family, temperature=1.0, banned_token_ids=())
+            policy = Policy(self._model, self._processors.family, temperature=1.0, banned_token_ids=())
             try:
-                holder.load_named_weights(dict(weights))
+                policy.load_named_weights(dict(weights.read()))
             except ModelError as error:
                 raise EngineError(
-                    f"The rollout engine could not take the weights of step {version}. {error}"
+                    f"The rollout engine could not load the weights of step {version}. {error}"
                 ) from error
             self._version = version
         was_awake, self._awake = self._awake, True
@@ -103,7 +111,7 @@ class TransformersEngine:
             needed = len(prompt.token_ids) + sampling.max_tokens
             if needed > self._max_model_len:
                 raise EngineError(
-                    f"{prompt.prompt_id}: its {len(prompt.token_ids)} tokens and a response of up to "
+                    f"{prompt.prompt_id}: its {len(prompt.token_ids)} tokens and a completion of up to "
                     f"{sampling.max_tokens} need {needed} tokens, but worker.rollout.max_model_len is "
                     f"{self._max_model_len}. Raise it, or shorten either."
                 )
@@ -140,7 +148,7 @@ class TransformersEngine:
         ids = torch.tensor(prompt.token_ids)
         vision = prompt.pixels()
         positions = positions_of(family, hf_config)(prompt)
-        later = completion_positions(positions, sampling.max_tokens)
+        completion_position_ids = completion_positions(positions, sampling.max_tokens)
 
         cache = DynamicCache()
         logits = self._forward(ids[None], positions, cache, vision)[:, -1].expand(n, -1)
@@ -155,7 +163,7 @@ class TransformersEngine:
             running &= ~torch.isin(token, stop)
             if index + 1 == sampling.max_tokens or not running.any():
                 break
-            logits = self._forward(token[:, None], later[:, index : index + 1], cache, None)[:, -1]
+            logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, None)[:, -1]
         return [
             self._completion(ids, row_logprobs, set(stop.tolist()))
             for ids, row_logprobs in zip(
@@ -164,9 +172,12 @@ class TransformersEngine:
         ]
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: Any, vision: Vision | None) -> Tensor:
-        """Return the last logits, [B, 1, V].
+        """Return the logits of the last token, [B, 1, V].
 
-        Args: ids: [B, T]; positions: [A, T], the same in each row; vision: the images or videos to look at.
+        Args:
+            ids: [B, T] int64.
+            positions: [A, T] int64, the same in each row; A is 3 with m-RoPE, else 1.
+            vision: the images or videos whose placeholders are in ids; None: there are none.
         """
         media: dict[str, Tensor] = {}
         if vision is not None:
@@ -190,7 +201,7 @@ class TransformersEngine:
         return logits
 
     def _completion(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> Completion:
-        """Cut a row of samples behind its first stop token."""
+        """Return a row of samples, cut after its first stop token."""
         end = next((index + 1 for index, token in enumerate(token_ids) if token in stop), None)
         assert self._version is not None
         return Completion(
@@ -205,9 +216,10 @@ class TransformersEngine:
 def draw(
     logits: Tensor, uniforms: Tensor, sampling: SamplingParams, *, banned_token_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row: the same uniform number, the same token.
+    """Draw one token from each row, as a function of the arguments alone.
 
-    Bans first, then temperature, then top-k, then top-p of what is left, as vLLM does. Ties with the k-th are kept.
+    Bans come first, then temperature, then top-k, then top-p of what remains, as in vLLM. All
+    tokens equal to the k-th are kept.
     Args: logits: [B, V] of any dtype. uniforms: [B] float64 in [0, 1).
     Returns: tokens [B] int64 and their log-probabilities [B] float32, 0 for greedy decoding.
     """
@@ -223,11 +235,12 @@ def draw(
     if sampling.top_p < 1:
         ordered, order = logits.sort(1, descending=True)
         probability = ordered.softmax(1)
-        before = probability.cumsum(1) - probability  # the first token has none before it, and always stays
+        before = probability.cumsum(1) - probability  # exactly 0 for the first token, which is always kept
         logits = logits.scatter(1, order, ordered.masked_fill(before >= sampling.top_p, -torch.inf))
-    cumulated = logits.double().softmax(1).cumsum(1)
-    # Divided by itself the end is exactly 1, above any uniform; and a token without probability does not raise the sum.
-    tokens = torch.searchsorted(cumulated / cumulated[:, -1:], uniforms[:, None].contiguous(), right=True)
+    cumulative = logits.double().softmax(1).cumsum(1)
+    # The last entry is then exactly 1, above any uniform number; a token of probability 0 has an
+    # empty interval.
+    tokens = torch.searchsorted(cumulative / cumulative[:, -1:], uniforms[:, None].contiguous(), right=True)
     return tokens[:, 0], logits.log_softmax(1).gather(1, tokens)[:, 0]
 
 

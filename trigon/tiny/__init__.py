@@ -1,1 +1,1 @@
-"""The embedded demonstration: a tiny model, drawings to read, a supervised warm start, the quickstart."""
+"""Tiny models and generated data for the quickstart and the tests."""

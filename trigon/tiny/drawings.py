@@ -1,8 +1,8 @@
-"""A generated dataset in Geometry3K's own schema, whose answers must be seen.
+"""Generates a dataset in Geometry3K's schema whose problems cannot be solved without the image.
 
-A drawing shows a square of unit cells, some of them shaded; asked is the shaded area. The text is the same for every
-row, the areas are equally frequent, and position and colours are drawn at random, so that without the picture nothing
-beats a guess among NUM_ANSWERS. Knows drawings, Parquet and seeds; refuses to know models and tokens.
+A drawing is a square of unit cells, some of them shaded; the problem is to find the shaded area.
+The text is the same for every row, the areas are equally frequent, and positions and colours are
+random, so that without the image the accuracy is that of chance, 1 / NUM_ANSWERS.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from PIL import Image, ImageDraw
 CELLS = 3
 """Cells along each side."""
 CELL_PIXELS = 28
-"""Pixels along each side of a cell: two patches of 14, the area that becomes one image token of Qwen2.5-VL."""
+"""Pixels along each side of a cell. 28 x 28 pixels are one image token of Qwen2.5-VL."""
 NUM_ANSWERS = 6
-"""Areas 1 to 6, equally frequent: chance is 1/6."""
+"""The areas are 1 to 6, equally frequent."""
 PROBLEM = "<image>Find the area of the shaded part."
 BLANK = "validation_blank.parquet"
+"""The validation rows with blank images."""
 
 _SHADES = ((200, 30, 30), (30, 60, 200), (20, 130, 40), (160, 30, 160))
 
@@ -32,10 +33,9 @@ _SHADES = ((200, 30, 30), (30, 60, 200), (20, 130, 40), (160, 30, 160))
 def make_dataset(folder: Path, *, num_train: int, num_validation: int, seed: int) -> tuple[Path, Path]:
     """Write train.parquet, validation.parquet and BLANK, and return the paths of the first two.
 
-    Columns: images (a list of one PNG), problem (with `<image>`), answer (text). No drawing of one file is in the
-    other, or twice in one. The same arguments give the same pixels.
-    BLANK has the questions and answers of validation.parquet, but every drawing in one colour: what is left to guess
-    from is the text.
+    Columns: images (a list of one PNG), problem (with `<image>`), answer (text). All drawings of
+    both files are different. The same arguments give the same pixels. BLANK has the rows of
+    validation.parquet with images of one colour.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(itertools.islice(_distinct_rows(random.Random(seed)), num_train + num_validation))
@@ -48,7 +48,7 @@ def make_dataset(folder: Path, *, num_train: int, num_validation: int, seed: int
 
 
 def _distinct_rows(rng: random.Random) -> Iterator[tuple[bytes, int]]:
-    """Yield (PNG, area), the areas in equal shares, no drawing twice."""
+    """Yield (PNG, area) with different drawings and equally frequent areas."""
     seen: set[bytes] = set()
     while True:
         areas = list(range(1, NUM_ANSWERS + 1))
@@ -62,7 +62,7 @@ def _distinct_rows(rng: random.Random) -> Iterator[tuple[bytes, int]]:
 
 
 def _draw(rng: random.Random, area: int) -> Image.Image:
-    """Draw a square of cells with the given number of them shaded: paper, ink and shade of random colour."""
+    """Draw a square of cells, `area` of them shaded, with random positions and colours."""
     paper = tuple(rng.randint(215, 255) for _ in range(3))
     ink = tuple(rng.randint(0, 110) for _ in range(3))
     shade = tuple(channel + rng.randint(-20, 20) for channel in rng.choice(_SHADES))
@@ -73,9 +73,9 @@ def _draw(rng: random.Random, area: int) -> Image.Image:
         left, top = cell % CELLS * CELL_PIXELS, cell // CELLS * CELL_PIXELS
         pen.rectangle((left, top, left + CELL_PIXELS - 1, top + CELL_PIXELS - 1), fill=shade)
     for line in range(CELLS + 1):
-        at = min(line * CELL_PIXELS, side - 1)
-        pen.line((at, 0, at, side), fill=ink)
-        pen.line((0, at, side, at), fill=ink)
+        offset = min(line * CELL_PIXELS, side - 1)
+        pen.line((offset, 0, offset, side), fill=ink)
+        pen.line((0, offset, side, offset), fill=ink)
     return image
 
 
@@ -101,7 +101,7 @@ def _write(path: Path, rows: Sequence[tuple[bytes, int]]) -> None:
         "problem": pa.array([PROBLEM] * len(rows)),
         "answer": pa.array([str(area) for _, area in rows]),
     }
-    # What `datasets` writes beside a table, so that it reads the column back as images.
+    # The metadata that `datasets` writes with a table, so that it reads the column as images.
     features: dict[str, Any] = {
         "images": {"feature": {"_type": "Image"}, "_type": "List"},
         "problem": {"dtype": "string", "_type": "Value"},

@@ -1,4 +1,4 @@
-"""`trigon tiny FOLDER`: a tiny genuine vision-language model with a weak skill, and drawings to learn to see on."""
+"""`trigon tiny FOLDER`: makes a tiny vision-language model, warms it up, and generates its data."""
 
 from __future__ import annotations
 
@@ -13,58 +13,62 @@ from trigon.report.console import Console
 from trigon.tiny.drawings import make_dataset
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
-WARM_START_SKILL, WARM_START_UPDATES = 0.35, 120
+WARM_START_ACCURACY, WARM_START_UPDATES = 0.35, 120
 WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see trigon.cli.main for the exit status."""
+    """Run the command, and return its exit status; see trigon.cli.main."""
     parser = argparse.ArgumentParser(
         prog="trigon tiny",
-        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL warmed up to a weak skill, and FOLDER/data, "
-        "drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet (all blank).",
+        description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL after a short supervised warm start, and "
+        "FOLDER/data, drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet.",
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the warm start (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the model, the data and the warm start (%(default)s)"
+    )
     parser.add_argument(
         "--skill",
         type=float,
-        default=WARM_START_SKILL,
-        help="share of right answers at which the supervised warm start ends; 0: random weights (%(default)s)",
+        default=WARM_START_ACCURACY,
+        help="accuracy in [0, 1] at which the supervised warm start ends; 0: random weights (%(default)s)",
     )
     parser.add_argument(
         "--max-updates",
         type=int,
         default=WARM_START_UPDATES,
-        help="supervised updates after which it ends in any case (%(default)s)",
+        help="maximum number of supervised updates (%(default)s)",
     )
     chosen = parser.parse_args(arguments)
     console = Console()
     folder: Path = chosen.folder
-    # Aside first, so that an interrupted command leaves no half-made model to be taken for a whole one.
-    aside = folder / ".making_model"
-    shutil.rmtree(aside, ignore_errors=True)
-    # Drawing takes about as long as importing torch, for which it need not wait.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        drawing = other.submit(
+    # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
+    temporary = folder / ".making_model"
+    shutil.rmtree(temporary, ignore_errors=True)
+    # Drawing and importing torch take about as long, so they run in parallel.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        drawing = process.submit(
             make_dataset, folder / "data", num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=chosen.seed
         )
         with console.progress("make the model and draw the data", None):
             from trigon.tiny.model import make_tiny
 
-            make_tiny(aside, model_type=chosen.model_type, seed=chosen.seed)
+            make_tiny(temporary, model_type=chosen.model_type, seed=chosen.seed)
             train, _ = drawing.result()
     if chosen.skill > 0 and chosen.max_updates > 0:
-        warm_up(aside, train, chosen, console)
+        warm_up(temporary, train, chosen, console)
     shutil.rmtree(folder / "model", ignore_errors=True)
-    aside.rename(folder / "model")
+    temporary.rename(folder / "model")
     console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
     return 0
 
 
 def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
-    """Train a model folder on the training prompts, in place."""
+    """Train the model in a folder on the training prompts, in place. chosen: the command's
+    arguments.
+    """
     import torch
     from pyarrow.parquet import read_table
     from safetensors.torch import save_file
@@ -89,12 +93,12 @@ def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Cons
         max_image_pixels=10**6,
         limit_images=1,
     )
-    rows = read_table(train).to_pylist()  # our own, so that nobody need look at each of them first
+    rows = read_table(train).to_pylist()  # generated, so they need not be validated
 
-    def example(index: int) -> Example:
+    def make_example(index: int) -> Example:
         prompt = builder.build(rows[index], f"train:{index}")
-        answer = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
-        return prompt, (*processors.tokenizer.encode(answer), processors.stop_token_ids[0])
+        completion = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
+        return prompt, (*processors.tokenizer.encode(completion), processors.stop_token_ids[0])
 
     policy = Policy(
         load_model(str(folder), dtype=torch.float32, device="cpu"),
@@ -103,19 +107,19 @@ def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Cons
         banned_token_ids=processors.banned_token_ids,
     )
     with console.progress("warm up the model", None) as advance:
-        skill = warm_start(
+        accuracy = warm_start(
             policy,
-            example,
+            make_example,
             num_examples=min(len(rows), chosen.max_updates * WARM_START_BATCH),
             max_updates=chosen.max_updates,
-            enough_skill=chosen.skill,
+            target_accuracy=chosen.skill,
             batch_size=WARM_START_BATCH,
             schedule=Schedule(WARM_START_RATE, "constant", WARM_START_WARMUP, chosen.max_updates, 0.0),
             positions=positions_of(processors.family, processors.hf_config),
             seed=chosen.seed,
-            on_progress=lambda skill: advance(1),
+            on_progress=lambda _: advance(1),
         )
-    console.print(f"the warmed-up model gives {skill:.0%} of the wanted answers")
+    console.print(f"accuracy after the warm start: {accuracy:.0%}")
     save_file(
         {name: weight.contiguous() for name, weight in policy.named_weights()},
         folder / "model.safetensors",

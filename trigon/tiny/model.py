@@ -1,14 +1,12 @@
-"""Makes a tiny but genuine model folder: what a published checkpoint has, with random weights, in a second and offline.
+"""Makes tiny model folders with random weights and all files of a published checkpoint.
 
-Knows the Hugging Face file formats: configs with every mechanism of the real families (window and full attention,
-merging, m-RoPE, deepstack), a byte-level BPE tokenizer trained here on a few built-in sentences, Qwen's special tokens
-and chat layout, image and video processors, generation config. Refuses to know what the model is for: data, rewards and
-training live elsewhere. The same arguments give the same bytes, whatever the machine drew at random before.
+Their configurations have every mechanism of the real families (window and full attention, patch
+merging, m-RoPE, deepstack, MoE). With them come a tokenizer, image and video processors and a
+generation config. The same arguments give the same bytes, independent of the global random state.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, assert_never, get_args
 
@@ -16,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from trigon.errors import ModelError
-from trigon.models.families import Family, family_named
+from trigon.models.families import ModelFamily, family_named
+from trigon.tiny.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from trigon.torchvision_stub import declare_operators
 
 TinyModelType = Literal[
@@ -36,124 +35,15 @@ TinyModelType = Literal[
     "gemma3_text",
 ]
 
-VOCAB_ENTRIES = 1024
 MIN_IMAGE_TOKENS = 4
 MAX_IMAGE_TOKENS = 64
 TILE_SIZE, TILE_TOKENS = 56, 4
 INITIAL_STD = 0.05
 ROPE_THETA = 10_000.0
 
-# transformers 5.19 writes Qwen3-VL's experts without transposing them, and CLIP's names without what began them before.
-_PUBLISHED_OTHERWISE = ("qwen3_vl_moe", "llava")
-
-# Qwen's order: they follow the ordinary entries, and the last ids of the vocabulary are theirs.
-_SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-
-_CHAT_TEMPLATE = """\
-{%- macro show(content) -%}
-  {%- if content is string -%}
-    {{- content -}}
-  {%- else -%}
-    {%- for part in content -%}
-      {%- if part.type in ('image', 'image_url') -%}
-        {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-      {%- elif part.type == 'video' -%}
-        {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-      {%- else -%}
-        {{- part.text -}}
-      {%- endif -%}
-    {%- endfor -%}
-  {%- endif -%}
-{%- endmacro -%}
-{%- if messages[0].role != 'system' -%}
-  {{- '<|im_start|>system\\nYou answer questions about pictures.<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {{- '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
-
-# What the tokenizer learns its merges from. Frequent words become whole tokens first, so the sentences are about what a
-# tiny model is asked and says; the rest is there so that ordinary English is not spelt letter by letter.
-_CORPUS = (
-    (
-        r"<think> </think> \boxed{0} \boxed{1} \boxed{2} \boxed{3} \boxed{4} \boxed{5} \boxed{6} \boxed{7} "
-        r"\boxed{8} \boxed{9}"
-    ),
-    r"<think> I look at the drawing. </think> \boxed{12} <think> I see it in the picture. </think> \boxed{30}",
-    r"First think between <think> and </think>, then give the final answer in \boxed{}. The answer is a number.",
-    "system\nYou answer questions about pictures.",
-    "user\nFirst come the picture and the question.",
-    "assistant\nThen comes the answer. You are a helpful assistant.",
-    "I look at the drawing and see that the answer is one, two, three, four, five, six, seven, eight, nine, ten.",
-    "How many sides does the polygon in the drawing have? The polygon has three sides. How many corners can you see?",
-    "At which mark of the ruler is the point P? The point lies on the line, between the first and the last mark.",
-    "What is the measure of the angle in degrees? The angle between the two rays measures 30, 45, 60, 90, 120 degrees.",
-    "Find the length of the side. Find x. Find the area of the shaded triangle, square, circle, rectangle or pentagon.",
-    "What number does the dot stand on? Which segment of the figure is marked? Count the shapes in the image.",
-    (
-        "The question is about the picture, and the picture shows what the question does not say, so one has "
-        "to look at it."
-    ),
-    "The radius of a circle is half of its diameter; a square has four equal sides and four right angles.",
-    "If the sum of two angles is known, then the third angle of a triangle follows, for all three make a half turn.",
-    "Reason step by step, check the result, and write down only what you are sure of. Put the result at the end.",
-    "red green blue yellow black white left right top bottom above below inside outside near far small large",
-    "We start from what is given, name what is wanted, and go from one to the other in steps that anyone can follow.",
-    (
-        "This is not the only way to do it, but it is short. Here is another: draw a line through the middle "
-        "of the figure."
-    ),
-    "Please explain your answer in a few words. Let me think about it. Wait, that would be more than the whole.",
-    "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(i, add(i, i))\n",
-    "There were people who had been there before, and they could tell which of these things would work and which not.",
-    (
-        "Mathematics describes numbers, shapes, quantities and change; geometry, algebra, statistics and "
-        "calculus are branches."
-    ),
-    (
-        "Measure twice before cutting once. Estimate roughly, calculate carefully, compare, and round "
-        "towards the nearest integer."
-    ),
-    (
-        "Parallel lines never cross, perpendicular lines meet at ninety degrees, and a tangent touches its "
-        "circle at a single point."
-    ),
-    (
-        "Opposite edges of a parallelogram have equal lengths. A hexagon has six vertices, an octagon eight, "
-        "a trapezoid only four."
-    ),
-    (
-        "Colour, brightness, position, rotation, texture and size vary from image to image, so remembering "
-        "pixels does not help."
-    ),
-    "Reinforcement learning rewards good samples and discourages bad ones until the policy improves during training.",
-    "Yesterday morning several children walked along the river, picked flowers, watched birds and talked about school.",
-    "Bread, butter, apples, cheese, coffee and fresh water were bought cheaply from the small market behind our house.",
-    "Please write a short program which reads every file, counts its lines, sorts them by name and prints the totals.",
-    (
-        "import numpy as np\nclass Model:\n    def forward(self, x):\n        if x is None:\n            "
-        "raise ValueError(x)\n"
-    ),
-)
+# transformers 5.19 writes Qwen3-VL's MoE weights not transposed, and CLIP's names without their
+# former prefix.
+_SAVED_DIFFERENTLY = ("qwen3_vl_moe", "llava")
 
 
 def make_tiny(
@@ -163,20 +53,21 @@ def make_tiny(
     seed: int = 0,
     tie_word_embeddings: bool = False,
 ) -> Path:
-    """Write a complete model folder with random weights (float32, under a million parameters), and return it.
+    """Write a model folder with random float32 weights, and return it.
 
-    The folder is made if missing; files of the same names are overwritten. It loads with AutoConfig, AutoTokenizer,
-    AutoProcessor and AutoModelForImageTextToText (AutoModelForCausalLM for the text families), and in vLLM.
-    Raises: ModelError for another model_type.
+    The model has less than a million parameters. The folder is created if missing; existing files
+    are overwritten. It loads with AutoConfig, AutoTokenizer, AutoProcessor and
+    AutoModelForImageTextToText (AutoModelForCausalLM for the text families), and in vLLM.
+    Raises: ModelError for an unknown model_type.
     """
     if model_type not in get_args(TinyModelType):
-        raise ModelError(f"No tiny {model_type!r} can be made. Choose one of: {', '.join(get_args(TinyModelType))}.")
+        raise ModelError(f"there is no tiny {model_type!r}; choose one of {', '.join(get_args(TinyModelType))}")
     declare_operators()
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
     family = family_named(model_type)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _train_tokenizer(model_type)
+    tokenizer = train_tokenizer(model_type)
     _save_processors(folder, tokenizer, model_type)
 
     config = _model_config(tokenizer, model_type, tie_word_embeddings)
@@ -193,66 +84,20 @@ def make_tiny(
     return folder
 
 
-def _save_as_published(folder: Path, model: Any, family: Family) -> None:
-    """Write the weights again if published checkpoints hold them otherwise than transformers 5 writes them."""
-    if family.model_type in _PUBLISHED_OTHERWISE:
+def _save_as_published(folder: Path, model: Any, family: ModelFamily) -> None:
+    """Write the weights again if published checkpoints differ from transformers 5."""
+    if family.model_type in _SAVED_DIFFERENTLY:
         tensors = {
             name: tensor.detach().contiguous()
-            for here, parameter in model.named_parameters()
-            for name, tensor in family.checkpoint_tensors(here, parameter)
+            for parameter_name, parameter in model.named_parameters()
+            for name, tensor in family.checkpoint_tensors(parameter_name, parameter)
         }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _chat_layout(model_type: TinyModelType) -> dict[str, Any]:
-    """Return the tokenizer's arguments by which images get into a prompt.
-
-    InternVL's template writes one placeholder for an image, and its processor the tokens around it; LLaVA has none.
-    """
-    if model_type not in ("internvl", "llava"):
-        return {"chat_template": _CHAT_TEMPLATE}
-    bare = _CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
-    if model_type == "llava":
-        return {"chat_template": bare, "extra_special_tokens": {"image_token": "<|image_pad|>"}}
-    return {
-        "chat_template": bare,
-        "extra_special_tokens": {
-            "start_image_token": "<|vision_start|>",
-            "end_image_token": "<|vision_end|>",
-            "context_image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
-        },
-    }
-
-
-def _train_tokenizer(model_type: TinyModelType) -> Any:
-    """Return a Qwen2 tokenizer of VOCAB_ENTRIES entries: 256 bytes, merges, special tokens last."""
-    from tokenizers import AddedToken, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
-
-    # The untrained tokenizer already has Qwen's normalizer, pre-tokenizer and decoder: learn merges under just those.
-    learner = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_ENTRIES - len(_SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    learner.train_from_iterator(_CORPUS, trainer)
-    learned = json.loads(learner.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
-        vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
-        model_max_length=4096,
-        **_chat_layout(model_type),
-    )
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL_TOKENS])
-    tokenizer.eos_token = "<|im_end|>"  # not before: the constructor would give it the first special id
-    return tokenizer
-
-
 def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) -> None:
-    """Write the tokenizer and, for a vision family, the image and video processors that its AutoProcessor wants."""
-    import transformers  # whose classes are imported one by one, as they are named
+    """Write the tokenizer and, for a vision family, the image and video processors."""
+    import transformers  # its classes are imported on first use
 
     match model_type:
         case "qwen2_vl" | "qwen2_5_vl":
@@ -262,7 +107,7 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 image_processor=transformers.Qwen2VLImageProcessor(**sizes),
                 tokenizer=tokenizer,
                 video_processor=transformers.Qwen2VLVideoProcessor(**sizes),
-                chat_template=_CHAT_TEMPLATE,
+                chat_template=CHAT_TEMPLATE,
             )
         case "qwen3_vl" | "qwen3_vl_moe":
             sizes = _processor_sizes(patch_size=16)
@@ -270,7 +115,7 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
                 image_processor=transformers.Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
                 tokenizer=tokenizer,
                 video_processor=transformers.Qwen3VLVideoProcessor(**sizes),
-                chat_template=_CHAT_TEMPLATE,
+                chat_template=CHAT_TEMPLATE,
             )
         case "internvl":
             tile = {"size": {"height": TILE_SIZE, "width": TILE_SIZE}}
@@ -301,7 +146,9 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
 
 
 def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
-    """Return the arguments that an image and a video processor share; one image token covers 2 x 2 patches."""
+    """Return the common arguments of image and video processors. One image token covers 2 x 2
+    patches.
+    """
     token_pixels = (2 * patch_size) ** 2
     return {
         "patch_size": patch_size,
@@ -312,8 +159,10 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
-    """Return the family's own config at toy widths. Heads are 32 wide, the least that vLLM's CPU attention takes."""
-    import transformers  # whose classes are imported one by one, as they are named
+    """Return a small config of the family. The heads have 32 dimensions, the minimum of vLLM's CPU
+    attention.
+    """
+    import transformers  # its classes are imported on first use
 
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -337,7 +186,7 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         "spatial_merge_size": 2,
         "initializer_range": INITIAL_STD,
     }
-    # Two of four experts for a token: some get none of a short row.
+    # Two of four experts per token, so that some experts get no token of a short row.
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": ROPE_THETA}
     tied = {"tie_word_embeddings": tie_word_embeddings}
@@ -349,7 +198,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
     }
     match model_type:
         case "qwen2_vl":
-            # This family calls the width of its tower embed_dim, and what comes out of it hidden_size.
+            # In this family embed_dim is the width of the vision tower, and hidden_size that of its
+            # output.
             return transformers.Qwen2VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config={
@@ -367,7 +217,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **tied,
             )
         case "qwen2_5_vl":
-            # Windows of 2 x 2 image tokens: a drawing of 3 x 3 falls into four, so windows differ from full attention.
+            # Windows of 2 x 2 image tokens: a drawing of 3 x 3 has four, so windows differ from
+            # full attention.
             return transformers.Qwen2_5_VLConfig(
                 text_config=text | {"rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
                 vision_config=vision | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -376,7 +227,8 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
             )
         case "qwen3_vl" | "qwen3_vl_moe":
             kind = transformers.Qwen3VLConfig if model_type == "qwen3_vl" else transformers.Qwen3VLMoeConfig
-            # Six positions a side, one for each patch of a drawing of 96 x 96; others are interpolated.
+            # Six positions per side, one per patch of a drawing of 96 x 96; other sizes are
+            # interpolated.
             return kind(
                 text_config=text
                 | (experts | {"norm_topk_prob": True} if model_type == "qwen3_vl_moe" else {})
@@ -408,7 +260,7 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
                 **tied,
             )
         case "llava":
-            # What the last but one of the tower's layers says is shown to the language model.
+            # The language model gets the output of the last but one layer of the vision tower.
             return transformers.LlavaConfig(
                 text_config=transformers.LlamaConfig(**text, rope_parameters=rope).to_dict(),
                 vision_config={
@@ -436,22 +288,22 @@ def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings
         case "qwen3":
             return transformers.Qwen3Config(**text, **tied, head_dim=32, rope_parameters=rope)
         case "qwen3_moe":
-            # The first of its two layers is dense, as a config may say of any.
+            # The first of the two layers is dense; mlp_only_layers can name any.
             return transformers.Qwen3MoeConfig(
                 **text, **tied, **experts, head_dim=32, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=rope
             )
         case "llama":
-            # As Llama 3.1 has it, which divides the slowest frequencies.
-            stretched = {
+            # The scaling of Llama 3.1, which divides the lowest frequencies.
+            llama3_scaling = {
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 512,
             }
-            return transformers.LlamaConfig(**text, **tied, rope_parameters=rope | stretched)
+            return transformers.LlamaConfig(**text, **tied, rope_parameters=rope | llama3_scaling)
         case "mistral":
-            # A window as its first release had; it cuts off most of a prompt.
+            # A sliding window as in the first release, shorter than most prompts.
             return transformers.MistralConfig(**text, **tied, head_dim=32, sliding_window=8, rope_parameters=rope)
         case "gemma":
             return transformers.GemmaConfig(**text, **tied, head_dim=32, rope_parameters=rope)

@@ -1,4 +1,4 @@
-"""`trigon quickstart`: make a tiny model and its data, train it, export it: the main job, here and now."""
+"""`trigon quickstart`: makes a tiny model and its data, trains the model, and exports it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ CONFIG = Path(__file__).with_name("quickstart.yaml")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; see trigon.cli.main for the exit status."""
+    """Run the command, and return its exit status; see trigon.cli.main."""
     parser = argparse.ArgumentParser(
         prog="trigon quickstart",
-        description="Make a tiny genuine vision-language model and drawings to read, train it with GRPO, export it.",
-        epilog="Any option may be changed: trigon quickstart trainer.max_steps=20. The configuration: " + str(CONFIG),
+        description="Make a tiny vision-language model and drawings, train it with GRPO, and export it.",
+        epilog="Any option can be overridden: trigon quickstart trainer.max_steps=20. The configuration: "
+        + str(CONFIG),
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/quickstart"), help="where everything goes (%(default)s)"
+        "--folder", type=Path, default=Path("runs/quickstart"), help="folder of all files (%(default)s)"
     )
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of model, data, order and sampling (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, data, order and sampling (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of `trigon train`")
     chosen = parser.parse_args(arguments)
     folder: Path = chosen.folder
     made = folder / "made" / f"{chosen.model_type}_seed{chosen.seed}"
-    # Refuses a mistyped override before anything is made.
-    planned = load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
-    # A model this small gains nothing from a second thread, and with one its numbers are the same on every machine
-    # with the same kernels. Read when torch is imported, so before that.
+    # Loaded first, so that an error in an override is found before anything is made.
+    early = load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
+    # A second thread does not speed up so small a model, and with one thread its numbers are the
+    # same on every machine with the same kernels. Set before torch is imported, which reads it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         if not (made / "model").is_dir():
             tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
-            # In a process of its own, so that this one can meanwhile import what takes as long: vLLM and all it uses.
+            # In another process, while this one imports vLLM, which takes about as long.
             making = stack.enter_context(subprocess.Popen([sys.executable, "-m", "trigon.cli", "tiny", *tiny]))
-            import_ahead(planned.config)
-            # The model is there when its folder is; that process then takes two more seconds to end.
+            import_ahead(early.config)
+            # The folder appears when the model is complete, two seconds before the process ends.
             while making.poll() is None and not (made / "model").is_dir():
                 time.sleep(0.02)
             if making.returncode:
@@ -58,20 +59,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def import_ahead(config: Config) -> None:
-    """Import what training in this process will want, if it is installed; if not, training will say so."""
+    """Import the libraries that training in this process uses, if installed. Training reports
+    missing ones.
+    """
     import trigon.build.run  # noqa: F401
     from trigon.data import sources
 
     sources.import_ahead()
-    wants_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and num_workers(config) == 1
-    if wants_vllm and importlib.util.find_spec("vllm") is not None:
+    uses_vllm = config.worker.rollout.name == "vllm" and config.trainer.device == "cpu" and num_workers(config) == 1
+    if uses_vllm and importlib.util.find_spec("vllm") is not None:
         from trigon.rollout import vllm
 
         vllm.import_ahead("cpu")
 
 
 def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:
-    """Return what the command sets, besides the configuration file and the user's overrides."""
+    """Return the overrides of the command, which come before the user's."""
     return [
         f"data.train_files={train_files}",
         f"data.val_files={val_files}",

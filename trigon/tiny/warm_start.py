@@ -1,7 +1,6 @@
-"""A short supervised warm start: reinforcement learning can only strengthen what a model already does now and then.
+"""A short supervised warm start, after which completions are sometimes correct.
 
-Knows the policy and packing; the prompts and the wanted answers are handed in. Nothing here is used once a run has
-begun.
+Used by `trigon tiny` before a run, and by no run itself.
 """
 
 from __future__ import annotations
@@ -19,31 +18,36 @@ from trigon.training.optim import Schedule, make_optimizer
 from trigon.types import Prompt, TrainGroup, TrainSequence
 
 Example = tuple[Prompt, tuple[int, ...]]
-"""A prompt, and the token ids of its wanted answer, end-of-sequence token included."""
+"""A prompt, and the token ids of its target completion, end-of-sequence token included."""
 
-SKILL_WINDOW = 8
+ACCURACY_WINDOW = 8
+"""Number of updates over which the accuracy is averaged."""
 
 
 def warm_start(
     policy: Policy,
-    example: Callable[[int], Example],
+    make_example: Callable[[int], Example],
     *,
     num_examples: int,
     max_updates: int,
-    enough_skill: float,
+    target_accuracy: float,
     batch_size: int,
     schedule: Schedule,
     positions: Positions,
     seed: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> float:
-    """Train the policy in place to give the wanted answers, until it gives enough of them, and return how many.
+    """Train the policy in place up to target_accuracy, and return its accuracy.
 
-    example: makes that of a number below num_examples, when it is wanted; most never are.
-    The loss is the mean negative log-probability of their tokens. The skill is the probability of a whole wanted
-    answer, which is the accuracy of sampling at temperature 1: measured before each update, so on examples not yet
-    trained on (as long as they last), and averaged over the last SKILL_WINDOW updates. Skill comes suddenly, after a
-    number of updates that differs by seed: hence it, and not their number, ends the warm start. on_progress hears it.
+    The loss is the mean negative log-probability of the target tokens. The accuracy is the mean
+    probability of a target completion, that of sampling at temperature 1. It is measured before
+    each update, on examples not trained on before (while there are any), and averaged over the last
+    ACCURACY_WINDOW updates. It rises suddenly, after a number of updates that depends on the seed,
+    so a number of updates would be no good criterion.
+
+    Args: make_example: makes the example of an index below num_examples, when it is drawn.
+    batch_size: examples per update. seed: of their order. on_progress: called with the accuracy
+    before each update.
     """
     optimizer = make_optimizer(
         policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
@@ -54,21 +58,21 @@ def warm_start(
     def draw() -> list[TrainGroup]:
         if len(order) < batch_size:
             order[:] = rng.sample(range(num_examples), num_examples)
-        return [_as_group(example(order.pop())) for _ in range(batch_size)]
+        return [_as_group(make_example(order.pop())) for _ in range(batch_size)]
 
-    recent: deque[float] = deque(maxlen=SKILL_WINDOW)
+    recent: deque[float] = deque(maxlen=ACCURACY_WINDOW)
     with ThreadPoolExecutor(1, thread_name_prefix="examples") as thread:
         upcoming = thread.submit(draw)
         for update in range(1, max_updates + 1):
             groups, upcoming = upcoming.result(), thread.submit(draw)
             [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
             logprobs = policy(batch.packed).logprobs
-            whole = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
-            recent.append(float(whole.exp().mean()))
-            skill = sum(recent) / SKILL_WINDOW  # too low until the window is full
+            completion_logprobs = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
+            recent.append(float(completion_logprobs.exp().mean()))
+            accuracy = sum(recent) / ACCURACY_WINDOW  # too low until the window is full
             if on_progress is not None:
-                on_progress(skill)
-            if skill >= enough_skill:
+                on_progress(accuracy)
+            if accuracy >= target_accuracy:
                 break
             loss = -logprobs.mean()
             torch.autograd.backward(loss)
@@ -77,17 +81,17 @@ def warm_start(
                 group["lr"] = schedule.learning_rate(update)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return skill
+    return accuracy
 
 
 def _as_group(example: Example) -> TrainGroup:
-    prompt, answer = example
-    ones = torch.ones(len(answer))
+    prompt, token_ids = example
+    ones = torch.ones(len(token_ids))
     sequence = TrainSequence(
-        token_ids=answer,
+        token_ids=token_ids,
         loss_mask=ones,
         advantages=ones,
-        sampling_logprobs=torch.zeros(len(answer)),
+        sampling_logprobs=torch.zeros(len(token_ids)),
         old_logprobs=None,
         ref_logprobs=None,
     )

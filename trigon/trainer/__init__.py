@@ -1,1 +1,1 @@
-"""EasyR1's module path, and nothing else."""
+"""The module path of EasyR1's entry point."""

@@ -1,4 +1,6 @@
-"""EasyR1's door: `python3 -m trigon.trainer.main config=examples/config.yaml key=value ...` is `trigon train ...`."""
+"""EasyR1's entry point: `python3 -m trigon.trainer.main config=... key=value ...` is `trigon
+train`.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""How many tokens a pass may take on a device, found by making a few real passes and measuring their memory.
+"""Measures how many tokens a pass may take on a device, by dry runs over dummy groups.
 
-The memory of a pass is close to
+The memory of a pass over one row is close to
 
-    fixed + by_prompt * (tokens of prompts, images among them) + by_answer * (tokens of answers)
+    fixed + bytes_per_prompt_token * prompt tokens + bytes_per_completion_token * completion tokens
 
-so that three passes over made-up groups tell it: some answers to a prompt, twice as many, and two such prompts. What a
-row really holds cannot be known beforehand, so all of its tokens count as the dearer kind. A last pass, as large as the
-budget, has to prove it.
-
-Knows a train engine and a device's memory. Refuses to know configuration, files and Ray.
+where prompt tokens include image tokens. Three passes determine the three numbers. The composition
+of future rows is unknown, so every token counts as one of the more expensive kind. A last pass of
+the size of the budget verifies the fit. Does not depend on configuration, files and Ray.
 """
 
 from __future__ import annotations
@@ -17,40 +15,35 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, isqrt
+from math import ceil
 
 import torch
 
 from trigon.data.packing import tokens_of
 from trigon.errors import ConfigError
 from trigon.models.policy import Policy
-from trigon.training.local import LocalScorer, LocalTrainEngine
+from trigon.training.dry_run import as_rollouts, dummy_group
 from trigon.training.memory import Memory
 from trigon.training.parallel import ProcessGroup
-from trigon.training.protocol import LogprobEngine
-from trigon.types import (
-    Completion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Score,
-    TrainGroup,
-    TrainSequence,
-    Vision,
-)
+from trigon.training.protocol import LogprobEngine, TunableEngine, TunableScorer
+from trigon.types import RolloutGroup, TrainGroup
 
 HEADROOM = 0.1
-"""Share of a device's memory that no pass may take: what an allocator cannot use, kernels' own buffers, others'."""
+"""Fraction of a device's memory that passes leave free: fragmentation, buffers of kernels, other
+processes.
+"""
 
-_ROUND = 256  # budgets are multiples of this, which are easier to read
+_ROUND = 256  # budgets are multiples of this number, for readability
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a run's groups have at most.
+    """Upper bounds of a run's groups and batches.
 
-    prompt_tokens, response_tokens: of the longest. image_pixels: of the largest image; None: no limit.
-    update_tokens, step_tokens: all that could be in the passes of one update, and of those without gradient.
+    prompt_tokens, response_tokens: of the longest prompt and completion.
+    image_pixels: of the largest image; None: no limit.
+    update_tokens: of all groups of one update. step_tokens: of all groups that are scored in one
+    step.
     """
 
     prompt_tokens: int
@@ -61,16 +54,16 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, which each pass has to hold."""
+        """Tokens of the longest sequence, which must fit into one pass."""
         return self.prompt_tokens + self.response_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """How many tokens a pass may take with gradient (update) and without (experience).
+    """The number of tokens that a pass may take with gradient (update) and without (experience).
 
-    update_bytes, experience_bytes: of the device that are then taken, by anything. device, device_bytes: which device,
-    and how much it has: a rank's share.
+    update_bytes, experience_bytes: memory of the device that is in use during such a pass, by all
+    processes. device: its name. device_bytes: its total memory, or the share of this rank.
     """
 
     update_tokens: int
@@ -82,7 +75,7 @@ class Budgets:
 
 
 def tune_engines(
-    trainer: LocalTrainEngine,
+    trainer: TunableEngine,
     reference: LogprobEngine | None,
     memory: Memory,
     lengths: Lengths,
@@ -90,8 +83,9 @@ def tune_engines(
     *,
     known: Budgets | None,
 ) -> Budgets:
-    """Do what find_budgets does, and have the engines pack by what was found from now on."""
-    scorer = reference if isinstance(reference, LocalScorer) else None  # otherwise it is the trainer's own
+    """Measure the token budgets, and set them in the engines. Args: see measure_budgets."""
+    # With LoRA the reference is the trainer without its adapters, and has no budget of its own.
+    scorer = reference if isinstance(reference, TunableScorer) else None
     budgets = measure_budgets(trainer, scorer, memory, lengths, process_group, known=known)
     trainer.use_budgets(update_max_tokens=budgets.update_tokens, score_max_tokens=budgets.experience_tokens)
     if scorer is not None:
@@ -100,204 +94,157 @@ def tune_engines(
 
 
 def measure_budgets(
-    trainer: LocalTrainEngine,
-    reference: LocalScorer | None,
+    trainer: TunableEngine,
+    reference: TunableScorer | None,
     memory: Memory,
     lengths: Lengths,
     process_group: ProcessGroup,
     *,
     known: Budgets | None,
 ) -> Budgets:
-    """Return what all ranks can take. To be called before the first update, on all of them, with the rollout engine
-    asleep; nothing of the engines changes.
+    """Return the token budgets that fit on every rank. The engines do not change.
 
-    known: what was found before, and is returned if every rank's device is of the same kind.
-    Raises: ConfigError if the longest sequence does not fit.
+    All ranks call this together before the first update, while the rollout engine sleeps.
+
+    Args:
+        known: budgets of an earlier run, which are returned if all ranks have the same device.
+    Raises: ConfigError if a pass over the longest sequence does not fit.
     """
-    [strangers] = process_group.totals([float(known is None or known.device != memory.device_name)])
-    if known is not None and strangers == 0:
+    [num_other_devices] = process_group.all_reduce_sum([float(known is None or known.device != memory.device_name)])
+    if known is not None and num_other_devices == 0:
         return known
-    fitting = _Fitting(trainer.policy, memory, lengths, process_group)
+    tuner = _Tuner(trainer.policy, memory, lengths, process_group)
     with trainer.dry_run_updates() as update:
-        fitting.try_first(update, what="an update's pass")  # from here on there are gradients, as in most such passes
-        update_tokens, update_bytes = fitting.largest(
-            update, to_come=trainer.optimizer_bytes, most=lengths.update_tokens, what="an update's pass"
+        tuner.warm_up(update, what="an update's pass")  # allocates the gradients, which most passes find allocated
+        update_tokens, update_bytes = tuner.max_tokens(
+            update, reserved_bytes=trainer.optimizer_bytes, limit=lengths.update_tokens, what="an update's pass"
         )
-    found = [
-        fitting.largest(
-            partial(_scored, score),
-            to_come=trainer.optimizer_bytes,
-            most=lengths.step_tokens,
+    scored = [
+        tuner.max_tokens(
+            partial(_score, dry_run),
+            reserved_bytes=trainer.optimizer_bytes,
+            limit=lengths.step_tokens,
             what="a pass without gradient",
         )
-        for score in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
+        for dry_run in (trainer.dry_run, *(() if reference is None else (reference.dry_run,)))
     ]
     return Budgets(
         update_tokens=update_tokens,
         update_bytes=update_bytes,
-        experience_tokens=min(tokens for tokens, _ in found),
-        experience_bytes=max(taken for _, taken in found),
+        experience_tokens=min(tokens for tokens, _ in scored),
+        experience_bytes=max(used_bytes for _, used_bytes in scored),
         device=memory.device_name,
         device_bytes=memory.total_bytes,
     )
 
 
-def _scored(score: Callable[[Sequence[RolloutGroup]], object], groups: Sequence[TrainGroup]) -> None:
-    score(_sampled(groups))
+def _score(dry_run: Callable[[Sequence[RolloutGroup]], object], groups: Sequence[TrainGroup]) -> None:
+    dry_run(as_rollouts(groups))
 
 
 Pass = Callable[[Sequence[TrainGroup]], object]
-"""Makes a pass over groups, in one row."""
+"""Makes one pass over all groups in one row."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """The memory of a pass in bytes: however short it is, and for each token of its row."""
+class _LinearFit:
+    """The memory of a pass: fixed_bytes + bytes_per_token * tokens of the row."""
 
-    fixed: float
-    by_token: float
+    fixed_bytes: float
+    bytes_per_token: float
+
+    def bytes_of(self, tokens: int) -> float:
+        """Return the bytes that a row of so many tokens takes."""
+        return self.fixed_bytes + tokens * self.bytes_per_token
 
 
-class _Fitting:
-    """Finds the largest row that a kind of pass can take, on all ranks."""
+class _Tuner:
+    """Finds the longest row that fits on all ranks, for one kind of pass at a time."""
 
     def __init__(self, policy: Policy, memory: Memory, lengths: Lengths, process_group: ProcessGroup) -> None:
         self._memory = memory
         self._lengths = lengths
         self._process_group = process_group
-        # So many answers that the chunks in which logits are computed are full, and grow no more.
-        self._answers = ceil(policy.logprob_chunk / lengths.response_tokens)
-        self._group = dummy_group(policy, lengths, self._answers)
-        self._long_group = dummy_group(policy, lengths, 2 * self._answers)
+        # Logits are computed in chunks of rows: from one full chunk on their memory is constant.
+        self._num_completions = ceil(policy.logprob_chunk / lengths.response_tokens)
+        self._group, self._large_group = (
+            dummy_group(
+                policy,
+                prompt_tokens=lengths.prompt_tokens,
+                response_tokens=lengths.response_tokens,
+                image_pixels=lengths.image_pixels,
+                num_completions=num_completions,
+            )
+            for num_completions in (self._num_completions, 2 * self._num_completions)
+        )
 
-    def try_first(self, make: Pass, *, what: str) -> None:
-        """Make a pass as small as any that is measured. Raises: ConfigError if there is not enough memory for it."""
-        if self._peak(make, [self._group]) is None:
-            raise self._refusal(what, math.inf, self._memory.free_bytes())
+    def warm_up(self, make_pass: Pass, *, what: str) -> None:
+        """Make the smallest pass. Raises: ConfigError if it does not fit."""
+        if self._peak_bytes(make_pass, [self._group]) is None:
+            raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
 
-    def largest(self, make: Pass, *, to_come: int, most: int, what: str) -> tuple[int, int]:
-        """Return the most tokens of a pass, and the bytes of the device that are then taken.
+    def max_tokens(self, make_pass: Pass, *, reserved_bytes: int, limit: int, what: str) -> tuple[int, int]:
+        """Return the largest number of tokens of a row, and the bytes of the device then in use.
 
-        to_come: bytes that will be held by then, and are not yet. most: more tokens are not asked for.
+        Args:
+            reserved_bytes: memory that is free now but in use when real passes are made.
+            limit: number of tokens that is enough.
+            what: kind of pass, for the error message.
+        Raises: ConfigError if the longest sequence does not fit.
         """
         memory, longest = self._memory, self._lengths.longest
-        free = memory.free_bytes() - to_come
-        room = free - HEADROOM * memory.total_bytes
-        line = self._line(make, what)
-        [shortfall] = self._process_group.largest([-(room - line.fixed) / line.by_token])
+        free_bytes = memory.free_bytes() - reserved_bytes
+        usable_bytes = free_bytes - HEADROOM * memory.total_bytes
+        fit = self._fit(make_pass, what)
+        # The minimum over the ranks.
+        [shortfall] = self._process_group.all_reduce_max([-(usable_bytes - fit.fixed_bytes) / fit.bytes_per_token])
         tokens = int(-shortfall)
         if tokens < longest:
-            raise self._refusal(what, line.fixed + longest * line.by_token, room)
-        tokens = max(longest, min(tokens // _ROUND * _ROUND, most, memory.most_tokens or most))
-        while (groups := tokens // tokens_of(self._group)) > 2 and not self._holds(make, groups, room):
+            raise self._does_not_fit(what, fit.bytes_of(longest), usable_bytes)
+        tokens = max(longest, min(tokens // _ROUND * _ROUND, limit, memory.max_tokens or limit))
+        while (groups := tokens // tokens_of(self._group)) > 2 and not self._fits(make_pass, groups, usable_bytes):
             tokens = max(longest, int(0.8 * tokens) // _ROUND * _ROUND)
-        [taken] = self._process_group.largest([memory.total_bytes - free + line.fixed + tokens * line.by_token])
-        return tokens, int(taken)
+        [used_bytes] = self._process_group.all_reduce_max(
+            [memory.total_bytes - free_bytes + fit.fixed_bytes + tokens * fit.bytes_per_token]
+        )
+        return tokens, int(used_bytes)
 
-    def _line(self, make: Pass, what: str) -> _Line:
-        """Measure three passes: some answers to a prompt, twice as many, and two such prompts with theirs."""
-        few = self._peak(make, [self._group])
-        many = None if few is None else self._peak(make, [self._long_group])
-        two = None if many is None else self._peak(make, [self._group] * 2)
-        if few is None:
-            raise self._refusal(what, math.inf, self._memory.free_bytes())
-        prompt, answers = self._lengths.prompt_tokens, self._answers * self._lengths.response_tokens
-        if many is None or two is None:  # the smallest row is all that there is room for
-            return _Line(fixed=0.0, by_token=few / self._lengths.longest)
-        by_answer, by_prompt = (many - few) / answers, (two - many) / prompt
-        fixed = few - by_answer * answers - by_prompt * prompt
-        return _Line(fixed=max(fixed, 0.0), by_token=max(by_answer, by_prompt, 1.0))
+    def _fit(self, make_pass: Pass, what: str) -> _LinearFit:
+        """Measure one group, a group with twice as many completions, and two groups."""
+        one = self._peak_bytes(make_pass, [self._group])
+        large = None if one is None else self._peak_bytes(make_pass, [self._large_group])
+        two = None if large is None else self._peak_bytes(make_pass, [self._group] * 2)
+        if one is None:
+            raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
+        prompt_tokens = self._lengths.prompt_tokens
+        completion_tokens = self._num_completions * self._lengths.response_tokens
+        if large is None or two is None:  # only the smallest row fits
+            return _LinearFit(fixed_bytes=0.0, bytes_per_token=one / self._lengths.longest)
+        per_completion_token = (large - one) / completion_tokens
+        per_prompt_token = (two - large) / prompt_tokens
+        fixed = one - per_completion_token * completion_tokens - per_prompt_token * prompt_tokens
+        return _LinearFit(fixed_bytes=max(fixed, 0.0), bytes_per_token=max(per_completion_token, per_prompt_token, 1.0))
 
-    def _holds(self, make: Pass, groups: int, room: float) -> bool:
-        """Tell whether a row of so many groups really fits, on all ranks."""
-        peak = self._peak(make, [self._group] * groups)
-        [failed] = self._process_group.totals([float(peak is None or peak > room)])
-        return failed == 0
+    def _fits(self, make_pass: Pass, num_groups: int, usable_bytes: float) -> bool:
+        """Make a pass over so many groups, and return whether it fits on all ranks."""
+        peak = self._peak_bytes(make_pass, [self._group] * num_groups)
+        [num_failed] = self._process_group.all_reduce_sum([float(peak is None or peak > usable_bytes)])
+        return num_failed == 0
 
-    def _peak(self, make: Pass, groups: Sequence[TrainGroup]) -> int | None:
-        """Return the bytes that a pass takes; None if there are not as many."""
+    def _peak_bytes(self, make_pass: Pass, groups: Sequence[TrainGroup]) -> int | None:
+        """Return the peak memory of a pass in bytes; None if the device has run out of memory."""
         try:
-            return self._memory.peak_bytes(lambda: make(groups))
+            return self._memory.peak_bytes(lambda: make_pass(groups))
         except torch.OutOfMemoryError:
-            if self._process_group.size > 1:  # the others are in the middle of the same pass, and cannot be told
+            if self._process_group.size > 1:  # the other ranks wait inside the pass, and cannot be notified
                 raise
         return None
 
-    def _refusal(self, what: str, needed: float, room: float) -> ConfigError:
-        in_words = "more than there is" if math.isinf(needed) else f"about {needed / 2**30:,.2f} GiB"
+    def _does_not_fit(self, what: str, needed_bytes: float, usable_bytes: float) -> ConfigError:
+        needed = "more than there is" if math.isinf(needed_bytes) else f"about {needed_bytes / 2**30:,.2f} GiB"
         return ConfigError(
-            f"{what} over the longest sequence, {self._lengths.longest:,} tokens, takes {in_words}, and "
-            f"{self._memory.device_name} has {max(room, 0.0) / 2**30:,.2f} GiB left for it beside weights, gradients, "
-            "optimizer and a reserve; set worker.actor.model.enable_gradient_checkpointing=true, lower "
+            f"{what} over the longest sequence, {self._lengths.longest:,} tokens, takes {needed}, and "
+            f"{self._memory.device_name} has {max(usable_bytes, 0.0) / 2**30:,.2f} GiB left for it beside weights, "
+            "gradients, optimizer and a reserve; set worker.actor.model.enable_gradient_checkpointing=true, lower "
             "data.max_prompt_length or data.max_response_length, or use more workers (trainer.n_gpus_per_node)"
         )
-
-
-def dummy_group(policy: Policy, lengths: Lengths, answers: int) -> TrainGroup:
-    """Return a prompt of the greatest length, filled with images where the model sees any, and so many answers to it.
-
-    All tokens are the same one, and all pixels 0: what they are does not change what a pass takes.
-    """
-    config = policy.model.config
-    never = {*policy.banned_token_ids, *policy.family.media_token_ids(config)}
-    word = next(token for token in range(len(never) + 1) if token not in never)
-    token_ids, grids = _images(policy, lengths, word)
-    patches = sum(math.prod(grid) for grid in grids)
-    vision = Vision(
-        pixel_values=torch.zeros(patches, policy.family.values_per_patch(config)) if grids else torch.zeros(0, 0),
-        grid_thw=torch.tensor(grids, dtype=torch.int64),
-        hashes=(),  # so that nothing is remembered of them
-    )
-    ones = torch.ones(lengths.response_tokens)
-    sequence = TrainSequence(
-        token_ids=(word,) * lengths.response_tokens,
-        loss_mask=ones,
-        advantages=ones,
-        sampling_logprobs=-ones,
-        old_logprobs=-ones,
-        ref_logprobs=-ones,
-    )
-    prompt = Prompt(
-        prompt_id="made up",
-        token_ids=(*token_ids, *[word] * (lengths.prompt_tokens - len(token_ids))),
-        vision=vision if grids else None,
-        text="",
-        ground_truth=None,
-        row={},
-        image_refs=(),
-    )
-    return TrainGroup(prompt, (sequence,) * answers)
-
-
-def _images(policy: Policy, lengths: Lengths, word: int) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Return the beginning of a prompt with as many images of the largest size as fit, and their grids."""
-    family, config = policy.family, policy.model.config
-    if not family.has_vision:
-        return [], []
-    merge = family.spatial_merge(config)
-    room = lengths.prompt_tokens - 1  # at least one token that is no image's
-    if family.tiles:
-        side = family.patches_per_side(config) // merge
-    else:
-        allowed = room
-        if lengths.image_pixels is not None:
-            allowed = min(room, lengths.image_pixels // (family.patch_size(config) * merge) ** 2)
-        side = max(isqrt(allowed), 1)
-    count = room // (side * side + 1)
-    placeholders = [family.image_token_id(config)] * side * side
-    return [*placeholders, word] * count, [(1, side * merge, side * merge)] * count
-
-
-def _sampled(groups: Sequence[TrainGroup]) -> list[RolloutGroup]:
-    """Return the same groups as they are before they are to train."""
-    score = Score(overall=0.0, parts={}, outcome="ok", error="")
-    return [
-        RolloutGroup(
-            group.prompt,
-            tuple(
-                Rollout(Completion(part.token_ids, (0.0,) * len(part.token_ids), "length", "", 0), score)
-                for part in group.sequences
-            ),
-        )
-        for group in groups
-    ]

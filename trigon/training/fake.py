@@ -1,6 +1,6 @@
-"""A train engine without a network:
+"""A train engine without a model, which counts updates.
 
-it counts. For tests of the loop, and for trying a dataset and a reward function in milliseconds.
+For tests of the loop, and for trying out a dataset and a reward function within milliseconds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from trigon.metrics import Mean, Metrics
-from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import LocalWeights, RolloutGroup, TrainGroup
 
 FAKE_LOGPROB = -1.0
-"""What this engine says of every token; rollout/fake.py says the same, so that the two agree."""
+"""The log-probability of every token. rollout/fake.py has the same, so there is no mismatch."""
 
 
 class FakeTrainEngine:
-    """Satisfies TrainEngine. Its one weight, "updates", is the number of updates it was asked for."""
+    """Satisfies TrainEngine. Its only weight, "updates", is the number of updates made."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -33,18 +33,18 @@ class FakeTrainEngine:
         ]
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """See TrainEngine. The reference says the same."""
+        """See TrainEngine. The reference has the same log-probabilities."""
         return [[torch.zeros(len(rollout.completion.token_ids)) for rollout in group.rollouts] for group in groups]
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
-        """See TrainEngine. Reports the mean advantage, so that a test can see what arrived."""
+        """See TrainEngine. The loss is minus the mean advantage."""
         self.updates += 1
         advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
         return {"actor/pg_loss": Mean(-float(advantages.mean()))}
 
-    def weights(self) -> NamedTensors:
+    def weights(self) -> LocalWeights:
         """See TrainEngine."""
-        yield "updates", torch.tensor([float(self.updates)])
+        return LocalWeights(lambda: iter([("updates", torch.tensor([float(self.updates)]))]))
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""

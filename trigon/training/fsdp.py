@@ -1,7 +1,8 @@
-"""A policy that many processes hold in shards, by torch's fully_shard (FSDP2).
+"""A policy whose weights are sharded over several processes by torch's fully_shard (FSDP2).
 
-Knows process groups, device meshes and how a sharded policy comes into being: one rank reads the weights, nobody ever
-holds a second copy. Refuses to know losses, optimizers, Ray and vLLM.
+Has the process group, the device mesh and the creation of a sharded policy: rank 0 reads the
+weights and broadcasts them, and no rank holds a second full copy. Does not depend on losses,
+optimizers, Ray and vLLM.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from trigon.training.parallel import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a policy is spread over the ranks.
+    """How the weights of a policy are sharded over the ranks.
 
-    full_shard: gather each layer anew for the backward pass; False keeps it gathered between forward and backward,
-    which is faster and needs the memory of all weights.
-    ranks_per_copy: ranks that share one copy, the others holding further ones (hybrid sharding); None: all of them.
-    param_dtype: in which weights are gathered and computed with. reduce_dtype: in which gradients are summed.
-    cpu_offload: keep weights, gradients and optimizer states in host memory, always.
+    full_shard: free each layer after the forward pass and gather it again for the backward pass.
+        False keeps layers gathered in between, which is faster and needs the memory of all weights.
+    ranks_per_copy: number of ranks that share one copy of the weights; the other ranks hold further
+        copies (hybrid sharding). None: all ranks share one copy.
+    param_dtype: dtype in which weights are gathered and used for computation.
+    reduce_dtype: dtype in which gradients are reduced.
+    cpu_offload: keep weights, gradients and optimizer states in host memory permanently.
     """
 
     full_shard: bool
@@ -41,20 +44,25 @@ class Sharding:
 
 
 class TorchProcessGroup:
-    """Ranks that are processes, joined by torch.distributed. Satisfies Ranks."""
+    """The ranks of torch.distributed's default process group. Satisfies ProcessGroup."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the process group that is there for ranks that compute on this kind of device."""
+        """Wrap the default process group, which is initialized already.
+
+        device: on which this rank computes.
+        """
         self.device = device
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        # Checkpoints are written from a thread of their own while training goes on.
+        # Checkpoints are written from a second thread while training goes on.
         self._state_group = dist.new_group(backend="gloo")
 
     @classmethod
     def joined(cls, device: torch.device, *, timeout_seconds: float) -> TorchProcessGroup:
-        """Join the others as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; blocks until all are there.
+        """Initialize the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-        timeout_seconds: after which a collective that some rank does not reach is an error on the others.
+        Blocks until all ranks have joined.
+        timeout_seconds: time after which a collective that some rank does not reach fails on the
+        other ranks.
         """
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -64,47 +72,55 @@ class TorchProcessGroup:
 
     @property
     def rank(self) -> int:
-        """See Ranks."""
+        """See ProcessGroup."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See Ranks."""
+        """See ProcessGroup."""
         return self._size
 
     @property
     def state_group(self) -> Any:
-        """See Ranks."""
+        """See ProcessGroup."""
         return self._state_group
 
-    def totals(self, numbers: Sequence[float]) -> list[float]:
-        """See Ranks."""
-        return self._reduced(numbers, dist.ReduceOp.SUM)
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
+        """See ProcessGroup."""
+        return self._all_reduce(numbers, dist.ReduceOp.SUM)
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
-        """See Ranks."""
-        return self._reduced(numbers, dist.ReduceOp.MAX)
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
+        """See ProcessGroup."""
+        return self._all_reduce(numbers, dist.ReduceOp.MAX)
 
-    def counted(self) -> int:
-        """Return how many ranks there are, added up on their devices: proof that these can talk to each other."""
-        one = torch.ones((), dtype=torch.int64, device=self.device)
-        dist.all_reduce(one)
-        return int(one)
+    def count_ranks(self) -> int:
+        """Return the number of ranks as an all-reduce on their devices counts it.
+
+        Equals size if the network between the devices works.
+        """
+        count = torch.ones((), dtype=torch.int64, device=self.device)
+        dist.all_reduce(count)
+        return int(count)
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
-        """See Ranks. Within a copy gradients are summed and sharded after each pass, between copies when they settle.
+        """See ProcessGroup.
 
-        What waits lies in one flat tensor for each layer, with no place for a parameter that had no gradient yet.
+        Within one copy of the weights, gradients are reduce-scattered after every pass; between
+        copies they are reduced when sync_gradients is True. FSDP keeps deferred gradients in one
+        flat tensor per layer, which has no room for a parameter without a gradient.
         """
         cast(FSDPModule, policy).set_requires_all_reduce(sync_gradients)
 
     def reshard(self, policy: nn.Module) -> None:
-        """See Ranks. The root, which fully_shard leaves gathered after a forward, is all there is to let go of."""
+        """See ProcessGroup.
+
+        Affects the root module above all, which fully_shard keeps gathered after a forward pass.
+        """
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
+    def _all_reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         values = torch.tensor(numbers, dtype=torch.float64)
         if values.numel() > 0:
             dist.all_reduce(values, operation)
@@ -117,21 +133,23 @@ def open_sharded(
     sharding: Sharding,
     device: torch.device,
 ) -> Policy:
-    """Return a policy whose weights lie sharded over the ranks; to be called on all of them.
+    """Return a policy whose weights are sharded over the ranks. All ranks call this together.
 
-    make_policy: given a device, returns the policy, on "meta" without weights. It is called with "cpu" on rank 0 alone,
-    from where each tensor is sent out in turn, and with "meta" on all.
+    Args:
+        make_policy: returns the policy on the given device, on "meta" without weights. Called with
+            "cpu" on rank 0 only, which broadcasts one tensor after the other, and with "meta" on
+            all ranks.
     """
-    whole = make_policy(torch.device("cpu")) if process_group.rank == 0 else None
+    full_policy = make_policy(torch.device("cpu")) if process_group.rank == 0 else None
     policy = make_policy(torch.device("meta"))
     _shard(policy, _mesh(device, process_group.size, sharding.ranks_per_copy), sharding)
     policy.to_empty(device="cpu" if sharding.cpu_offload else device)
     set_model_state_dict(
         policy,
-        {} if whole is None else whole.state_dict(),
+        {} if full_policy is None else full_policy.state_dict(),
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
-    _send_buffers(policy, whole, device)
+    _broadcast_buffers(policy, full_policy, device)
     return policy
 
 
@@ -144,7 +162,7 @@ def _mesh(device: torch.device, size: int, ranks_per_copy: int | None) -> Device
 
 
 def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Make each layer a unit of its own, and the rest (embeddings, norms, head, merger) the root's."""
+    """Shard each layer as an FSDP unit, and all other modules as the root unit."""
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -157,11 +175,11 @@ def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
     fully_shard(policy, **options)
 
 
-def _send_buffers(policy: Policy, whole: Policy | None, device: torch.device) -> None:
-    """Give every rank the buffers, which a model computes when it is made and no checkpoint holds."""
-    known = {} if whole is None else dict(whole.named_buffers())
+def _broadcast_buffers(policy: Policy, full_policy: Policy | None, device: torch.device) -> None:
+    """Broadcast the buffers of rank 0, which are not in checkpoints."""
+    full_buffers = {} if full_policy is None else dict(full_policy.named_buffers())
     for name, buffer in list(policy.named_buffers()):
-        values = torch.empty_like(buffer, device=device) if whole is None else known[name].to(device)
+        values = torch.empty_like(buffer, device=device) if full_policy is None else full_buffers[name].to(device)
         dist.broadcast(values, src=0)
         module, _, leaf = name.rpartition(".")
         setattr(policy.get_submodule(module), leaf, values)

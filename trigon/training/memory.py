@@ -1,7 +1,4 @@
-"""How much memory a device has, has left, and needed for a piece of work.
-
-Knows two kinds of device. Refuses to know what the work is.
-"""
+"""The memory of a device: its size, what is free, and the peak of a function call."""
 
 from __future__ import annotations
 
@@ -21,8 +18,9 @@ from trigon.errors import ConfigError
 class Memory(Protocol):
     """The memory of the device that a rank computes on.
 
-    device_name: as a person says it. total_bytes: of the device, or this rank's share.
-    most_tokens: of a row, beyond which it is no faster; None: there is no such limit.
+    device_name: for messages, and to recognize devices of the same kind.
+    total_bytes: of the device, or the share of this rank.
+    max_tokens: length of a row above which passes are not more efficient; None: no such limit.
     """
 
     @property
@@ -32,21 +30,21 @@ class Memory(Protocol):
     def total_bytes(self) -> int: ...
 
     @property
-    def most_tokens(self) -> int | None: ...
+    def max_tokens(self) -> int | None: ...
 
     def free_bytes(self) -> int:
-        """Return what could be taken now."""
+        """Return the memory that can be allocated now."""
         ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Do the work, and return the most that it held at a time, besides what was held before."""
+        """Call the function, and return the peak of the memory that it allocated."""
         ...
 
 
 class CudaMemory:
-    """A GPU's. Its allocator counts."""
+    """The memory of a GPU, measured by its caching allocator. Satisfies Memory."""
 
-    most_tokens = None
+    max_tokens = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +52,7 @@ class CudaMemory:
         self.total_bytes = torch.cuda.mem_get_info(device)[1]
 
     def free_bytes(self) -> int:
-        """See Memory. What the allocator keeps for later goes back to the device first."""
+        """See Memory. Cached blocks of the allocator are returned to the device first."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
@@ -69,80 +67,86 @@ class CudaMemory:
 
 
 class HostMemory:
-    """A machine's. Tensors are counted as they come and go.
+    """The memory of this machine. Peaks are counted tensor by tensor. Satisfies Memory.
 
-    The high-water mark of resident memory would count kernels' own buffers as well, but malloc keeps what was freed, so
-    that a second pass seems to need less than a first: it tells megabytes, and others each time. The tensors of a pass
-    are the same each time, so that the same machine always finds the same budget.
+    The peak resident set size would include the buffers of kernels, but malloc keeps freed memory,
+    so a second pass seems to need less than a first one, by megabytes that vary from run to run.
+    The tensors of a pass are always the same, so the same machine always gets the same budget.
     """
 
     device_name = "CPU"
-    most_tokens = 8192  # a core is busy with far fewer; more cost memory only
+    max_tokens = 8192  # far fewer tokens keep a core busy; more only cost memory
 
     def __init__(self, *, shared_by: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-        """shared_by: how many ranks have a part of this machine each. meminfo: where Linux tells how much there is.
+        """Read the total memory.
 
-        Raises: ConfigError where that cannot be read.
+        Args:
+            shared_by: number of ranks on this machine, which get equal shares.
+            meminfo: file in the format of Linux's /proc/meminfo.
+        Raises: ConfigError if the file cannot be read.
         """
         self._shared_by = shared_by
         self._meminfo = meminfo
-        self.total_bytes = self._told("MemTotal") // shared_by
+        self.total_bytes = self._read_bytes("MemTotal") // shared_by
 
     def free_bytes(self) -> int:
         """See Memory."""
-        return self._told("MemAvailable") // self._shared_by
+        return self._read_bytes("MemAvailable") // self._shared_by
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """See Memory."""
-        tally = _Tally()
-        with tally:
+        counter = _TensorBytes()
+        with counter:
             work()
-        return tally.peak
+        return counter.peak
 
-    def _told(self, name: str) -> int:
+    def _read_bytes(self, name: str) -> int:
+        """Return one entry of the file. Raises: ConfigError if it cannot be read."""
         try:
             fields = dict(line.split(":", 1) for line in self._meminfo.read_text(encoding="ascii").splitlines())
             return int(fields[name].removesuffix("kB")) * 1024
         except (OSError, KeyError, ValueError) as error:
             raise ConfigError(
-                "trainer.auto_micro_batch needs to know this machine's memory, which "
-                f"{self._meminfo} does not tell ({error}); set it to false, and "
-                "worker.actor.micro_batch_size_per_device_for_update by hand"
+                "trainer.auto_micro_batch needs the size of this machine's memory, which cannot be read from "
+                f"{self._meminfo} ({error}); set it to false, and set "
+                "worker.actor.micro_batch_size_per_device_for_update instead"
             ) from error
 
 
 def memory_of(device: torch.device, *, shared_by: int) -> Memory:
-    """Return a device's memory. shared_by: how many ranks compute on this machine. Raises: as HostMemory."""
+    """Return the memory of a device. Args, Raises: see HostMemory; a GPU is not shared."""
     return CudaMemory(device) if device.type == "cuda" else HostMemory(shared_by=shared_by)
 
 
-class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes of the tensors that are made while it is entered, for as long as they live."""
+class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that are created inside the context, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._held = 0
-        self._known: dict[int, int] = {}  # storages that were counted: their addresses, and bytes
+        self._current = 0
+        self._storages: dict[int, int] = {}  # bytes of each live storage that was counted, by its address
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)}
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._count(tensor.untyped_storage(), given)
+                self._count(tensor.untyped_storage(), inputs)
         return result
 
-    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
-        key = storage._cdata  # a view has that of what it looks at: counted already, or there from before
-        if key in self._known or key in given:
+    def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
+        key = storage._cdata
+        # A view has the storage of an input, which was counted already or existed before the
+        # context.
+        if key in self._storages or key in inputs:
             return
-        self._known[key] = storage.nbytes()
-        self._held += self._known[key]
-        self.peak = max(self.peak, self._held)
-        weakref.finalize(storage, self._gone, key)
+        self._storages[key] = storage.nbytes()
+        self._current += self._storages[key]
+        self.peak = max(self.peak, self._current)
+        weakref.finalize(storage, self._freed, key)
 
-    def _gone(self, key: int) -> None:
-        self._held -= self._known.pop(key)
+    def _freed(self, key: int) -> None:
+        self._current -= self._storages.pop(key)

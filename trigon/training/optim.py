@@ -1,31 +1,35 @@
-"""The optimizer and its learning-rate schedule. Knows parameters; refuses to know models, ranks and losses."""
+"""The optimizer and its learning-rate schedule.
+
+Does not depend on models, process groups and losses.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never, cast
+from typing import Any, assert_never, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Strategy = Literal["adamw", "adamw_bf16"]
-ScheduleShape = Literal["constant", "cosine"]
+from trigon.names import LearningRateSchedule, OptimizerStrategy
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The learning rate of each optimizer update, as a pure function of its number, so that resuming needs no state.
+    """The learning rate as a function of the update's number, so that resuming needs no state.
 
-    peak: the learning rate after warm-up. warmup_updates: the k-th update of the warm-up (from 1) uses peak * k /
-    warmup_updates, so that the first update is never wasted at 0. min_ratio: floor of the cosine, as a fraction of
-    peak.
+    peak: learning rate after the warm-up.
+    warmup_updates: the k-th update of the warm-up, counted from 1, has peak * k / warmup_updates;
+    no update has a learning rate of 0.
+    total_updates: update at which the cosine reaches its minimum.
+    min_ratio: minimum of the cosine, as a fraction of peak.
     """
 
     peak: float
-    shape: ScheduleShape
+    shape: LearningRateSchedule
     warmup_updates: int
     total_updates: int
     min_ratio: float
@@ -49,12 +53,15 @@ class Schedule:
 def make_optimizer(
     parameters: Iterable[nn.Parameter],
     *,
-    strategy: Strategy,
+    strategy: OptimizerStrategy,
     learning_rate: float,
     betas: tuple[float, float],
     weight_decay: float,
 ) -> Optimizer:
-    """Return AdamW over the parameters that require a gradient. Matrices decay; vectors (norms, biases) do not."""
+    """Return AdamW over the trainable parameters.
+
+    Matrices have weight decay; vectors (norms, biases) do not.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
@@ -63,7 +70,8 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     match strategy:
         case "adamw":
-            # torch's own choice is right on CUDA; on the CPU it would take the plain loop, and fused is far faster.
+            # torch's default is the fastest on CUDA. On the CPU it is the for-loop; fused is far
+            # faster.
             on_cpu = all(parameter.device.type == "cpu" for parameter in trainable)
             return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=on_cpu or None)
         case "adamw_bf16":
@@ -73,13 +81,13 @@ def make_optimizer(
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds: a sharded one's shard, any other as it is."""
+    """Return the local shard of a DTensor, and any other tensor unchanged."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else cast(Tensor, local())
 
 
-def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
-    """Return the bytes that the optimizer's states of one parameter take, itself and its gradient not counted."""
+def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
+    """Return the bytes of the optimizer states of one parameter."""
     match strategy:
         case "adamw":
             return parameter.numel() * 2 * parameter.element_size()
@@ -89,19 +97,18 @@ def state_bytes(parameter: Tensor, strategy: Strategy) -> int:
             assert_never(strategy)
 
 
-def state_dtype(parameter: Tensor, key: str, strategy: Strategy) -> torch.dtype:
-    """Return the dtype of one of the optimizer's states of a parameter: exp_avg, say."""
+def state_dtype(parameter: Tensor, key: str, strategy: OptimizerStrategy) -> torch.dtype:
+    """Return the dtype of one optimizer state of a parameter. key: its name, such as "exp_avg"."""
     return torch.float32 if strategy == "adamw_bf16" and key == "exp_avg_sq" else parameter.dtype
 
 
 class AdamWBf16(Optimizer):
     """AdamW for bfloat16 parameters, without float32 master weights.
 
-    What an update loses to rounding is remembered beside each parameter and added to the next one (Kahan summation).
-    The second moment stays
-    in float32: with beta2 = 0.999 its increments lie below bfloat16's resolution and would be lost.
-    Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2 (compensation) bytes a parameter, besides the
-    gradient.
+    The rounding error of each update is stored per parameter and added to the next update (Kahan
+    summation). The second moment is in float32: with beta2 = 0.999 its increments are below the
+    resolution of bfloat16. Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2
+    (compensation) bytes per parameter, plus the gradient.
     """
 
     def __init__(
@@ -116,7 +123,7 @@ class AdamWBf16(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make one update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -132,7 +139,7 @@ class AdamWBf16(Optimizer):
             state["compensation"] = torch.zeros_like(parameter)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        # Element by element, so that a sharded parameter's shard is all that this rank need look at.
+        # All operations are elementwise, so each rank updates its local shard.
         weight, gradient = on_this_rank(parameter), on_this_rank(gradient).float()
         first, second = on_this_rank(state["exp_avg"]), on_this_rank(state["exp_avg_sq"])
         compensation = on_this_rank(state["compensation"])
@@ -141,7 +148,7 @@ class AdamWBf16(Optimizer):
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         scale = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
         update = mean.div_(1 - beta1**step).div_(scale).add_(weight.float(), alpha=group["weight_decay"])
-        wanted = compensation.float().sub(update, alpha=group["lr"])
+        change = compensation.float().sub(update, alpha=group["lr"])
         before = weight.to(torch.float32, copy=True)
-        weight.copy_(before + wanted)
-        compensation.copy_(wanted - (weight.float() - before))
+        weight.copy_(before + change)
+        compensation.copy_(change - (weight.float() - before))

@@ -1,7 +1,8 @@
-"""The ranks that train one policy together, as a train engine sees them.
+"""The process group of a train engine: the ranks that train one policy together.
 
-Knows what ranks must agree on: sums, the number of forwards, and when gradients travel. Alone is the one of a single
-process, for whom all of it is trivial; fsdp.py has the one of many. Refuses to know models and losses.
+Every rank has to make the same collective calls and the same number of forward passes.
+SingleProcess is the group of one process; fsdp.py has the group of several. Does not depend on
+models, losses or torch.distributed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from torch import nn
 
 
 class ProcessGroup(Protocol):
-    """What one rank knows of all. Every method is to be called on all ranks, in the same order.
+    """The collective operations of training. All ranks call every method, in the same order.
 
-    rank: this one, from 0. size: how many there are. state_group: the process group on which checkpoints are agreed,
-    apart from training's; None where there is only one rank.
+    rank: of this process, from 0. size: number of ranks.
+    state_group: a second torch process group, for writing checkpoints while training goes on; None
+    for a single process.
     """
 
     @property
@@ -28,56 +30,62 @@ class ProcessGroup(Protocol):
     @property
     def state_group(self) -> Any | None: ...
 
-    def totals(self, numbers: Sequence[float]) -> list[float]:
-        """Return each number summed over the ranks, in float64."""
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sum of each number over the ranks, in float64."""
         ...
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
-        """Return the largest of each number on any rank."""
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
+        """Return the maximum of each number over the ranks, in float64."""
         ...
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
-        """Prepare a pass with gradient. settle: so that after it gradients are those of all ranks.
+        """Prepare a pass with gradient.
 
-        They may wait for a later pass of the same update otherwise, if that gives one to the same parameters.
+        sync_gradients: reduce gradients over all ranks after the pass. If False, the reduction
+        between copies of the weights (hybrid sharding) may be deferred to a later pass of the same
+        update, which has to give a gradient to the same parameters.
         """
         ...
 
     def reshard(self, policy: nn.Module) -> None:
-        """Let go of weights that were gathered from other ranks."""
+        """Free the weights that were gathered from other ranks."""
         ...
 
 
 class SingleProcess:
-    """The ranks of a single process."""
+    """The process group of one process. Satisfies ProcessGroup."""
 
     rank = 0
     size = 1
     state_group = None
 
-    def totals(self, numbers: Sequence[float]) -> list[float]:
-        """See Ranks."""
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
+        """See ProcessGroup."""
         return list(numbers)
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
-        """See Ranks."""
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
+        """See ProcessGroup."""
         return list(numbers)
 
     def before_forward(self, policy: nn.Module, *, sync_gradients: bool) -> None:
-        """See Ranks. There is nobody to exchange gradients with."""
+        """See ProcessGroup. There are no gradients to reduce."""
 
     def reshard(self, policy: nn.Module) -> None:
-        """See Ranks. Nothing was gathered."""
+        """See ProcessGroup. There are no gathered weights."""
 
 
 def passes_in_step(shows_image: Sequence[bool], process_group: ProcessGroup) -> tuple[bool, ...]:
-    """Return one entry for each pass that all ranks must make together, given which of this rank's show an image.
+    """Return the passes that all ranks make together: for each, whether any rank has images in it.
 
-    A sharded policy is gathered by all ranks at once, so that all make as many passes as the one that has most, and
-    in each either all run the vision tower or none. An entry says whether any rank shows it an image in that pass.
+    All ranks gather a sharded policy at the same time. They therefore make as many passes as the
+    rank with the most micro-batches, and in each pass either all or none of them run the vision
+    tower.
+
+    Args:
+        shows_image: for each micro-batch of this rank, whether it has images or videos.
 
     Example: rank 0 has (True, False, False), rank 1 has (False,): both get (True, False, False).
     """
-    [most] = process_group.largest([len(shows_image)])
-    padded = [*map(float, shows_image), *[0.0] * (int(most) - len(shows_image))]
-    return tuple(shown > 0 for shown in process_group.largest(padded))
+    [num_passes] = process_group.all_reduce_max([len(shows_image)])
+    padded = [*map(float, shows_image), *[0.0] * (int(num_passes) - len(shows_image))]
+    return tuple(shown > 0 for shown in process_group.all_reduce_max(padded))

@@ -1,61 +1,143 @@
-"""The seam to whatever learns. Knows types only; one process, many GPUs and the fake satisfy it."""
+"""The interfaces of train engines.
+
+The single-process engine, the worker group and the fake engine implement TrainEngine. What needs an
+engine on its own device (workers, the measurement of token budgets) uses TunableEngine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from trigon.metrics import Metrics
-from trigon.types import NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import RolloutGroup, TrainGroup, WeightsHandle
+
+if TYPE_CHECKING:
+    from trigon.models.policy import Policy
 
 
 class LogprobEngine(Protocol):
-    """Scores completions under fixed weights: the reference policy, or the trainer before an update."""
+    """Scores completions: the reference policy, or the policy before an update."""
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """Return for each group, for each rollout, float32 [R] log-probabilities on the CPU, without gradient."""
+        """Return log-probabilities without gradient.
+
+        Returns: for each group, for each rollout, float32 [R] on the CPU.
+        """
         ...
 
 
 class TrainEngine(LogprobEngine, Protocol):
-    """Owns the policy and its optimizer."""
+    """Holds the policy and its optimizer."""
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
-        """Return of each token the KL of the policy's whole distribution from the reference's; else as logprobs.
+        """Return the exact KL of policy and reference at each token, in the format of logprobs.
 
-        For engines that were given a reference.
+        Only for engines that were built with a reference.
         """
         ...
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 
-        An update whose gradient is not finite, or that has no token to learn from, is skipped, and counted in
-        actor/skipped_updates.
+        An update whose gradient is not finite, or that has no trainable token, is skipped and
+        counted in actor/skipped_updates.
         """
         ...
 
-    def weights(self) -> NamedTensors:
-        """Iterate over the policy's weights under their Hugging Face checkpoint names; nothing is copied."""
+    def weights(self) -> WeightsHandle:
+        """Return a handle of the policy's weights, which a rollout engine reads; nothing is copied."""
         ...
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
-        """Copy weights, and unless model_only the optimizer, and return what writes them into an existing folder.
+        """Copy the state to host memory, and return a function that writes it into a folder.
 
-        What is returned may run in another thread while the engine goes on. It writes safetensors and JSON only.
+        The function may run in another thread while training goes on. It writes safetensors and
+        JSON files only.
+
+        Args:
+            folder: exists when the function is called.
+            model_only: leave out the optimizer states, without which training cannot be resumed.
         """
         ...
 
     def load_state(self, folder: Path) -> None:
         """Restore what save_state wrote, bit for bit.
 
-        Raises: CheckpointError unless every tensor matches by name, shape and dtype, none missing and none left over.
+        Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
         """
         ...
 
     def close(self) -> None:
-        """Free everything. The engine cannot be used afterwards."""
+        """Free all resources. The engine cannot be used afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The size of a policy, and the memory that training it needs on this rank without activations.
+
+    parameters, trainable: numbers of parameters of the full policy.
+    weight_bytes, gradient_bytes, optimizer_bytes: bytes on this rank during an update.
+    """
+
+    parameters: int
+    trainable: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+@runtime_checkable
+class TunableScorer(Protocol):
+    """A reference policy on this device whose token budget can be measured and set."""
+
+    def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
+        """Make the pass of logprobs over all groups in one row, and discard the result."""
+        ...
+
+    def use_budget(self, max_tokens: int) -> None:
+        """Set the token budget of a packed row."""
+        ...
+
+
+class TunableEngine(TrainEngine, Protocol):
+    """A train engine on this device, whose token budgets can be measured and set."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that is trained."""
+        ...
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of this rank's device that the optimizer states take during an update."""
+        ...
+
+    def sizes(self) -> Sizes:
+        """Return the size of the policy, and the memory that training it needs."""
+        ...
+
+    def dry_run(self, groups: Sequence[RolloutGroup]) -> None:
+        """Make the pass of logprobs over all groups in one row, and discard the result.
+
+        Makes the pass of full_kl if the engine has a reference.
+        """
+        ...
+
+    def dry_run_updates(self) -> AbstractContextManager[Callable[[Sequence[TrainGroup]], None]]:
+        """Return a context with a function that makes one update pass over all groups in one row.
+
+        Gradients accumulate inside the context and are discarded at its end. All ranks have to make
+        the same passes.
+        """
+        ...
+
+    def use_budgets(self, *, update_max_tokens: int, score_max_tokens: int) -> None:
+        """Set the token budgets of a packed row with and without gradient."""
         ...

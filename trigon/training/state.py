@@ -1,13 +1,14 @@
-"""Tensors in a folder, whole or in pieces: one format whether one process wrote it or many, read by any number.
+"""Tensors in a folder, written by any number of ranks and read by any other number.
 
     folder/
-      shard-00001-model-00001-of-00002.safetensors     the first rank's pieces
+      shard-00001-model-00001-of-00002.safetensors     pieces of rank 0
       shard-00001-model-00002-of-00002.safetensors     more of them: a file holds about FILE_BYTES
-      shard-00002-model-00001-of-00002.safetensors     the second rank's; its metadata says where each piece begins
+      shard-00002-model-00001-of-00002.safetensors     pieces of rank 1
 
-These are the safetensors files of torch's distributed checkpoint, which cuts tensors up and puts them together again;
-the pickles of its own format are not used. Knows sharded tensors, files and process groups; refuses to know policies
-and optimizers, and leaves hashes and publication to whoever asked.
+The metadata of a file has the offsets of its pieces in the full tensors. These are the safetensors
+files of torch's distributed checkpoint, which splits tensors and puts them together again; the
+pickle files of its own format are not used. Does not depend on policies and optimizers. Hashes and
+atomic publication are left to the caller.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trigon.errors import CheckpointError
 
 FILE_BYTES = 4 * 10**9
-"""About how much a rank puts into one file, all of which is in host memory twice while it is written."""
+"""Approximate size of one file. While a file is written, host memory holds its content twice."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -55,7 +56,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: its whole shape, however many pieces it lies in."""
+    """Full shape and dtype of a tensor on disk, which may be stored in several pieces."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +64,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor, from begin (inclusive) to end (exclusive) along each dimension, and the file that holds it."""
+    """A slice of a tensor, and the file that holds it.
+
+    begin, end: first (inclusive) and last (exclusive) index in each dimension.
+    """
 
     file: Path
     begin: tuple[int, ...]
@@ -79,16 +83,18 @@ class _Piece:
 
 
 class ShardedFiles:
-    """The safetensors files of a folder, seen as the whole tensors that they hold pieces of.
+    """The tensors in the safetensors files of a folder, put together from their pieces.
 
-    Only headers are read until a tensor is asked for. Files that say nothing of pieces hold whole tensors. A tensor's
-    shape is where its pieces end: if its last piece is missing, it looks smaller, and whoever knows its shape must say.
+    Headers are read at construction, tensors on demand. A file without offsets in its metadata
+    holds full tensors. The shape of a tensor is the end of its last piece; if that piece is missing
+    the tensor appears smaller, which callers detect by comparing it with the expected shape.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
 
-        Raises: CheckpointError if there is no such file, one cannot be read, or pieces have gaps or overlap.
+        Raises: CheckpointError if there are no files, one cannot be read, or pieces of a tensor
+        have gaps or overlap.
         """
         self._folder = folder
         self._pieces: dict[str, list[_Piece]] = {}
@@ -100,71 +106,77 @@ class ShardedFiles:
             for name, piece, dtype in _pieces_in(file):
                 self._pieces.setdefault(name, []).append(piece)
                 dtypes.setdefault(name, set()).add(dtype)
-        self._tensors = {name: _whole(folder, name, self._pieces[name], dtypes[name]) for name in sorted(dtypes)}
+        self._tensors = {
+            name: _stored_tensor(folder, name, self._pieces[name], dtypes[name]) for name in sorted(dtypes)
+        }
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor by name, in the order of their names."""
+        """All tensors, sorted by name."""
         return self._tensors
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, on the CPU. No other is read."""
+        """Return the full tensor on the CPU. No other tensor is read."""
         stored = self._tensors[name]
         pieces = [piece for piece in self._pieces[name] if piece.volume > 0]
         if len(pieces) == 1:
             return _read_piece(pieces[0], name)
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
         for piece in pieces:
-            place = tuple(slice(begin, end) for begin, end in zip(piece.begin, piece.end, strict=True))
-            whole[place] = _read_piece(piece, name)
-        return whole
+            index = tuple(slice(begin, end) for begin, end in zip(piece.begin, piece.end, strict=True))
+            tensor[index] = _read_piece(piece, name)
+        return tensor
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | None) -> None:
-    """Write tensors into a folder, which is made if it is not there; each rank its own pieces, of plain tensors one.
+    """Write tensors into a folder, which is created if necessary; each rank writes its own pieces.
 
-    Args: tensors: sharded (DTensor) or plain; the same names, and equal plain ones, on all ranks. group: the process
-    group of all ranks, each of which is to call this; None in a process that is alone, with plain tensors only. A call
-    in a thread wants a group for itself, or its messages mix with those of the others.
-    Raises: CheckpointError on all ranks if one of them fails, or if what they wrote is not found in the one folder.
+    A plain tensor is written by one rank.
+
+    Args:
+        tensors: sharded (DTensor) or plain; the same names on all ranks, and equal plain tensors.
+        group: process group of all ranks, which call this together; None for a single process, with
+            plain tensors only. A call in a second thread needs a group that no other thread uses.
+    Raises: CheckpointError on all ranks if one of them fails, or if the folder does not contain the
+    tensors of all ranks afterwards.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = 1 if group is None else dist.get_world_size(group)
     writer = HuggingFaceStorageWriter(str(folder), _file_numbers(tensors, ranks), save_distributed=True)
-    writer.per_thread_copy_ahead = 0  # the road with it needs streams, and the right GPU to be current in this thread
-    planner = _AcceptableTensors()
-    if not tensors:  # for which no file would be written
+    writer.per_thread_copy_ahead = 0  # copying ahead uses CUDA streams, and the current GPU of the calling thread
+    planner = _SafetensorsPlanner()
+    if not tensors:  # torch would write no file
         if group is None or dist.get_rank(group) == 0:
             save_file({}, folder / "shard-00001-model-00001-of-00001.safetensors", metadata={"format": "pt"})
     elif group is None:
-        # What save does, which would warn that there is only one process.
+        # The steps of torch's save(), which warns in a single process.
         planner.set_up_planner(dict(tensors), is_coordinator=True)
         writer.set_up_storage_writer(is_coordinator=True)
         plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
         [plan] = writer.prepare_global_plan(plans)
         writer.write_data(planner.finish_plan(plan), planner).wait()
     else:
-        with _ours(folder):
+        with _checkpoint_errors(folder):
             save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     if group is not None:
-        _agree(_mismatch(tensors, folder) if dist.get_rank(group) == 0 else None, group)
+        _raise_on_all_ranks(_mismatch(tensors, folder) if dist.get_rank(group) == 0 else None, group)
 
 
 def load_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | None) -> None:
-    """Fill tensors in place with what save_tensors wrote, bit for bit, however many ranks wrote it.
+    """Load tensors in place, bit for bit. Any number of ranks may have written them.
 
-    Args: as of save_tensors.
-    Raises: CheckpointError, before anything is touched, unless names, shapes and dtypes are those of the folder, none
-    missing and none left over; on all ranks if one of them fails.
+    Args: see save_tensors.
+    Raises: CheckpointError on all ranks, before any tensor changes, unless the folder has the same
+    names, shapes and dtypes on every rank.
     """
-    _agree(_mismatch(tensors, folder), group)
+    _raise_on_all_ranks(_mismatch(tensors, folder), group)
     if group is None:
         files = ShardedFiles(folder)
         for name, tensor in tensors.items():
             tensor.detach().copy_(files.read(name))
     elif tensors:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _ours(folder):
+        with _checkpoint_errors(folder):
             load(
                 dict(tensors),
                 storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -173,13 +185,19 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
             )
 
 
-def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, for save_tensors to write while training goes on; sharded ones stay sharded."""
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, which can be saved while training goes on.
+
+    DTensors stay DTensors.
+    """
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-class _AcceptableTensors(DefaultSavePlanner):
-    """Hands out tensors as safetensors wants them: in host memory, contiguous, and each with memory of its own."""
+class _SafetensorsPlanner(DefaultSavePlanner):
+    """Provides tensors as safetensors needs them.
+
+    They are in host memory, contiguous, and do not share storage.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -193,7 +211,7 @@ class _AcceptableTensors(DefaultSavePlanner):
 
 
 def _file_numbers(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """Return which of its files, counted from 1, each rank writes its piece of a tensor into."""
+    """Return for each tensor the number of the file, from 1, that its pieces go to."""
     numbers: dict[str, int] = {}
     number, filled = 1, 0
     for name, tensor in sorted(tensors.items()):
@@ -206,7 +224,7 @@ def _file_numbers(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 def _mismatch(tensors: Mapping[str, Tensor], folder: Path) -> str | None:
-    """Return what keeps the folder from holding exactly tensors such as these, or None."""
+    """Return how the tensors in the folder differ in name, shape or dtype; None if they do not."""
     try:
         stored = ShardedFiles(folder).tensors
     except CheckpointError as error:
@@ -222,12 +240,15 @@ def _mismatch(tensors: Mapping[str, Tensor], folder: Path) -> str | None:
         return None
     return (
         f"the tensors in {folder} are not those of this run: missing {missing[:3]}, unknown {unknown[:3]}, of another "
-        f"shape or dtype {other[:3]} ({len(missing)}, {len(unknown)} and {len(other)} in all)"
+        f"shape or dtype {other[:3]} ({len(missing)}, {len(unknown)} and {len(other)} in total)"
     )
 
 
-def _agree(problem: str | None, group: Any | None) -> None:
-    """Raise CheckpointError on all ranks if one of them has a problem: the others would wait for it for ever."""
+def _raise_on_all_ranks(problem: str | None, group: Any | None) -> None:
+    """Raise CheckpointError on all ranks if any of them has a problem.
+
+    Otherwise the other ranks would wait for it.
+    """
     problems = [problem]
     if group is not None:
         problems = [None] * dist.get_world_size(group)
@@ -238,8 +259,8 @@ def _agree(problem: str | None, group: Any | None) -> None:
 
 
 @contextmanager
-def _ours(folder: Path) -> Iterator[None]:
-    """Turn torch's CheckpointException, which "except Exception" does not catch, into CheckpointError."""
+def _checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError for torch's CheckpointException, which is not an Exception."""
     try:
         yield
     except CheckpointException as error:
@@ -251,6 +272,7 @@ def _ours(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises: CheckpointError if it cannot be read."""
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -259,10 +281,11 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _pieces_in(file: Path) -> Iterator[tuple[str, _Piece, torch.dtype]]:
+    """Iterate over the tensors of a file, from its header: name, piece, dtype."""
     with _opened(file) as opened:
         metadata = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
         begins = None if metadata is None else json.loads(metadata)
-        for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+        for name in opened.keys():  # noqa: SIM118  (not a mapping)
             header = opened.get_slice(name)
             shape = header.get_shape()
             begin = [0] * len(shape) if begins is None else begins[name]["saved_offsets"]
@@ -276,24 +299,25 @@ def _read_piece(piece: _Piece, name: str) -> Tensor:
         return tensor
 
 
-def _whole(folder: Path, name: str, pieces: list[_Piece], dtypes: set[torch.dtype]) -> StoredTensor:
-    """Return the tensor that these pieces make. Raises: CheckpointError if they make none."""
+def _stored_tensor(folder: Path, name: str, pieces: list[_Piece], dtypes: set[torch.dtype]) -> StoredTensor:
+    """Return the tensor that the pieces form. Raises: CheckpointError if they form none."""
     shape = tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))
-    full = sorted((piece for piece in pieces if piece.volume > 0), key=lambda piece: piece.begin)
-    gap = sum(piece.volume for piece in full) != math.prod(shape)
-    if len(dtypes) > 1 or gap or _overlap(full):
+    non_empty = sorted((piece for piece in pieces if piece.volume > 0), key=lambda piece: piece.begin)
+    has_gap = sum(piece.volume for piece in non_empty) != math.prod(shape)
+    if len(dtypes) > 1 or has_gap or _any_overlap(non_empty):
         files = ", ".join(sorted({piece.file.name for piece in pieces}))
         raise CheckpointError(
-            f"the pieces of {name} in {folder} ({files}) make no tensor: a file is missing, or one is of another save"
+            f"the pieces of {name} in {folder} ({files}) do not form a tensor: a file is missing, "
+            "or one is from another save"
         )
     return StoredTensor(shape, dtypes.pop())
 
 
-def _overlap(pieces: list[_Piece]) -> bool:
-    """Tell whether any two of these pieces, which come in the order of their beginnings, share an element."""
+def _any_overlap(pieces: list[_Piece]) -> bool:
+    """Return whether any two pieces share an element. pieces: sorted by begin."""
     for index, piece in enumerate(pieces):
         for later in pieces[index + 1 :]:
-            if later.begin[:1] >= piece.end[:1]:  # and so do all that follow
+            if later.begin[:1] >= piece.end[:1]:  # as do all later pieces
                 break
             if piece.overlaps(later):
                 return True

@@ -1,6 +1,7 @@
-"""One rank's share of a pass: forward, loss and backward over micro-batches.
+"""The forward and backward pass of one packed row, and the scoring of completions without gradient.
 
-Refuses to know optimizers and engines, and of other ranks all but that passes are made together.
+Does not depend on optimizers and engines. Of other ranks it only uses that all of them make the
+same passes.
 """
 
 from __future__ import annotations
@@ -15,33 +16,38 @@ import torch
 from torch import Tensor
 
 from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
-from trigon.algorithms.kl import KlEstimator, kl_per_token
+from trigon.algorithms.kl import kl_per_token
 from trigon.algorithms.losses import LossSettings, policy_loss
-from trigon.algorithms.reduce import Averaging, Denominators, reduce_loss
+from trigon.algorithms.reduce import Denominators, reduce_loss
 from trigon.data.packing import Positions, by_group, pack_rollouts
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
+from trigon.names import KlEstimator, LossAveraging
 from trigon.training.parallel import ProcessGroup, passes_in_step
 from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, TokenLogprobs
 
 Precision = Callable[[], AbstractContextManager[object]]
-"""Makes the context (autocast, or none) in which the policy computes."""
+"""Returns the context in which the policy computes: autocast, or nullcontext."""
 
 Batch = TypeVar("Batch", MicroBatch, PackedGroups)
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Which loss an update minimises: the policy's, plus kl_coefficient times the KL, less entropy_coefficient times
-    the entropy, all averaged alike.
+    """The loss of an update: policy loss + kl_coefficient * KL - entropy_coefficient * entropy.
 
-    fixed_length: read where averaging is seq_fixed. kl_estimator None: no KL term. correction None: engine and trainer
-    are taken to agree.
+    policy: settings of the policy loss.
+    averaging: how per-token values become one number; the same for all three terms.
+    fixed_length: divisor of averaging="seq_fixed"; unused otherwise.
+    kl_estimator: None for no KL term.
+    kl_coefficient: factor of the KL term.
+    entropy_coefficient: factor of the entropy bonus; 0 for none.
+    correction: importance sampling against the train-inference mismatch; None for no correction.
     """
 
     policy: LossSettings
-    averaging: Averaging
+    averaging: LossAveraging
     fixed_length: int
     kl_estimator: KlEstimator | None
     kl_coefficient: float
@@ -50,15 +56,15 @@ class LossTerms:
 
     @property
     def regularized(self) -> bool:
-        """Whether a token without an advantage has a gradient all the same."""
+        """Whether a token whose advantage is zero can still have a gradient."""
         return self.kl_estimator is not None or self.entropy_coefficient > 0
 
 
 class Reference(Protocol):
-    """A reference policy that is asked pass by pass, where whole distributions are compared."""
+    """A reference policy for the full KL, which needs its distributions in every pass."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Return a context in which it is where it computes."""
+        """Return a context inside which the weights are on the device."""
         ...
 
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
@@ -67,9 +73,9 @@ class Reference(Protocol):
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the same dataclass with its tensors on the device; nested ones too.
+    """Return the same dataclass with its tensors on the device, nested dataclasses included.
 
-    But for pixels, which the policy fetches where it has to see them.
+    pixel_values and grid_thw stay where they are: the policy moves those it encodes.
     """
     moved: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
@@ -92,57 +98,61 @@ def micro_batch_backward(
     run_dummy_vision: bool,
     gradient_scale: float,
 ) -> Metrics:
-    """Add this micro-batch's share of the step's gradient, and return its metrics, weighted by its trainable tokens.
+    """Add the gradient of one micro-batch to the parameters, and return its metrics.
 
-    reference: needed where the KL is the full one. touch_vision: as in Policy.forward.
-    gradient_scale: by which the gradient, and nothing else, is multiplied.
+    Means are weighted by the trainable tokens; "actor/pg_loss" is this micro-batch's summand of the
+    update's loss.
+
+    Args:
+        denominators: trainable tokens and sequences of the whole update, over all ranks.
+        reference: required if the KL term is the full KL; None otherwise.
+        run_dummy_vision: see Policy.forward.
+        gradient_scale: factor of the gradient; the metrics are not scaled.
     """
     against = None if reference is None else reference.predictions(batch.packed, run_dummy_vision=run_dummy_vision)
     with precision():
-        said: TokenLogprobs = policy(
+        outputs: TokenLogprobs = policy(
             batch.packed,
             run_dummy_vision=run_dummy_vision,
             entropy_gradient=terms.entropy_coefficient > 0,
             against=against,
         )
-    logprobs, mask = said.logprobs, batch.loss_mask
-    # Where there was no update since sampling, old is what the policy says now: the ratio is exactly 1.
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    # Without an update since sampling, old and current log-probabilities are equal: the ratio is
+    # exactly 1.
+    old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    loss, metrics = _total_loss(outputs, old, batch, terms, denominators)
+    torch.autograd.backward(loss * gradient_scale)
+    return merge(metrics, mismatch_metrics(batch.sampling_logprobs, old, batch.loss_mask))
+
+
+def _total_loss(
+    outputs: TokenLogprobs, old: Tensor, batch: MicroBatch, terms: LossTerms, denominators: Denominators
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Return this micro-batch's summand of the update's loss, with gradient, and its metrics.
+
+    old: [S] log-probabilities before the update, without gradient.
+    """
+    mask = batch.loss_mask
     surrogate = policy_loss(
-        logprobs,
+        outputs.logprobs,
         old,
-        torch.where(mask > 0, batch.advantages, torch.zeros_like(mask)),  # else an infinite one makes 0 * inf below
+        # A masked advantage may be infinite, and 0 * inf would be nan.
+        torch.where(mask > 0, batch.advantages, torch.zeros_like(mask)),
         terms.policy,
         loss_mask=mask,
         sequence_index=batch.sequence_index,
         num_sequences=batch.num_sequences,
     )
-
-    def reduced(per_token: Tensor) -> Tensor:
-        return reduce_loss(
-            per_token,
-            mask,
-            batch.sequence_index,
-            batch.num_sequences,
-            averaging=terms.averaging,
-            fixed_length=terms.fixed_length,
-            denominators=denominators,
-        )
-
-    def per_token_mean(per_token: Tensor) -> Mean:
-        chosen = torch.where(mask > 0, per_token.detach(), torch.zeros_like(mask))
-        return Mean(float(chosen.sum()), float(mask.sum()))
-
     per_token_loss = surrogate.loss
     metrics: dict[str, Metric] = {
-        "actor/ppo_kl": per_token_mean(old - logprobs),
+        "actor/ppo_kl": _token_mean(old - outputs.logprobs, mask),
         "actor/ratio_max": Max(float(torch.where(mask > 0, surrogate.ratio, torch.zeros_like(mask)).max())),
-        "actor/entropy": per_token_mean(said.entropy),
+        "actor/entropy": _token_mean(outputs.entropy, mask),
     }
     if surrogate.clipped is not None:
-        metrics["actor/pg_clipfrac_higher"] = per_token_mean(surrogate.clipped)
+        metrics["actor/pg_clipfrac_higher"] = _token_mean(surrogate.clipped, mask)
     if surrogate.dual_clipped is not None:
-        metrics["actor/pg_clipfrac_lower"] = per_token_mean(surrogate.dual_clipped)
+        metrics["actor/pg_clipfrac_lower"] = _token_mean(surrogate.dual_clipped, mask)
     if terms.correction is not None:
         weights, corrected = correction_weights(
             old,
@@ -153,35 +163,54 @@ def micro_batch_backward(
             num_sequences=batch.num_sequences,
         )
         per_token_loss = per_token_loss * weights
-        metrics["mismatch/corrected_fraction"] = per_token_mean(corrected)
-    loss = reduced(per_token_loss)
+        metrics["mismatch/corrected_fraction"] = _token_mean(corrected, mask)
+    loss = _reduce(per_token_loss, batch, terms, denominators)
     metrics["actor/pg_loss"] = Sum(float(loss.detach()))
     if terms.entropy_coefficient > 0:
-        loss = loss - terms.entropy_coefficient * reduced(said.entropy)
+        loss = loss - terms.entropy_coefficient * _reduce(outputs.entropy, batch, terms, denominators)
     if terms.kl_estimator is not None:
-        kl = _kl_of(said, batch, terms.kl_estimator)
-        loss = loss + terms.kl_coefficient * reduced(kl)
-        metrics["actor/kl_loss"] = per_token_mean(kl)
-    torch.autograd.backward(loss * gradient_scale)
-    return merge(metrics, mismatch_metrics(batch.sampling_logprobs, old, mask))
+        kl = _kl_of(outputs, batch, terms.kl_estimator)
+        loss = loss + terms.kl_coefficient * _reduce(kl, batch, terms, denominators)
+        metrics["actor/kl_loss"] = _token_mean(kl, mask)
+    return loss, metrics
 
 
-def _kl_of(said: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) -> Tensor:
+def _reduce(per_token: Tensor, batch: MicroBatch, terms: LossTerms, denominators: Denominators) -> Tensor:
+    """Return this micro-batch's summand of a per-token value's average over the update."""
+    return reduce_loss(
+        per_token,
+        batch.loss_mask,
+        batch.sequence_index,
+        batch.num_sequences,
+        averaging=terms.averaging,
+        fixed_length=terms.fixed_length,
+        denominators=denominators,
+    )
+
+
+def _token_mean(per_token: Tensor, mask: Tensor) -> Mean:
+    """Return the mean over the trainable tokens, weighted by their number."""
+    unmasked = torch.where(mask > 0, per_token.detach(), torch.zeros_like(mask))
+    return Mean(float(unmasked.sum()), float(mask.sum()))
+
+
+def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) -> Tensor:
+    """Return the KL of each token from the reference, with gradient."""
     if estimator == "full":
-        assert said.kl is not None, "the full KL needs the reference's predictions"
-        return said.kl
+        assert outputs.kl is not None, "the full KL needs the reference's predictions"
+        return outputs.kl
     assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probabilities"
-    return kl_per_token(said.logprobs, batch.ref_logprobs, estimator)
+    return kl_per_token(outputs.logprobs, batch.ref_logprobs, estimator)
 
 
 def idle_backward(policy: Policy, precision: Precision, *, reference: Reference | None, run_dummy_vision: bool) -> None:
-    """Make a pass whose gradient is zero: what a rank without a micro-batch does while others have one."""
+    """Make a pass whose gradient is zero, for a rank with fewer micro-batches than another one."""
     row = _idle_row(policy)
     if reference is not None:
         reference.predictions(row, run_dummy_vision=run_dummy_vision)
     with precision():
-        said = policy(row, run_dummy_vision=run_dummy_vision)
-    torch.autograd.backward(said.logprobs.sum() * 0.0)
+        outputs = policy(row, run_dummy_vision=run_dummy_vision)
+    torch.autograd.backward(outputs.logprobs.sum() * 0.0)
 
 
 def score_rollouts(
@@ -195,25 +224,28 @@ def score_rollouts(
     process_group: ProcessGroup,
     against: Reference | None = None,
 ) -> list[list[Tensor]]:
-    """Return the policy's log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU.
+    """Return log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU.
 
-    groups: this rank's own; it may have none. against: return the full KL from this reference instead.
+    Args:
+        groups: of this rank; may be empty.
+        max_tokens: token budget of a packed row.
+        against: if given, return the full KL from this reference instead of log-probabilities.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
     passes = passes_in_step([row.packed.pixel_values is not None for row in rows], process_group)
-    said: list[Tensor] = []
+    values: list[Tensor] = []
     with torch.no_grad(), precision():
         for index, run_dummy_vision in enumerate(passes):
             packed = to_device(rows[index].packed if index < len(rows) else _idle_row(policy), device)
-            theirs = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
-            row: TokenLogprobs = policy(packed, run_dummy_vision=run_dummy_vision, against=theirs)
-            said.append((row.logprobs if row.kl is None else row.kl).cpu())
+            predicted = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
+            outputs: TokenLogprobs = policy(packed, run_dummy_vision=run_dummy_vision, against=predicted)
+            values.append((outputs.logprobs if outputs.kl is None else outputs.kl).cpu())
     process_group.reshard(policy)
-    return by_group(rows, said[: len(rows)])
+    return by_group(rows, values[: len(rows)])
 
 
 def _idle_row(policy: Policy) -> PackedGroups:
-    """Return the smallest row there is: a prompt of one token and a completion of one token."""
+    """Return the smallest possible row: a prompt of one token and a completion of one token."""
     return PackedGroups(
         token_ids=torch.zeros(2, dtype=torch.int64),
         position_ids=torch.arange(2).expand(3 if policy.family.rope == "mrope" else 1, 2).contiguous(),

@@ -1,7 +1,7 @@
-"""Traces of chosen steps: what this process computed, when and for how long, for Perfetto (ui.perfetto.dev).
+"""Profiler traces of selected training steps, for Perfetto (ui.perfetto.dev).
 
-Knows torch's profiler, here and nowhere else, and one thread: the one that calls. What data threads and graders do is
-in other threads and processes, and in no trace.
+The only module that depends on torch's profiler. A trace covers the calling thread and its device;
+data threads and reward workers are not in it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from typing import Any, Protocol
 import torch
 
 FOLDER = "profile"
-"""Where traces lie in the folder of a run."""
+"""Folder of the traces inside the run folder."""
 
 
 class Tracer(Protocol):
     """Traces this process, or all workers."""
 
     def start(self) -> None:
-        """Begin a trace."""
+        """Start a trace."""
         ...
 
     def finish(self, step: int) -> None:
-        """End it, and write it under the number of a step."""
+        """Stop the trace, and write it to a file named after the step."""
         ...
 
 
 class LocalTracer:
-    """Traces the calling thread and its device, into a folder. rank: of a worker; None: there is but this process."""
+    """Traces the calling thread and its device. Satisfies Tracer.
+
+    folder: of the trace files. rank: of this worker; None for a single process.
+    """
 
     def __init__(self, folder: Path, *, rank: int | None) -> None:
         self._folder = folder
@@ -46,7 +49,7 @@ class LocalTracer:
         self._profile.start()
 
     def finish(self, step: int) -> None:
-        """See Tracer. Writes step_000003.json.gz, of a worker step_000003.rank_1.json.gz."""
+        """See Tracer. Writes step_000003.json.gz, or step_000003.rank_1.json.gz on a worker."""
         assert self._profile is not None, "start() comes first"
         profile, self._profile = self._profile, None
         profile.stop()
@@ -56,12 +59,12 @@ class LocalTracer:
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """Return a context that is a named span in a trace, if one is being made."""
+    """Return a context that is a named span in the trace, if one is being recorded."""
     return torch.profiler.record_function(name)
 
 
 def traced(steps: Iterable[int], chosen: Collection[int], tracer: Tracer) -> Iterator[int]:
-    """Yield steps, and trace what the caller does between one that is chosen and the next."""
+    """Yield all steps, and trace the work of the caller during each chosen one."""
     for step in steps:
         if step not in chosen:
             yield step
@@ -69,5 +72,5 @@ def traced(steps: Iterable[int], chosen: Collection[int], tracer: Tracer) -> Ite
         tracer.start()
         try:
             yield step
-        finally:  # also where the caller breaks off
+        finally:  # also if the caller leaves the loop
             tracer.finish(step)

@@ -1,1 +1,1 @@
-"""Reward functions worth shipping, each a module with a compute_score of the sequential contract."""
+"""The shipped reward functions, each a module with a compute_score of the sequential contract."""

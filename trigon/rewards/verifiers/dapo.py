@@ -1,7 +1,7 @@
-"""DAPO's reward: +1 or -1 for the line `Answer: ...`, less a soft punishment for answers near the length limit.
+"""DAPO's reward: +1 or -1 for the line `Answer: ...`, minus a penalty near the length limit.
 
-DAPO (arXiv:2503.14476), section 3.4. Answers are compared as text after the normalisation of Minerva (arXiv:2206.14858,
-appendix D.1). Keeps the sequential contract.
+DAPO (arXiv:2503.14476), section 3.4. Answers are compared as text after the normalization of
+Minerva (arXiv:2206.14858, appendix D.1). Follows the sequential contract.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 REWARD_TYPE = "sequential"
 
 _READ_CHARACTERS = 300
-"""Only the end of a response is searched for the answer."""
+"""The length of the end of a response that is searched for the answer."""
 
 _REPLACED = (
     ("an ", ""),
@@ -38,10 +38,11 @@ def compute_score(
     overlong_buffer_length: int,
     overlong_penalty_factor: float = 1.0,
 ) -> dict[str, float]:
-    """Return overall = accuracy + overlong_penalty_factor * overlong, the parts, and accuracy mapped to 0 or 1.
+    """Return overall = accuracy + overlong_penalty_factor * overlong, with both parts.
 
-    Args: max_response_length: tokens an answer may have. overlong_buffer_length: how many of these, the last ones, the
-    punishment grows over. Online filtering wants accuracy_normalized.
+    accuracy_normalized is the accuracy mapped to 0 or 1, which online filtering needs.
+    Args: max_response_length: maximum number of tokens of a completion. overlong_buffer_length: the
+    number of tokens before this maximum over which the penalty grows.
     """
     accuracy = accuracy_reward(reward_input["response"], reward_input["ground_truth"])
     overlong = overlong_punishment(reward_input["response_length"], max_response_length, overlong_buffer_length)
@@ -54,13 +55,16 @@ def compute_score(
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    """Return 1.0 if the last `Answer:` near the end of the response is the ground truth, else -1.0."""
+    """Return 1.0 if the last `Answer:` of the response equals the ground truth, else -1.0."""
     answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response[-_READ_CHARACTERS:])
     return 1.0 if answers and normalize(answers[-1]) == normalize(str(ground_truth)) else -1.0
 
 
 def overlong_punishment(response_length: int, max_response_length: int, overlong_buffer_length: int) -> float:
-    """Return 0.0 up to the buffer, falling linearly to -1.0 at max_response_length, and -1.0 beyond (equation 13)."""
+    """Return the soft overlong punishment of DAPO (equation 13).
+
+    It is 0.0 up to the buffer, falls linearly to -1.0 at max_response_length, and is -1.0 beyond.
+    """
     free_length = max_response_length - overlong_buffer_length
     if response_length <= free_length:
         return 0.0
@@ -70,13 +74,13 @@ def overlong_punishment(response_length: int, max_response_length: int, overlong
 
 
 def normalize(answer: str) -> str:
-    r"""Return a final answer in a form in which equal ones are mostly equal text: "x = $\frac12$ km": "\frac{1}{2}"."""
+    r"""Return a final answer in normal form: "x = $\frac12$ km" gives "\frac{1}{2}"."""
     answer = answer.rpartition("=")[2]
-    for found, put in _REPLACED:
-        answer = answer.replace(found, put)
-    for found in _REMOVED:
-        answer = answer.replace(found, "")
-    answer = re.sub(r"^[^$]*\$([^$]*)\$.*", r"\1", answer)  # what stands between the first two dollar signs
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for old in _REMOVED:
+        answer = answer.replace(old, "")
+    answer = re.sub(r"^[^$]*\$([^$]*)\$.*", r"\1", answer)  # the text between the first two dollar signs
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
     answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)

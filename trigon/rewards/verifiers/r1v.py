@@ -1,6 +1,6 @@
-"""The format `<think> ... </think> <answer> ... </answer>` of R1-V: half for the answer, half for the format.
+"""The format `<think> ... </think> <answer> ... </answer>` of R1-V: 0.5 accuracy + 0.5 format.
 
-Knows this format. Keeps the sequential contract.
+Follows the sequential contract.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ _START, _END = "<think>", "</answer>"
 
 
 def compute_score(reward_input: dict[str, Any], format_weight: float = 0.5) -> dict[str, float]:
-    """Return overall = (1 - format_weight) * accuracy + format_weight * format, and both parts."""
+    """Return overall = (1 - format_weight) * accuracy + format_weight * format, with both parts."""
     accuracy = accuracy_reward(reward_input["response"], reward_input["ground_truth"])
-    form = format_reward(reward_input["response"])
-    return weighted(accuracy, form, format_weight)
+    format_score = format_reward(reward_input["response"])
+    return weighted(accuracy, format_score, format_weight)
 
 
 def format_reward(response: str) -> float:
-    """Return 1.0 if the response is a thought and then an answer, each in its tags, and nothing else; or 0.0."""
+    """Return 1.0 if the response is `<think>...</think> <answer>...</answer>` exactly, else 0.0."""
     if not (response.startswith(_START) and response.endswith(_END)):
         return 0.0
     return 1.0 if re.search(r"</think>\s*<answer>", response[len(_START) : -len(_END)]) else 0.0
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    """Return 1.0 if the answer that the response gives is the ground truth, else 0.0."""
-    return 1.0 if is_same_answer(given_answer(response), untagged(ground_truth)) else 0.0
+    """Return 1.0 if the final answer of the response equals the ground truth, else 0.0."""
+    return 1.0 if is_same_answer(extract_answer(response), strip_tags(ground_truth)) else 0.0
 
 
-def given_answer(response: str) -> str:
-    """Return what stands in the first <answer> of the response, or, without one, the whole response."""
+def extract_answer(response: str) -> str:
+    """Return the content of the first <answer> tag, or the response if there is none."""
     _, opened, rest = response.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")
     return (answer if opened and closed else response).strip()
 
 
-def untagged(ground_truth: object) -> str:
-    """Return the ground truth as text, without the tags that some datasets keep: "<answer> 3 </answer>" gives "3"."""
-    return given_answer(str(ground_truth))
+def strip_tags(ground_truth: object) -> str:
+    """Return the ground truth as text without <answer> tags, which some datasets include."""
+    return extract_answer(str(ground_truth))

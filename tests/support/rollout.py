@@ -1,0 +1,75 @@
+"""Rollout engines on tiny models, and weights for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trigon.models.load import Processors
+from trigon.rollout.transformers import TransformersEngine
+from trigon.rollout.vllm import VllmEngine, VllmSettings
+from trigon.types import LocalWeights, NamedTensors
+
+
+def make_vllm_settings(folder: Path | str, **changes: Any) -> VllmSettings:
+    """Return settings for the CPU, with these fields changed."""
+    defaults: dict[str, Any] = {
+        "model_folder": Path(folder),
+        "device": "cpu",
+        "dtype": torch.float32,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 1024,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": True,
+        "limit_images": 1,
+        "seed": 0,
+        "trust_remote_code": False,
+        "override_config": {},
+        "skip_special_tokens": True,
+        "disable_log_stats": True,
+    }
+    return VllmSettings(**(defaults | changes))
+
+
+def make_vllm_engine(folder: Path | str, processors: Processors, **changes: Any) -> VllmEngine:
+    """Start vLLM on the CPU, with these fields of make_vllm_settings changed."""
+    return VllmEngine(make_vllm_settings(folder, **changes), processors)
+
+
+def make_transformers_engine(
+    folder: Path | str, processors: Processors, *, max_model_len: int = 256
+) -> TransformersEngine:
+    """Load an engine of transformers in float32 on the CPU."""
+    return TransformersEngine(
+        model_path=str(folder),
+        processors=processors,
+        device="cpu",
+        dtype=torch.float32,
+        max_model_len=max_model_len,
+        trust_remote_code=False,
+        override_config={},
+        skip_special_tokens=True,
+    )
+
+
+def handle_of(weights: Mapping[str, Tensor]) -> LocalWeights:
+    """Return a handle of these tensors."""
+    return LocalWeights(lambda: iter(weights.items()))
+
+
+def unreadable_weights() -> LocalWeights:
+    """Return a handle that fails the test if it is read."""
+
+    def read() -> NamedTensors:
+        raise AssertionError("the weights were read")
+
+    return LocalWeights(read)
+
+
+NO_WEIGHTS = handle_of({})

@@ -1,0 +1,53 @@
+"""The texts before and after a run."""
+
+from pathlib import Path
+
+import pytest
+
+from trigon.config.plan import make_plan
+from trigon.config.schema import Config
+from trigon.report.summary import describe_plan, format_bytes, suggest_next_steps
+from trigon.training.local import Sizes
+
+
+def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():
+    def suggestions(exported, step):
+        return " ".join(suggest_next_steps(Config(), Path("/runs/x"), exported, step))
+
+    assert "trigon export /runs/x" in suggestions(None, 5)
+    assert "export" not in suggestions(Path("/model"), 5)
+    assert "export" not in suggestions(None, 0)
+
+
+def test_the_overview_has_the_arithmetic_of_a_step():
+    config = Config(
+        data={"rollout_batch_size": 8, "max_prompt_length": 100, "max_response_length": 50},
+        worker={"actor": {"global_batch_size": 4, "micro_batch_size_per_device_for_update": 2}, "rollout": {"n": 5}},
+        trainer={"total_epochs": 3},
+    )
+    plan = make_plan(config, num_train_prompts=20)
+    sizes = (Sizes(parameters=1000, trainable=10, weight_bytes=2**20, gradient_bytes=0, optimizer_bytes=2**31),) * 2
+    rows = describe_plan(config, plan, num_val_prompts=7, device="2 workers", sizes=sizes, has_reference=False)
+    assert dict(rows) == {
+        "device": "2 workers",
+        "training prompts": "20, 16 of them per epoch",
+        "validation prompts": "7",
+        "steps": "6 (2 per epoch)",
+        "sampled per step": "8 prompts x 5 = 40 completions",
+        "updates per step": "2, each of 4 prompts x 5 = 20 completions",
+        "micro-batches of an update": "at most 300 tokens on each worker, prompts counted once",
+        "tokens per step": "at most 2,800, prompts counted once",
+        "reference policy": "none",
+        "parameters": "1,000, 10 of them trained",
+        "memory": (
+            "weights 1.0 MiB, gradients 0.0 MiB, optimizer 2.0 GiB on each worker; activations and rollout engine not "
+            "counted"
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0.0 MiB"), (3_460_301, "3.3 MiB"), (7 * 2**30, "7.0 GiB"), (2**40, "1,024.0 GiB")]
+)
+def test_bytes_are_shown_in_mib_below_one_gib(num_bytes, text):
+    assert format_bytes(num_bytes) == text

@@ -1,0 +1,139 @@
+"""The arguments of vllm.EngineArgs: CPU and GPU, tensor parallelism, text and image models."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.rollout import make_vllm_settings
+from trigon.models.load import load_processors
+from trigon.rollout.vllm.arguments import batched_tokens, cpu_cache_bytes, engine_arguments
+
+# 2 (keys and values) * 2 layers * 2 heads * 32 dimensions * 4 bytes * 256 sequences * (256 + 32)
+# tokens
+CPU_CACHE_BYTES = 2 * 2 * 2 * 32 * 4 * 256 * (256 + 32)
+
+COMMON = {
+    "model": "MODEL",
+    "dtype": torch.float32,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 1024,
+    "gpu_memory_utilization": 0.5,
+    "enable_prefix_caching": True,
+    "distributed_executor_backend": "uni",
+    "tensor_parallel_size": 1,
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+    "hf_overrides": {},
+    "trust_remote_code": False,
+    "disable_log_stats": True,
+    "use_tqdm_on_load": False,
+    "seed": 0,
+}
+ON_CPU = COMMON | {
+    "block_size": 32,
+    "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,
+    "enable_sleep_mode": False,
+}
+ON_GPU = COMMON | {
+    "block_size": None,
+    "kv_cache_memory_bytes": None,
+    "enforce_eager": False,
+    "enable_chunked_prefill": True,
+    "enable_sleep_mode": True,
+}
+DEVICES = {"cpu": ON_CPU, "cuda": ON_GPU}
+PARALLEL = {
+    None: {},
+    1: {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1},
+    2: {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2},
+}
+VISION = {
+    "limit_mm_per_prompt": {"video": 0, "image": 1},
+    "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 50176},
+    "mm_device_do_normalize": False,
+    "mm_processor_cache_gb": 0,
+}
+TILED_VISION = VISION | {"mm_processor_kwargs": {}}
+MODELS = {"qwen2": {}, "qwen2_5_vl": VISION, "internvl": TILED_VISION}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("tensor_parallel_size", PARALLEL)
+@pytest.mark.parametrize("device", DEVICES)
+def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
+    settings = make_vllm_settings(
+        Path("MODEL"),
+        device=device,
+        tensor_parallel_size=tensor_parallel_size,
+        enforce_eager=False,
+        enable_chunked_prefill=True,
+    )
+    processors = load_processors(str(tiny_model(model_type)), min_pixels=784, max_pixels=50176)
+    expected = DEVICES[device] | PARALLEL[tensor_parallel_size] | MODELS[model_type]
+    assert engine_arguments(settings, processors) == expected
+
+
+def test_videos_and_an_unlimited_number_of_images(tiny_vlm):
+    settings = make_vllm_settings(tiny_vlm, limit_images=0, shows_videos=True)
+    arguments = engine_arguments(settings, load_processors(str(tiny_vlm)))
+    assert arguments["limit_mm_per_prompt"] == {"video": 1}
+
+
+def test_the_configured_values_are_passed_on(tiny_model):
+    settings = make_vllm_settings(
+        tiny_model("qwen2"),
+        device="cuda",
+        dtype=torch.bfloat16,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.7,
+        seed=3,
+        trust_remote_code=True,
+        override_config={"rope_theta": 1.0},
+        disable_log_stats=False,
+    )
+    arguments = engine_arguments(settings, load_processors(str(tiny_model("qwen2"))))
+    changed = {
+        "model": str(tiny_model("qwen2")),
+        "dtype": torch.bfloat16,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.7,
+        "seed": 3,
+        "trust_remote_code": True,
+        "hf_overrides": {"rope_theta": 1.0},
+        "disable_log_stats": False,
+        "enable_chunked_prefill": False,
+    }
+    assert arguments == ON_GPU | changed
+
+
+@pytest.mark.parametrize(
+    ("device", "chunked", "tokens"),
+    [("cuda", True, 100), ("cuda", False, 256), ("cpu", True, 256), ("cpu", False, 256)],
+)
+def test_a_forward_pass_holds_a_prompt_unless_prompts_are_split(device, chunked, tokens):
+    settings = make_vllm_settings(
+        "MODEL", device=device, enable_chunked_prefill=chunked, max_num_batched_tokens=100, max_model_len=256
+    )
+    assert batched_tokens(settings) == tokens
+
+
+def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):
+    processors = load_processors(str(tiny_model("qwen2")))
+    settings = make_vllm_settings("MODEL")
+    assert cpu_cache_bytes(settings, processors) == CPU_CACHE_BYTES
+    assert cpu_cache_bytes(replace(settings, dtype=torch.bfloat16), processors) == CPU_CACHE_BYTES // 2
+    assert cpu_cache_bytes(replace(settings, max_model_len=100_000), processors) == 2**30
+
+
+def test_importing_the_package_does_not_import_vllm():
+    script = "import sys, trigon.rollout.vllm; print('vllm' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

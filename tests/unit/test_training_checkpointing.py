@@ -1,0 +1,222 @@
+"""Saving and restoring the local train engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.engines import make_engine, make_rollouts, tensors_in, to_train, weights_of
+from support.tensors import assert_equal_tensors, max_relative_error
+from trigon.errors import CheckpointError
+from trigon.metrics import values
+
+FAMILIES = ["qwen2", "qwen2_5_vl"]
+
+
+STRATEGIES = pytest.mark.parametrize(
+    ("strategy", "dtype"), [("adamw", torch.float32), ("adamw_bf16", torch.bfloat16)], ids=["adamw", "adamw_bf16"]
+)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_restored_engine_continues_bit_for_bit(tiny_model, tmp_path, model_type, strategy, dtype):
+    folder = tiny_model(model_type)
+    options = {"strategy": strategy, "dtype": dtype, "warmup_updates": 5}
+    batches = [to_train(make_rollouts(folder, seed=seed)) for seed in (0, 20, 40)]
+    engine = make_engine(folder, **options)
+    for batch in batches[:2]:
+        engine.step(batch)
+    engine.save_state(tmp_path, model_only=False)()
+    saved = weights_of(engine)
+
+    other = make_engine(tiny_model(model_type, seed=1), **options)
+    other.load_state(tmp_path)
+    assert_equal_tensors(weights_of(other), saved)
+    (tmp_path / "again").mkdir()
+    other.save_state(tmp_path / "again", model_only=False)()
+    for part in ("weights", "optimizer"):
+        assert_equal_tensors(tensors_in(tmp_path / "again" / part), tensors_in(tmp_path / part))
+
+    assert values(engine.step(batches[2])) == values(other.step(batches[2]))
+    assert_equal_tensors(weights_of(other), weights_of(engine))
+    assert max_relative_error(weights_of(engine), saved) > 0
+
+
+def test_an_engine_without_updates_can_be_saved_and_restored(tiny_model, tmp_path):
+    folder = tiny_model("qwen2")
+    make_engine(folder).save_state(tmp_path, model_only=False)()
+    engine, fresh = make_engine(tiny_model("qwen2", seed=1)), make_engine(folder)
+    engine.load_state(tmp_path)
+    groups = to_train(make_rollouts(folder))
+    assert values(engine.step(groups)) == values(fresh.step(groups))
+    assert_equal_tensors(weights_of(engine), weights_of(fresh))
+
+
+def test_a_vision_tower_that_had_no_image_is_restored_without_optimizer_state(tiny_vlm, tmp_path):
+    engine, other = make_engine(tiny_vlm), make_engine(tiny_vlm)
+    engine.step(to_train(make_rollouts(tiny_vlm, images=False)))
+    engine.save_state(tmp_path, model_only=False)()
+    other.load_state(tmp_path)
+    groups = to_train(make_rollouts(tiny_vlm))
+    assert values(engine.step(groups)) == values(other.step(groups))
+    assert_equal_tensors(weights_of(engine), weights_of(other))
+
+
+def test_loading_removes_earlier_optimizer_states(tiny_vlm, tmp_path):
+    engine, other = make_engine(tiny_vlm), make_engine(tiny_vlm)
+    engine.step(to_train(make_rollouts(tiny_vlm, images=False)))
+    engine.save_state(tmp_path, model_only=False)()
+    other.step(to_train(make_rollouts(tiny_vlm)))  # the tower now has states that the checkpoint does not have
+    other.load_state(tmp_path)
+    (tmp_path / "again").mkdir()
+    other.save_state(tmp_path / "again", model_only=False)()
+    assert_equal_tensors(tensors_in(tmp_path / "again" / "optimizer"), tensors_in(tmp_path / "optimizer"))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["all", "lora"])
+def test_the_state_written_is_that_of_the_call_of_save_state(tiny_model, tmp_path, lora_rank):
+    folder = tiny_model("qwen2")
+    engine, other = make_engine(folder, lora_rank=lora_rank), make_engine(folder, lora_rank=lora_rank)
+    groups = to_train(make_rollouts(folder))
+    engine.step(groups)
+    saved_weights = weights_of(engine)
+    write = engine.save_state(tmp_path, model_only=False)
+    assert list(tmp_path.iterdir()) == []
+    second = values(engine.step(groups))
+    write()
+    assert json.loads((tmp_path / "state.json").read_text()) == {"updates": 1, "strategy": "adamw"}
+    other.load_state(tmp_path)
+    assert_equal_tensors(weights_of(other), saved_weights)
+    assert values(other.step(groups)) == second
+    assert_equal_tensors(weights_of(other), weights_of(engine))
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """Return the folder of an engine's state after one update."""
+    engine = make_engine(tiny_model("qwen2"))
+    engine.step(to_train(make_rollouts(tiny_model("qwen2"))))
+    engine.save_state(tmp_path, model_only=False)()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["optimizer", "state.json", "weights"]
+    return tmp_path
+
+
+def edit_file(folder: Path, edit) -> None:
+    [file] = folder.iterdir()
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def without(key_end: str):
+    def edit(tensors: dict[str, Tensor]) -> None:
+        del tensors[next(key for key in tensors if key.endswith(key_end))]
+
+    return edit
+
+
+def with_extra(name: str):
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = torch.zeros(3)
+
+    return edit
+
+
+def with_other_shape(key_end: str):
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[next(key for key in tensors if key.endswith(key_end))] = torch.zeros(3)
+
+    return edit
+
+
+def with_other_dtype(key_end: str):
+    def edit(tensors: dict[str, Tensor]) -> None:
+        key = next(key for key in tensors if key.endswith(key_end))
+        tensors[key] = tensors[key].double()
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without("q_proj.weight"), r"missing \[.*q_proj\.weight"),
+        (with_extra("model.extra.weight"), r"unknown \[.*model\.extra\.weight"),
+        (with_other_shape("q_proj.weight"), r"q_proj\.weight .*\[3\] instead of .*\[128, 128\]"),
+    ],
+    ids=["missing", "unknown", "other shape"],
+)
+def test_weights_that_do_not_match_raise_an_error_and_change_nothing(tiny_model, saved, edit, message):
+    edit_file(saved / "weights", edit)
+    engine = make_engine(tiny_model("qwen2", seed=1))
+    before = weights_of(engine)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_state(saved)
+    assert_equal_tensors(weights_of(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without("q_proj.weight/exp_avg"), "missing.*q_proj.weight/exp_avg"),
+        (with_extra("model.extra.weight/exp_avg"), "unknown.*model.extra.weight"),
+        (with_other_shape("q_proj.weight/exp_avg_sq"), "another shape.*q_proj.weight/exp_avg_sq"),
+    ],
+    ids=["missing", "unknown", "other shape"],
+)
+def test_optimizer_states_that_do_not_match_raise_an_error(tiny_model, saved, edit, message):
+    edit_file(saved / "optimizer", edit)
+    with pytest.raises(CheckpointError, match=message):
+        make_engine(tiny_model("qwen2")).load_state(saved)
+
+
+@pytest.mark.parametrize(
+    ("part", "key_end"),
+    [("weights", "q_proj.weight"), ("optimizer", "q_proj.weight/exp_avg")],
+)
+def test_a_tensor_of_another_dtype_raises_an_error(tiny_model, saved, part, key_end):
+    edit_file(saved / part, with_other_dtype(key_end))
+    with pytest.raises(CheckpointError, match=r"q_proj.*float64.* instead of .*float32"):
+        make_engine(tiny_model("qwen2")).load_state(saved)
+
+
+def test_optimizer_states_of_a_vision_tower_that_is_now_frozen_raise_an_error(tiny_vlm, tmp_path):
+    engine = make_engine(tiny_vlm)
+    engine.step(to_train(make_rollouts(tiny_vlm)))
+    engine.save_state(tmp_path, model_only=False)()
+    with pytest.raises(CheckpointError, match=r"unknown.*visual"):
+        make_engine(tiny_vlm, freeze=True).load_state(tmp_path)
+
+
+def test_another_optimizer_strategy_raises_an_error(tiny_model, saved):
+    with pytest.raises(CheckpointError, match=r"strategy=adamw, this run has adamw_bf16"):
+        make_engine(tiny_model("qwen2"), strategy="adamw_bf16", dtype=torch.bfloat16).load_state(saved)
+
+
+def test_a_checkpoint_of_weights_only_cannot_be_resumed(tiny_model, tmp_path):
+    engine = make_engine(tiny_model("qwen2"))
+    engine.save_state(tmp_path, model_only=True)()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    with pytest.raises(CheckpointError, match=r"has no optimizer.*save_model_only"):
+        engine.load_state(tmp_path)
+
+
+def test_a_checkpoint_with_other_adapters_cannot_be_resumed(tiny_model, saved, tmp_path):
+    folder = tiny_model("qwen2")
+    with pytest.raises(CheckpointError, match=r"has no adapter.*LoRA"):
+        make_engine(folder, lora_rank=2).load_state(saved)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    engine = make_engine(folder, lora_rank=2)
+    engine.step(to_train(make_rollouts(folder)))
+    engine.save_state(adapters, model_only=False)()
+    with pytest.raises(CheckpointError, match=r"has no weights.*LoRA"):
+        make_engine(folder).load_state(adapters)
+    with pytest.raises(CheckpointError, match=r"lora_A\.weight .*\[2, 128\] instead of .*\[4, 128\]"):
+        make_engine(folder, lora_rank=4).load_state(adapters)

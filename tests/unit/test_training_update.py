@@ -1,0 +1,209 @@
+"""What an update of the local train engine does, and what must not change it.
+
+test_training_losses.py has the terms of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.engines import KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
+from support.tensors import assert_equal_tensors, flatten, max_relative_error
+from trigon.metrics import values
+from trigon.types import TrainGroup
+
+FAMILIES = ["qwen2", "qwen2_5_vl"]
+
+
+@pytest.mark.parametrize("averaging", ["token", "seq"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_token_budget_does_not_change_the_update(tiny_model, tmp_path, model_type, averaging):
+    folder = tiny_model(model_type)
+    groups = to_train(make_rollouts(folder), masked=[(0, 1), (2, 2)])
+
+    def updated(max_tokens: int) -> tuple[dict[str, float], Tensor, dict[str, Tensor]]:
+        """Return metrics, all weights in one vector, and first moments (gradients / 10)."""
+        engine = make_engine(folder, terms=replace(TERMS, averaging=averaging), max_tokens=max_tokens)
+        metrics = values(engine.step(groups))
+        engine.save_state(tmp_path, model_only=False)()
+        states = tensors_in(tmp_path / "optimizer")
+        gradients = {name: state for name, state in states.items() if name.endswith("/exp_avg")}
+        return metrics, flatten(weights_of(engine)), gradients
+
+    metrics, weights, gradients = updated(ONE_ROW)
+    assert metrics["actor/micro_batches"] == 1
+    assert (weights - flatten(weights_of(make_engine(folder)))).norm() > 1e-3 * weights.norm()
+    for max_tokens, at_least in ((45, 2), (1, 9)):
+        split_metrics, split_weights, split_gradients = updated(max_tokens)
+        assert split_metrics.pop("actor/micro_batches") >= at_least
+        assert split_metrics.pop("actor/packed_tokens") > metrics["actor/packed_tokens"] or at_least == 2
+        split_metrics.pop("actor/packing_fill")
+        # AdamW's first update divides each gradient by its magnitude, which amplifies rounding
+        # errors near 0.
+        assert (split_weights - weights).norm() < 1e-5 * weights.norm()
+        assert max_relative_error(split_gradients, gradients) < 1e-5
+        for key, value in split_metrics.items():
+            assert value == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
+
+
+def test_packing_fill_by_hand(tiny_model):
+    folder = tiny_model("qwen2")
+    groups = to_train(make_rollouts(folder))
+    tokens = sum(len(group.prompt.token_ids) + sum(len(part.token_ids) for part in group.sequences) for group in groups)
+    assert values(make_engine(folder, max_tokens=100).step(groups))["actor/packing_fill"] == tokens / 100
+    engine = make_engine(folder, max_tokens=45)
+    metrics = values(engine.step(groups))
+    assert metrics["actor/packing_fill"] == tokens / (45 * metrics["actor/micro_batches"])
+
+
+@pytest.mark.parametrize("with_gradient", [(0, 2), (2,), (1,), ()])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_groups_without_an_advantage_take_no_pass_and_do_not_change_the_update(tiny_model, model_type, with_gradient):
+    folder = tiny_model(model_type)
+    rollouts = make_rollouts(folder)
+    first = to_train(rollouts)  # the moments of the optimizer then change weights even without a gradient
+    nothing = to_train(rollouts, advantages=(0.0, 0.0, 0.0))
+    second = [group if number in with_gradient else nothing[number] for number, group in enumerate(to_train(rollouts))]
+
+    skipping, thorough = make_engine(folder), make_engine(folder, terms=replace(KL_TERMS, kl_coefficient=0.0))
+    ref = thorough.logprobs(rollouts)
+    skipping.step(first)
+    thorough.step([with_ref(group, tokens) for group, tokens in zip(first, ref, strict=True)])
+    left_out = values(skipping.step(second))
+    metrics = values(thorough.step([with_ref(group, tokens) for group, tokens in zip(second, ref, strict=True)]))
+
+    assert left_out["actor/skipped_groups"] == 3 - len(with_gradient)
+    assert metrics["actor/skipped_groups"] == 0
+    assert left_out["actor/packed_tokens"] < metrics["actor/packed_tokens"]
+    for key in ("actor/pg_loss", "actor/grad_norm", "actor/lr"):
+        assert left_out[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-7), key
+    assert (flatten(weights_of(skipping)) - flatten(weights_of(thorough))).norm() < 1e-5 * flatten(
+        weights_of(thorough)
+    ).norm()
+
+
+def with_ref(group: TrainGroup, ref: list[Tensor]) -> TrainGroup:
+    sequences = tuple(replace(part, ref_logprobs=tokens) for part, tokens in zip(group.sequences, ref, strict=True))
+    return replace(group, sequences=sequences)
+
+
+def test_masked_completions_have_no_gradient_and_are_not_averaged(tiny_model):
+    folder = tiny_model("qwen2")
+    rollouts = make_rollouts(folder)
+    engine, other = make_engine(folder), make_engine(folder)
+    metrics = values(engine.step(to_train(rollouts, masked=[(0, 0), (1, 0), (2, 0)])))
+    assert metrics["actor/pg_loss"] == pytest.approx(-(-12 * 0.75 + 7 * 0.25) / 19, abs=1e-6)
+    other.step(to_train(rollouts, masked=[(0, 0), (1, 0), (2, 0)], advantages=(1e30, -0.75, 0.25)))
+    assert_equal_tensors(weights_of(engine), weights_of(other))
+
+
+def test_an_infinite_masked_advantage_does_not_skip_the_update(tiny_model):
+    folder = tiny_model("qwen2")
+    masked = [(0, 0), (1, 0), (2, 0)]
+    metrics = make_engine(folder).step(
+        to_train(make_rollouts(folder), masked=masked, advantages=(float("inf"), -0.75, 0.25))
+    )
+    assert metrics["actor/skipped_updates"].value == 0.0
+
+
+def test_the_learning_rate_warms_up_with_the_number_of_updates(tiny_model):
+    folder = tiny_model("qwen2")
+    engine = make_engine(folder, warmup_updates=4)
+    groups = to_train(make_rollouts(folder))
+    rates = [values(engine.step(groups))["actor/lr"] for _ in range(5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2], ids=["all", "lora"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_gradient_checkpointing_does_not_change_the_update(tiny_model, model_type, lora_rank):
+    folder = tiny_model(model_type)
+    groups = to_train(make_rollouts(folder))
+    kept = make_engine(folder, lora_rank=lora_rank)
+    recomputed = make_engine(folder, lora_rank=lora_rank, checkpointing=True)
+    assert values(kept.step(groups)) == values(recomputed.step(groups))
+    assert_equal_tensors(weights_of(kept), weights_of(recomputed))
+
+
+def test_an_update_without_trainable_tokens_is_skipped(tiny_model):
+    folder = tiny_model("qwen2")
+    rollouts = make_rollouts(folder)
+    engine = make_engine(folder)
+    engine.step(to_train(rollouts))  # the moments of the optimizer would change the weights
+    before = weights_of(engine)
+    all_completions = [(g, i) for g in range(3) for i in range(3)]
+    metrics = values(engine.step(to_train(rollouts, masked=all_completions)))
+    assert metrics["actor/skipped_updates"] == 1
+    assert_equal_tensors(weights_of(engine), before)
+
+
+@pytest.mark.parametrize("advantage", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_skips_the_update_and_does_not_change_later_ones(tiny_model, advantage):
+    folder = tiny_model("qwen2")
+    rollouts = make_rollouts(folder)
+    engine, healthy = make_engine(folder, warmup_updates=4), make_engine(folder, warmup_updates=4)
+    start = weights_of(engine)
+
+    metrics = engine.step(to_train(rollouts, advantages=(advantage, -0.75, 0.25)))
+    assert metrics["actor/skipped_updates"].value == 1.0
+    assert metrics["actor/grad_norm"].count == 0.0
+    assert_equal_tensors(weights_of(engine), start)
+
+    after = values(engine.step(to_train(rollouts)))
+    assert after["actor/skipped_updates"] == 0.0
+    assert after == values(healthy.step(to_train(rollouts)))
+    assert_equal_tensors(weights_of(engine), weights_of(healthy))
+    assert max_relative_error(weights_of(engine), start) > 1e-5
+
+
+def test_a_frozen_vision_tower_does_not_change_and_has_no_optimizer_state(tiny_vlm, tmp_path):
+    engine = make_engine(tiny_vlm, freeze=True)
+    start = weights_of(engine)
+    engine.step(to_train(make_rollouts(tiny_vlm)))
+    engine.save_state(tmp_path, model_only=False)()
+    moved = {name for name, weight in weights_of(engine).items() if not torch.equal(weight, start[name])}
+    frozen = {name for name in start if "visual" in name}
+    assert frozen
+    assert moved == start.keys() - frozen
+    assert not any("visual" in name for name in tensors_in(tmp_path / "optimizer"))
+    sizes = engine.sizes()
+    assert sizes.parameters - sizes.trainable == sum(start[name].numel() for name in frozen)
+
+
+def test_a_trained_vision_tower_changes(tiny_vlm):
+    engine = make_engine(tiny_vlm)
+    start = weights_of(engine)
+    engine.step(to_train(make_rollouts(tiny_vlm)))
+    assert [name for name, weight in weights_of(engine).items() if torch.equal(weight, start[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "bytes_each"),
+    [
+        ("adamw", torch.float32, (4, 4, 8)),
+        ("adamw_bf16", torch.bfloat16, (2, 2, 8)),
+        ("adamw", torch.bfloat16, (2, 2, 4)),
+    ],
+    ids=["adamw fp32", "adamw_bf16", "adamw bf16"],
+)
+@pytest.mark.parametrize("freeze", [False, True], ids=["all", "frozen tower"])
+def test_sizes_are_those_of_the_tensors_after_an_update(tiny_vlm, tmp_path, strategy, dtype, bytes_each, freeze):
+    engine = make_engine(tiny_vlm, strategy=strategy, dtype=dtype, freeze=freeze)
+    before = engine.sizes()
+    engine.step(to_train(make_rollouts(tiny_vlm)))
+    engine.save_state(tmp_path, model_only=False)()
+    assert engine.sizes() == before
+
+    weights = tensors_in(tmp_path / "weights").values()
+    states = [t for name, t in tensors_in(tmp_path / "optimizer").items() if not name.endswith("/step")]
+    trainable = before.trainable
+    assert before.parameters == sum(tensor.numel() for tensor in weights)
+    assert before.weight_bytes == sum(tensor.nbytes for tensor in weights)
+    assert before.weight_bytes == bytes_each[0] * before.parameters
+    assert before.gradient_bytes == bytes_each[1] * trainable
+    assert sum(tensor.nbytes for tensor in states) == bytes_each[2] * trainable
+    assert before.optimizer_bytes == sum(tensor.nbytes for tensor in states)

@@ -1,0 +1,79 @@
+"""Values of the options that are null in schema.py because their default depends on other options.
+
+Each function returns the configured value, or the default where the option is null. Constants of
+the run that no option changes are here too. Does not depend on torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trigon.config.schema import Config, Dtype
+
+WEIGHT_DTYPE: Dtype = "fp32"
+"""Default of worker.actor.fsdp.torch_dtype."""
+
+REFERENCE_DTYPE: Dtype = "bf16"
+"""Default of worker.ref.fsdp.torch_dtype."""
+
+FP32_PARITY_TOLERANCE = 1e-3
+"""Default of worker.rollout.parity_tolerance in nats where engine and trainer compute in float32.
+
+They then agree to about 1e-5.
+"""
+
+LOW_PRECISION_PARITY_TOLERANCE = 0.1
+"""Default of worker.rollout.parity_tolerance in nats where either computes in 16 bits.
+
+Healthy runs stay near 0.01.
+"""
+
+PIXEL_CACHE_BYTES = 4 * 2**30
+"""Host memory of each worker's cache of processed images, by which a step processes each once."""
+
+
+def resolve_run_folder(config: Config) -> Path:
+    """Return the folder of the run, which holds its checkpoints, metrics and rollouts.
+
+    Default: checkpoints/project_name/experiment_name.
+    """
+    trainer = config.trainer
+    return Path(trainer.save_checkpoint_path or Path("checkpoints") / trainer.project_name / trainer.experiment_name)
+
+
+def resolve_weight_dtype(config: Config) -> Dtype:
+    """Return the format in which the policy's weights are stored and updated."""
+    return config.worker.actor.fsdp.torch_dtype or WEIGHT_DTYPE
+
+
+def resolve_reference_dtype(config: Config) -> Dtype:
+    """Return the format in which the reference stores its weights and computes."""
+    return config.worker.ref.fsdp.torch_dtype or REFERENCE_DTYPE
+
+
+def resolve_parity_tolerance(config: Config) -> float:
+    """Return the mean |log-probability difference| in nats above which the run stops.
+
+    It compares rollout engine and trainer on the same tokens.
+    """
+    rollout, fsdp = config.worker.rollout, config.worker.actor.fsdp
+    if rollout.parity_tolerance is not None:
+        return rollout.parity_tolerance
+    all_fp32 = rollout.dtype == fsdp.mp_param_dtype == resolve_weight_dtype(config) == "fp32"
+    return FP32_PARITY_TOLERANCE if all_fp32 else LOW_PRECISION_PARITY_TOLERANCE
+
+
+def resolve_cispo_cap(config: Config) -> float:
+    """Return the largest weight that CISPO gives a token. Default: 1 + clip_ratio_high."""
+    actor = config.worker.actor
+    return 1.0 + actor.clip_ratio_high if actor.cispo_cap is None else actor.cispo_cap
+
+
+def resolve_loss_fixed_length(config: Config) -> int:
+    """Return the tokens by which loss_avg_mode=seq_fixed divides. Default: max_response_length."""
+    return config.worker.actor.loss_fixed_length or config.data.max_response_length
+
+
+def resolve_prompts_per_round(config: Config) -> int:
+    """Return the prompts of a round of online filtering. Default: data.rollout_batch_size."""
+    return config.data.mini_rollout_batch_size or config.data.rollout_batch_size

@@ -1,0 +1,52 @@
+"""What the text of an option refers to: a template or its file, a local path or a hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trigon.errors import ConfigError
+
+DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
+"""Suffixes of dataset files. A dataset with one of them is a local file, not a hub id."""
+
+
+def is_inline_template(text: str) -> bool:
+    """Return whether a text is a Jinja template itself, not the path of its file."""
+    return "{{" in text or "{%" in text
+
+
+def read_template(text: str | None) -> str | None:
+    """Return the text of a template, which is given inline or as a file; None for None.
+
+    Raises: ConfigError if the file cannot be read.
+    """
+    if text is None or is_inline_template(text):
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the template {text}: {error}") from error
+
+
+def local_path(text: str, *, suffixes: Sequence[str] = ()) -> Path | None:
+    """Return the local path that a text names, or None if it is a hub id (`name`, `owner/name`).
+
+    What exists on this machine is always local. Otherwise a text is a path, of something missing,
+    if it cannot be a hub id: it starts with `.`, `/` or `~`, has more than one slash, or ends in
+    one of the suffixes.
+    """
+    path = Path(text).expanduser()
+    is_no_hub_id = text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix in suffixes
+    return path if is_no_hub_id or path.exists() else None
+
+
+def split_dataset(text: str) -> tuple[str, str | None]:
+    """Return the location and the split of `location@split`; the split is None if there is none.
+
+    An `@` in the name of an existing file belongs to the name.
+    """
+    location, at, split = text.rpartition("@")
+    if not at or not location or Path(text).expanduser().exists():
+        return text, None
+    return location, split

@@ -1,0 +1,99 @@
+"""Checks that the config of a model has only features that Trigon computes exactly.
+
+Called before a model is loaded. docs/model-families.md lists what is not supported, and why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trigon.errors import ModelError
+from trigon.models.attention import sliding_windows
+from trigon.models.families import ModelFamily
+
+_LANGUAGE_MODELS = ("llama", "qwen2", "qwen3")  # supported within a vision model that takes tiles
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their frequencies depend on the config alone
+
+
+def require_supported(config: Any, family: ModelFamily) -> None:
+    """Check a model's config. Raises: ModelError for a value that is not supported, naming it."""
+    text_config = config.get_text_config()
+    dropout = getattr(text_config, "attention_dropout", 0.0)
+    if dropout:
+        raise ModelError(
+            f"The model has attention_dropout = {dropout}. Log-probabilities must be deterministic, so "
+            f"set it to 0 in override_config{' under text_config' if family.has_vision else ''}."
+        )
+    if family.tiles:
+        _require_supported_parts(config, family)
+    other_types = sorted({*(getattr(text_config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
+    if other_types:
+        raise ModelError(
+            f"The model has layers of type {', '.join(other_types)}. Completions share the keys and values of their "
+            "prompt, which only attention layers have. Use another model, see docs/model-families.md."
+        )
+    max_length = int(text_config.max_position_embeddings)
+    if not family.windows and any(
+        window is not None and window < max_length for window in sliding_windows(text_config)
+    ):
+        raise ModelError(
+            f"The model uses sliding window attention, which is not supported for {family.model_type!r}. Use a "
+            "model whose config has use_sliding_window = false, or no sliding_window."
+        )
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text_config, cap, None):
+            raise ModelError(
+                f"The model has {cap} = {getattr(text_config, cap)}, which neither group attention nor the head "
+                "supports. Use another model, see docs/model-families.md."
+            )
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise ModelError("The model attends to later tokens, so it cannot sample. Use a causal language model.")
+    for rope_type in _rope_types(text_config) - {*_ROPE_TYPES}:
+        raise ModelError(
+            f"The model's rotary embeddings are of type {rope_type!r}, whose frequencies depend on the row length. "
+            "A packed row, a single sequence and vLLM would compute different values. Supported types: "
+            f"{', '.join(_ROPE_TYPES)}."
+        )
+    if family.experts == "transposed" and _has_square_experts(text_config):
+        raise ModelError(
+            "The expert matrices of this model are square, and transformers would load them without transposing them. "
+            "Use another moe_intermediate_size."
+        )
+
+
+def _require_supported_parts(config: Any, family: ModelFamily) -> None:
+    """Check the language model and the vision tower of a family that combines other families."""
+    text_config, vision_config = config.get_text_config(), config.vision_config
+    if text_config.model_type not in _LANGUAGE_MODELS:
+        raise ModelError(
+            f"The language model within this {family.model_type!r} is a {text_config.model_type!r}, which is not "
+            f"tested. Supported types: {', '.join(_LANGUAGE_MODELS)}."
+        )
+    if vision_config.model_type != family.tile_tower:
+        raise ModelError(
+            f"The vision tower of this {family.model_type!r} is a {vision_config.model_type!r}; only "
+            f"{family.tile_tower!r} is supported."
+        )
+    if not isinstance(config.vision_feature_layer, int) or config.vision_feature_select_strategy != "default":
+        raise ModelError(
+            f"This {family.model_type!r} has vision_feature_layer = {config.vision_feature_layer} and "
+            f"vision_feature_select_strategy = {config.vision_feature_select_strategy!r}, which is not supported."
+        )
+    for name, value in vision_config.to_dict().items():
+        if "drop" in name and value:
+            raise ModelError(
+                f"The vision tower has {name} = {value}. Log-probabilities must be deterministic, so set it to 0 "
+                "in override_config under vision_config."
+            )
+
+
+def _rope_types(text_config: Any) -> set[str]:
+    """Return the types of rotary embeddings; some families have one for each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    layered = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(part.get("rope_type", "default")) for part in layered or [parameters]}
+
+
+def _has_square_experts(text_config: Any) -> bool:
+    inner = text_config.moe_intermediate_size
+    return text_config.hidden_size in (inner, 2 * inner)

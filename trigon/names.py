@@ -1,0 +1,55 @@
+"""The names that a configuration chooses between, one type alias per set.
+
+Every layer imports them from here. Code that iterates over a set uses `typing.get_args`. This
+module imports only typing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+AdvantageEstimator = Literal[
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "remax",
+    "dr_grpo",
+    "grpo_batch",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gdpo",
+]
+"""How rewards become advantages (algorithms/advantages.py)."""
+
+SINGLE_COMPLETION_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_plus_plus", "remax")
+"""Estimators that do not compare completions of a group, so that one per prompt suffices."""
+
+PolicyLossType = Literal["default", "gspo", "gspo_token", "cispo", "sapo"]
+"""The policy loss of a token (algorithms/losses.py)."""
+
+LossAveraging = Literal["token", "seq", "seq_fixed"]
+"""How token losses become one loss (algorithms/reduce.py)."""
+
+SampledKlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
+"""KL estimators that need the log-probability of the sampled token only (algorithms/kl.py)."""
+
+KlEstimator = Literal[SampledKlEstimator, "full"]
+"""full: the exact KL, a sum over the whole vocabulary (models/logprobs.py)."""
+
+CorrectionKind = Literal["truncate", "mask", "reject"]
+"""How importance weights correct the train-inference mismatch (algorithms/importance.py)."""
+
+CorrectionLevel = Literal["token", "sequence"]
+"""Whether an importance weight is computed per token or per completion."""
+
+OptimizerStrategy = Literal["adamw", "adamw_bf16"]
+"""The optimizer (training/optim.py)."""
+
+LearningRateSchedule = Literal["constant", "cosine"]
+"""The learning rate after warm-up (training/optim.py)."""
+
+ShippedReward = Literal["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui"]
+"""Reward functions in rewards/verifiers, which need no file."""
+
+SHIPPED_REWARDS: tuple[str, ...] = get_args(ShippedReward)

@@ -1,0 +1,152 @@
+"""The settings of VllmEngine, and the arguments of vllm.EngineArgs that follow from them.
+
+Pure: starts nothing and does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trigon.models.flops import head_dim
+from trigon.models.load import Processors
+
+VllmDevice = Literal["cpu", "cuda"]
+
+CPU_MAX_SEQUENCES = 256
+"""Requests that vLLM runs at a time on the CPU: its own default."""
+
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of vLLM's KV cache on the CPU: the fewest that its attention supports there.
+
+The completions of a group share the full blocks of their prompt, and each computes the rest again.
+With vLLM's default of 128 tokens the rest is often half of the prompt, or all of it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """How VllmEngine starts vLLM, and how it decodes completions.
+
+    model_folder: a local folder with config.json and *.safetensors (models.load.model_folder).
+    device: the device for which the installed vLLM was built.
+    dtype: of weights, activations and KV cache.
+    max_model_len: most tokens of a prompt and its completion together.
+    max_num_batched_tokens: most tokens of all requests in one forward pass; see batched_tokens.
+    gpu_memory_utilization: fraction of the GPU's memory that vLLM may hold while awake. Not used on
+        the CPU, see cpu_cache_bytes.
+    enforce_eager: neither compile the model nor record CUDA graphs. Always so on the CPU.
+    enable_chunked_prefill: let vLLM split prompts over forward passes; see splits_prompts.
+    enable_prefix_caching: share the KV cache of equal prefixes between requests.
+    limit_images: most images of one prompt. 0: no limit.
+    seed: of vLLM's own random generators. Completions do not depend on it; see rollout/seeds.py.
+    trust_remote_code: allow Python code from the model folder.
+    override_config: keys of config.json to replace.
+    skip_special_tokens: leave special tokens out of Completion.text.
+    disable_log_stats: do not collect vLLM's own statistics.
+    tensor_parallel_size: consecutive ranks of torch.distributed's default process group that hold
+        one copy of the model together; all of them must make the same calls. None: one process.
+    shows_videos: whether prompts may have videos, for which vLLM then reserves memory.
+    """
+
+    model_folder: Path
+    device: VllmDevice
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    limit_images: int
+    seed: int
+    trust_remote_code: bool
+    override_config: Mapping[str, Any]
+    skip_special_tokens: bool
+    disable_log_stats: bool
+    tensor_parallel_size: int | None = None
+    shows_videos: bool = False
+
+
+def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:
+    """Return the keyword arguments of vllm.EngineArgs."""
+    on_cpu = settings.device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": str(settings.model_folder),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_batched_tokens": batched_tokens(settings),
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
+        "kv_cache_memory_bytes": cpu_cache_bytes(settings, processors) if on_cpu else None,
+        "enforce_eager": settings.enforce_eager or on_cpu,
+        "enable_chunked_prefill": splits_prompts(settings),
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_sleep_mode": not on_cpu,
+        # external_launcher takes its rank from RANK and LOCAL_RANK, in the process group that
+        # exists already.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size is None else "external_launcher",
+        "tensor_parallel_size": settings.tensor_parallel_size or 1,
+        # The default, raw_logprobs, is before temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        # Without the sampling defaults of the model's generation_config.json.
+        "generation_config": "vllm",
+        "hf_overrides": dict(settings.override_config),
+        "trust_remote_code": settings.trust_remote_code,
+        "disable_log_stats": settings.disable_log_stats,
+        "use_tqdm_on_load": False,
+        "seed": settings.seed,
+    }
+    return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
+
+
+def splits_prompts(settings: VllmSettings) -> bool:
+    """Return whether vLLM may split a prompt over several forward passes (chunked prefill).
+
+    Never on the CPU: there vLLM 0.32 fails at a seeded request whose prompt it has split ("CPU
+    Generator does not use offset").
+    """
+    return settings.enable_chunked_prefill and settings.device == "cuda"
+
+
+def batched_tokens(settings: VllmSettings) -> int:
+    """Return the most tokens of one forward pass: at least max_model_len, unless prompts are split.
+
+    vLLM's encoder cache has room for as many tokens of images and videos, or for a largest image.
+    """
+    if splits_prompts(settings):
+        return settings.max_num_batched_tokens
+    return max(settings.max_num_batched_tokens, settings.max_model_len)
+
+
+def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
+    """Return the size of the KV cache on the CPU, all of which vLLM allocates at the start.
+
+    1 GiB, or less where CPU_MAX_SEQUENCES sequences of max_model_len tokens need less. The
+    environment variable VLLM_CPU_KVCACHE_SPACE, in GiB, overrides it.
+    """
+    config = processors.hf_config.get_text_config()
+    width = config.num_key_value_heads * head_dim(config)
+    token_bytes = int(2 * config.num_hidden_layers * width * settings.dtype.itemsize)  # keys and values
+    return min(2**30, CPU_MAX_SEQUENCES * (settings.max_model_len + CPU_BLOCK_TOKENS) * token_bytes)
+
+
+def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:
+    assert processors.image_processor is not None
+    size = processors.image_processor.size
+    # The largest image, by which vLLM sizes its encoder cache. It never processes an image itself.
+    processor_arguments: dict[str, Any] = {}
+    if not processors.family.tiles:
+        processor_arguments = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    image_limit = {"image": settings.limit_images} if settings.limit_images else {}
+    return {
+        # vLLM plans its memory with the number of videos, and still accepts a prompt with more.
+        "limit_mm_per_prompt": {"video": int(settings.shows_videos)} | image_limit,
+        "mm_processor_kwargs": processor_arguments,
+        "mm_device_do_normalize": False,  # prompts come with normalised pixels
+        "mm_processor_cache_gb": 0,  # prompts come with processed pixels, so nothing can be reused
+    }

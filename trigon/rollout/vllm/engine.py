@@ -1,0 +1,260 @@
+"""VllmEngine: the RolloutEngine protocol on a vllm.LLMEngine in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from trigon.errors import EngineError
+from trigon.models.load import Processors
+from trigon.rollout.protocol import OnGroup, require_local_weights
+from trigon.rollout.seeds import sample_seed
+from trigon.rollout.vllm.arguments import VllmSettings, batched_tokens, engine_arguments
+from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
+from trigon.rollout.vllm.process import start_llm_engine
+from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, load_weights, reset_caches
+from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
+
+# Finish reasons of a request that vLLM gave up for an internal reason.
+_FAILED = ("abort", "error")
+
+
+class VllmEngine:
+    """Samples with vLLM. Satisfies RolloutEngine.
+
+    Log-probabilities are those of the distribution that was sampled from: after the ban of media
+    tokens, temperature, top-k and top-p. The same calls in the same order give the same tokens and
+    log-probabilities, bit for bit, on one machine.
+    """
+
+    def __init__(self, settings: VllmSettings, processors: Processors) -> None:
+        """Start vLLM; on a GPU, put it to sleep at once.
+
+        Raises: EngineError if vLLM is not installed, or built for another device, or if the model
+        folder has no safetensors.
+        """
+        self._settings = settings
+        self._processors = processors
+        self._encoder_tokens = batched_tokens(settings)
+        # vLLM always compiles one small function of its sampler, which takes 5 seconds on the CPU.
+        self._compile_stance: Literal["force_eager", "default"] = (
+            "force_eager" if settings.device == "cpu" else "default"
+        )
+        self._version: int | None = None  # of the weights that vLLM holds; None: of none
+        self._awake = False
+        self._closed = False
+        self._unusable_because = ""  # empty while the engine can be used
+        self._expected_names = canonical_names(checkpoint_names(settings.model_folder), processors)
+        self._llm_engine = start_llm_engine(
+            engine_arguments(settings, processors),
+            device=settings.device,
+            architectures=processors.hf_config.architectures,
+        )
+        self._sleep()
+
+    def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
+        """See RolloutEngine. May be nested with the same version: the inner context does nothing.
+
+        A GPU drops the weights at exit, so that every entry loads them there; the CPU keeps them.
+        Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape. The
+        engine cannot be used afterwards.
+        """
+        return self._awake_context(require_local_weights(weights), version)
+
+    @contextmanager
+    def _awake_context(self, weights: LocalWeights, version: int) -> Iterator[None]:
+        self._check_usable()
+        if self._awake:
+            if version != self._version:
+                raise EngineError(
+                    f"The rollout engine is awake with the weights of step {self._version} and cannot load those of "
+                    f"step {version} before it sleeps. Leave the outer awake() first."
+                )
+            yield
+            return
+        on_gpu = self._settings.device == "cuda"
+        if on_gpu:
+            self._llm_engine.wake_up(["weights"])
+        if version != self._version:
+            self._load(weights, version)
+        if on_gpu:
+            self._llm_engine.wake_up(["kv_cache"])
+        self._reset_caches()
+        self._awake = True
+        try:
+            yield
+        finally:
+            self._awake = False
+            self._sleep()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+        on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine. A request that vLLM gives up is submitted once more.
+
+        If the call is interrupted, all of its requests are aborted.
+        Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len,
+        for too many images or too long a video, and for a temperature that vLLM does not support.
+        """
+        self._check_usable()
+        if not self._awake:
+            raise EngineError(
+                "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
+            )
+        assert self._version is not None
+        check_sampling(sampling)
+        for prompt in prompts:
+            check_prompt(prompt, sampling, self._settings, self._processors, encoder_tokens=self._encoder_tokens)
+
+        # The result is then a function of the arguments alone: a block that an earlier call cached
+        # was computed in another batch, and differs in its last bits from one that is computed now.
+        self._reset_caches()
+        groups = _Groups(len(prompts), sampling.n)
+        pending: dict[str, _Request] = {}
+
+        def submit(request: _Request) -> None:
+            prompt_id = prompts[request.prompt_index].prompt_id
+            seed = sample_seed(sampling.seed, step=step, prompt_id=prompt_id, sample=request.sample)
+            params = vllm_sampling_params(sampling, self._processors, seed=seed)
+            pending[request.name] = request
+            self._llm_engine.add_request(request.name, inputs[request.prompt_index], params)
+
+        with (
+            torch.random.fork_rng(devices=[]),  # vLLM advances the global generator too, without using the numbers
+            torch.compiler.set_stance(self._compile_stance),
+        ):
+            try:
+                inputs = [engine_input(prompt, self._processors) for prompt in prompts]
+                for prompt_index, sample in itertools.product(range(len(prompts)), range(sampling.n)):
+                    submit(_Request(prompt_index, sample, attempt=1))
+                while self._llm_engine.has_unfinished_requests():
+                    ended: list[int] = []  # prompt indices, one for each request that ended for good
+                    for output in self._llm_engine.step():
+                        if not output.finished:
+                            continue
+                        request = pending.pop(output.request_id)
+                        if output.outputs[0].finish_reason not in _FAILED:
+                            completion = to_completion(
+                                output.outputs[0],
+                                prompts[request.prompt_index],
+                                sampling,
+                                self._processors,
+                                skip_special_tokens=self._settings.skip_special_tokens,
+                                policy_version=self._version,
+                            )
+                            groups.add(request, completion)
+                        elif request.attempt == 1:
+                            # With the same seed, so that the result does not depend on the failure.
+                            submit(_Request(request.prompt_index, request.sample, attempt=2))
+                            continue
+                        else:
+                            groups.add(request, None)
+                        ended.append(request.prompt_index)
+                    if ended and on_progress is not None:
+                        on_progress(len(ended))
+                    for prompt_index in dict.fromkeys(ended):
+                        if groups.is_finished(prompt_index) and on_group is not None:
+                            on_group(prompt_index, groups.completions(prompt_index))
+            finally:
+                self._llm_engine.abort_request(list(pending))
+        return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
+
+    def close(self) -> None:
+        """Free everything, vLLM's torch.distributed process group included. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._unusable_because = "it was closed"
+            # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
+            self._llm_engine.engine_core.shutdown()
+            del self._llm_engine
+
+    def _load(self, weights: LocalWeights, version: int) -> None:
+        self._version = None
+        self._unusable_because = "its last weight sync did not finish"
+        load_weights(
+            self._llm_engine,
+            weights,
+            self._processors,
+            expected_names=self._expected_names,
+            device=self._settings.device,
+            version=version,
+        )
+        self._version = version
+        self._unusable_because = ""
+
+    def _sleep(self) -> None:
+        if self._unusable_because:
+            return
+        self._reset_caches()
+        if self._settings.device == "cuda":
+            # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
+            # loads them anyway.
+            self._llm_engine.sleep(level=2)
+            self._version = None
+
+    def _reset_caches(self) -> None:
+        try:
+            reset_caches(self._llm_engine)
+        except EngineError:
+            self._unusable_because = "its prefix cache could not be reset"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._unusable_because:
+            raise EngineError(f"The rollout engine cannot be used: {self._unusable_because}. Start a new one.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request to vLLM for one completion.
+
+    prompt_index: of its prompt. sample: index of the completion within the group. attempt: 1 or 2.
+    """
+
+    prompt_index: int
+    sample: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        """The request id in vLLM."""
+        return f"{self.prompt_index}.{self.sample}.{self.attempt}"
+
+
+class _Groups:
+    """The completions of one call of generate, as they arrive."""
+
+    def __init__(self, num_prompts: int, n: int) -> None:
+        self._completions: list[list[Completion | None]] = [[None] * n for _ in range(num_prompts)]
+        self._num_pending = [n] * num_prompts
+        self._failed: set[int] = set()  # prompt indices
+
+    def add(self, request: _Request, completion: Completion | None) -> None:
+        """Store the result of a request; None if it failed for good."""
+        if completion is None:
+            self._failed.add(request.prompt_index)
+        self._completions[request.prompt_index][request.sample] = completion
+        self._num_pending[request.prompt_index] -= 1
+
+    def is_finished(self, prompt_index: int) -> bool:
+        """Return whether no request of the prompt is pending."""
+        return self._num_pending[prompt_index] == 0
+
+    def completions(self, prompt_index: int) -> list[Completion]:
+        """Return the completions of a finished prompt, by sample; [] if a request failed."""
+        if prompt_index in self._failed:
+            return []
+        completions = [completion for completion in self._completions[prompt_index] if completion is not None]
+        assert len(completions) == len(self._completions[prompt_index]), "vLLM dropped a request"
+        return completions

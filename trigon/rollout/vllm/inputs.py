@@ -1,0 +1,221 @@
+"""What a request and its completion are in vLLM's types.
+
+Prompts go in as token ids and processed pixel values, so that vLLM's image processing never runs
+and trainer and engine compute with the same pixels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+import torch
+
+from trigon.errors import EngineError
+from trigon.models.load import Processors
+from trigon.models.tiles import to_tiles
+from trigon.rollout.vllm.arguments import VllmSettings
+from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
+
+# vLLM raises a temperature between 0 and the lower bound to it, which the trainer would not
+# reproduce, and rejects one above the upper bound.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check that vLLM samples at this temperature. Raises: EngineError."""
+    if not (sampling.temperature == 0 or MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE):
+        raise EngineError(
+            f"vLLM cannot sample at a temperature of {sampling.temperature}. Choose 0, which is greedy, or a value "
+            f"from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}."
+        )
+
+
+def check_prompt(
+    prompt: Prompt, sampling: SamplingParams, settings: VllmSettings, processors: Processors, *, encoder_tokens: int
+) -> None:
+    """Check that a prompt fits what vLLM was started for.
+
+    Args: encoder_tokens: tokens of one video for which vLLM's encoder cache has room.
+    Raises: EngineError for too long a prompt, for too many images, and for too long a video.
+    """
+    needed = len(prompt.token_ids) + sampling.max_tokens
+    if needed > settings.max_model_len:
+        raise EngineError(
+            f"{prompt.prompt_id}: its {len(prompt.token_ids)} tokens and a completion of up to {sampling.max_tokens} "
+            f"need {needed} tokens, but worker.rollout.max_model_len is {settings.max_model_len}. Raise it, or "
+            "shorten either."
+        )
+    vision = prompt.pixels()
+    if vision is not None and vision.kind == "video":
+        longest = max(placeholder.length for placeholder in placeholder_ranges(prompt, vision, processors))
+        if longest > encoder_tokens:
+            raise EngineError(
+                f"{prompt.prompt_id}: a video of {longest} tokens does not fit in vLLM's encoder cache. Raise "
+                f"worker.rollout.max_num_batched_tokens, which is {encoder_tokens}, to {longest}, or lower "
+                "data.video_fps, data.max_video_frames or data.max_pixels."
+            )
+    num_images = len(vision.grid_thw) if vision is not None and vision.kind == "image" else 0
+    if 0 < settings.limit_images < num_images:
+        raise EngineError(
+            f"{prompt.prompt_id}: it has {num_images} images, but worker.rollout.limit_images is "
+            f"{settings.limit_images}. Raise it."
+        )
+
+
+def engine_input(prompt: Prompt, processors: Processors) -> Any:
+    """Return what vLLM's processor would return for the prompt, built from its processed pixels.
+
+    Raises: EngineError if the prompt's placeholders do not match its images or videos.
+    """
+    from vllm.inputs.engine import mm_input, tokens_input
+
+    vision = prompt.pixels()
+    if vision is None:
+        return tokens_input(list(prompt.token_ids))
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    kind, family, hf_config = vision.kind, processors.family, processors.hf_config
+    tensors: dict[str, torch.Tensor]
+    if family.tiles:
+        num_tiles = vision.grid_thw[:, 0]
+        tensors = {
+            "pixel_values": to_tiles(vision.pixel_values, vision.grid_thw, family.patch_size(hf_config)),
+            "image_num_patches": num_tiles,
+            "image_token_id": torch.tensor(family.image_token_id(hf_config)),
+        }
+        fields = {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes(kind, num_tiles),
+            "image_num_patches": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+            "image_token_id": MultiModalFieldConfig.shared(kind, len(num_tiles), keep_on_cpu=True),
+        }
+    else:
+        pixel_values = {"image": "pixel_values", "video": "pixel_values_videos"}[kind]
+        tensors = {pixel_values: vision.pixel_values, f"{kind}_grid_thw": vision.grid_thw}
+        fields = {
+            pixel_values: MultiModalFieldConfig.flat_from_sizes(kind, vision.grid_thw.prod(-1)),
+            f"{kind}_grid_thw": MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+        }
+    if family.video == "seconds" and kind == "video":
+        # float64, in which vLLM computes positions from it, so that they equal those of
+        # models/positions.py.
+        tensors["second_per_grid_ts"] = torch.tensor(vision.temporal_patch_seconds, dtype=torch.float64)
+        fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+    return mm_input(
+        list(prompt.token_ids),
+        MultiModalKwargsItems.from_hf_inputs(tensors, fields),
+        {kind: list(vision.hashes)},
+        {kind: placeholder_ranges(prompt, vision, processors)},
+    )
+
+
+def placeholder_ranges(prompt: Prompt, vision: Vision, processors: Processors) -> list[Any]:
+    """Return the vLLM PlaceholderRange of each image or video in the prompt.
+
+    Where a family writes a video's times as text, the video's placeholders are not contiguous. Its
+    range then starts one token before its first placeholder, where vLLM looks for the first
+    temporal patch, and ends at its last placeholder, with a mask of the tokens that are
+    placeholders.
+    Raises: EngineError if the prompt's placeholders do not match its images or videos.
+    """
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    family, hf_config = processors.family, processors.hf_config
+    match vision.kind:
+        case "image":
+            placeholder_id = family.image_token_id(hf_config)
+        case "video":
+            placeholder_id = family.video_token_id(hf_config)
+        case _:
+            assert_never(vision.kind)
+    is_placeholder = torch.tensor(prompt.token_ids) == placeholder_id
+    found = is_placeholder.nonzero()[:, 0]
+    lengths = (vision.grid_thw.prod(-1) // family.spatial_merge(hf_config) ** 2).tolist()
+    interleaved = family.video == "timestamps" and vision.kind == "video"
+    ranges = []
+    if len(found) == sum(lengths):
+        for indices in torch.split(found, lengths):
+            start, end = int(indices[0]) - interleaved, int(indices[-1]) + 1
+            if not interleaved and end - start != len(indices):
+                break
+            mask = is_placeholder[start:end] if interleaved else None
+            ranges.append(PlaceholderRange(start, end - start, is_embed=mask))
+    if len(ranges) < len(lengths):
+        raise EngineError(
+            f"{prompt.prompt_id}: {len(found)} {vision.kind} placeholders do not match {vision.kind}s of {lengths} "
+            "tokens. Expand placeholders when a prompt is built, and do not truncate them."
+        )
+    return ranges
+
+
+def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, seed: int) -> Any:
+    """Return the vllm.SamplingParams of one request, which samples one completion."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    return VllmSamplingParams(
+        # One request for each completion: with n > 1 vLLM would use the seeds seed, seed + 1, ...
+        n=1,
+        seed=seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        # All stop tokens are given explicitly; vLLM adds none from the model's config.
+        ignore_eos=True,
+        stop_token_ids=[] if sampling.ignore_eos else list(processors.stop_token_ids),
+        # Minus infinity bans a token, before temperature, top-k and top-p. Only the HTTP server
+        # limits the bias.
+        logit_bias=dict.fromkeys(processors.banned_token_ids, float("-inf")),
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        skip_clone=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def to_completion(
+    output: Any,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    processors: Processors,
+    *,
+    skip_special_tokens: bool,
+    policy_version: int,
+) -> Completion:
+    """Return a finished vllm.CompletionOutput as a Completion.
+
+    Raises: EngineError if it has no tokens, not one log-probability per token, a banned token, or
+    an unknown finish reason.
+    """
+    token_ids = tuple(output.token_ids)
+    logprobs = tuple(output.logprobs.logprobs)
+    if not token_ids or len(logprobs) != len(token_ids):
+        raise EngineError(
+            f"{prompt.prompt_id}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. "
+            "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+        )
+    banned = set(token_ids).intersection(processors.banned_token_ids)
+    if banned:
+        raise EngineError(
+            f"{prompt.prompt_id}: vLLM sampled the banned media tokens {sorted(banned)}. "
+            "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+        )
+    return Completion(
+        token_ids=token_ids,
+        sampling_logprobs=logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids),
+        finish_reason=_finish_reason(output.finish_reason, prompt),
+        text=processors.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+        policy_version=policy_version,
+    )
+
+
+def _finish_reason(reason: str | None, prompt: Prompt) -> FinishReason:
+    match reason:
+        case "stop" | "length":
+            return reason
+        case _:
+            raise EngineError(
+                f"{prompt.prompt_id}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. "
+                "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
+            )

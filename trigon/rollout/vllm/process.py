@@ -1,0 +1,134 @@
+"""Importing and starting vLLM in this process, which is also the trainer's.
+
+Sets vLLM's environment variables, and restores what starting vLLM changes in its process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, assert_never
+
+import numpy as np
+import torch
+
+from trigon.errors import EngineError
+from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.torchvision_stub import declare_operators
+
+
+def start_llm_engine(arguments: Mapping[str, Any], *, device: VllmDevice, architectures: Iterable[str]) -> Any:
+    """Import vLLM and return a vllm.LLMEngine that runs in this process.
+
+    Args:
+        arguments: keyword arguments of vllm.EngineArgs.
+        architectures: names of the model's classes, from its config.json.
+    Raises: EngineError if vLLM cannot be imported, or is built for another device.
+    """
+    with preserve_process_state(), warnings.catch_warnings():
+        for deprecation in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
+        vllm = import_vllm(device)
+        register_models(vllm, architectures)
+        # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
+        # not scanned.
+        gc.freeze()
+        try:
+            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        finally:
+            gc.unfreeze()
+
+
+def import_ahead(device: VllmDevice) -> None:
+    """Import the modules that starting an engine imports, which takes seconds.
+
+    Raises: EngineError as starting an engine does.
+    """
+    with preserve_process_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vllm = import_vllm(device)
+        vllm.LLMEngine, vllm.EngineArgs  # noqa: B018  (vllm imports them at the first access)
+        # Not public in 0.32: vLLM's platform names the module of its worker, which imports models
+        # and executors.
+        importlib.import_module({"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}[device])
+
+
+def import_vllm(device: VllmDevice) -> Any:
+    """Import vLLM, with the environment variables that an engine in this process needs.
+
+    Variables that the user has set are kept, except VLLM_ENABLE_V1_MULTIPROCESSING.
+    Raises: EngineError if vLLM cannot be imported, or is built for another device.
+    """
+    # The engine runs in this process: weight sync passes tensors by reference.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    match device:
+        case "cpu":
+            # Without it vLLM pins the trainer's threads to cores as well.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            # Each reload warns about a tied head, which weights.py packs again; each start about
+            # LD_PRELOAD.
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        case "cuda":
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        case _:
+            assert_never(device)
+    declare_operators()
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineError(
+            f"worker.rollout.name=vllm needs vLLM, which cannot be imported ({error}). Install Trigon's gpu or cpu "
+            "extra, or set worker.rollout.name=transformers."
+        ) from error
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != device:
+        raise EngineError(
+            f"vLLM {vllm.__version__} is built for {current_platform.device_type or 'no device'}, but the rollout "
+            f"engine is to run on {device}. Install Trigon's {'gpu' if device == 'cuda' else 'cpu'} extra."
+        )
+    return vllm
+
+
+def register_models(vllm: Any, architectures: Iterable[str]) -> None:
+    """Import the model's classes here, so that vLLM does not start a process to inspect them.
+
+    That process takes about ten seconds. Its purpose is to keep CUDA out of this process, which
+    does not apply when the engine runs here. It also imports torchvision before vLLM loads
+    plug-ins, and so fails where declare_operators is needed. Not public in 0.32:
+    ModelRegistry.models.
+    """
+    for architecture in architectures:
+        registered = vllm.ModelRegistry.models.get(architecture)
+        if registered is not None:
+            vllm.ModelRegistry.register_model(architecture, registered.load_model_cls())
+
+
+@contextmanager
+def preserve_process_state() -> Iterator[None]:
+    """Restore on exit what starting vLLM changes in its process.
+
+    vLLM seeds all global random generators, sets torch's number of threads to one, on the CPU
+    replaces torch.set_num_threads by a function that does nothing, and adds libraries to
+    LD_PRELOAD, which all later child processes would load.
+    """
+    num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    preload = os.environ.get("LD_PRELOAD")
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        os.environ.pop("LD_PRELOAD", None)
+        if preload is not None:
+            os.environ["LD_PRELOAD"] = preload

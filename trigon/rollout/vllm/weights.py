@@ -1,0 +1,142 @@
+"""Loading a policy's weights into vLLM: name checks, repacking on the CPU, and cache resets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trigon.errors import EngineError
+from trigon.models.load import Processors
+from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.types import LocalWeights, NamedTensors
+
+
+def load_weights(
+    llm_engine: Any,
+    weights: LocalWeights,
+    processors: Processors,
+    *,
+    expected_names: frozenset[str],
+    device: VllmDevice,
+    version: int,
+) -> None:
+    """Replace vLLM's weights.
+
+    After an error the model is neither the old one nor the new one, and some of its layers have no
+    storage.
+    Args:
+        llm_engine: the vllm.LLMEngine, awake.
+        expected_names: canonical_names of the checkpoint that vLLM was started from.
+        version: of the weights; for messages only.
+    Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape.
+    """
+    names: list[str] = []
+
+    def read_tensors() -> NamedTensors:
+        for name, tensor in weights.read():
+            names.append(name)
+            yield name, tensor.detach()
+
+    # reload_weights, not model.load_weights: the latter fails half-way on the CPU, where linear
+    # layers are packed after loading, and leaves a mixture of two models (measured with 0.32).
+    try:
+        llm_engine.collective_rpc("reload_weights", kwargs={"weights_iterator": read_tensors()})
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:  # the errors of vLLM's weight loaders
+        last = names[-1] if names else "none"
+        raise EngineError(
+            f"vLLM could not load the weights of step {version}; the last tensor that it read is {last}: {error}. "
+            "Trainer and rollout engine must load the same model_path."
+        ) from error
+    if device == "cpu":
+        llm_engine.apply_model(repack_heads)
+        llm_engine.apply_model(repack_experts)
+    check_names(names, expected_names, processors)
+
+
+def reset_caches(llm_engine: Any) -> None:
+    """Clear vLLM's prefix cache and encoder cache; vLLM keeps them when the weights change.
+
+    Raises: EngineError if vLLM does not clear them. Stale entries shift log-probabilities by 0.5
+    and more (measured).
+    """
+    if not llm_engine.reset_prefix_cache():
+        raise EngineError("vLLM did not reset its prefix cache: a request still holds blocks. Start a new engine.")
+    # LLMEngine's method, not the worker's: with the latter the scheduler keeps entries that the
+    # worker has dropped.
+    llm_engine.reset_encoder_cache()
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """Return the names of all tensors in a model folder.
+
+    Raises: EngineError if it has no *.safetensors file.
+    """
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names.extend(tensors.keys())
+    if not names:
+        raise EngineError(f"{folder} has no *.safetensors file. Convert the model's weights to safetensors first.")
+    return names
+
+
+def canonical_names(names: Iterable[str], processors: Processors) -> frozenset[str]:
+    """Return checkpoint names in transformers' current spelling, without optional ones.
+
+    Optional are rotary frequencies, and the output head where it is tied to the embedding.
+    """
+    tied = getattr(processors.hf_config, "tie_word_embeddings", False)
+    optional = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+    return frozenset(processors.family.checkpoint_name(name) for name in names if not name.endswith(optional))
+
+
+def check_names(names: Sequence[str], expected_names: frozenset[str], processors: Processors) -> None:
+    """Check that vLLM was given the tensors of the checkpoint that it was started from, each once.
+
+    vLLM itself ignores some unknown names, and leaves a part of a layer uninitialised if one of its
+    tensors is missing.
+    Raises: EngineError.
+    """
+    loaded_names = canonical_names(names, processors)
+    missing, unexpected = sorted(expected_names - loaded_names), sorted(loaded_names - expected_names)
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+    if missing or unexpected or repeated:
+        raise EngineError(
+            "The trainer's weights are not those of the checkpoint that vLLM was started from: "
+            f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}, "
+            f"{len(repeated)} repeated {repeated[:3]}. Trainer and rollout engine must load the same model_path."
+        )
+
+
+def repack_heads(model: torch.nn.Module) -> None:
+    """Pack the weights of output heads again.
+
+    Not public in 0.32: on the CPU a head computes with a packed copy of its weights. A reload
+    renews the copy only if the head has tensors of its own; a tied head, which shares the
+    embedding's, would keep the old weights without an error.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Pack the stacked weights of MoE layers again.
+
+    Not public in 0.32: on the CPU an MoE layer packs its weights at the first load. A reload leaves
+    them unpacked while the kernel still expects packed ones: log-probabilities are then wrong by
+    0.5 and more (measured), without an error.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

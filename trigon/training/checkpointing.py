@@ -1,0 +1,173 @@
+"""The state of a train engine in a checkpoint folder.
+
+    folder/
+      weights/               all weights, without LoRA
+      adapter/               the adapters alone, with LoRA
+      adapter_config.json    with LoRA
+      optimizer/             the optimizer states, "<parameter name>/<state name>"
+      state.json             number of updates, optimizer strategy
+
+state.py has the format of the tensor files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trigon.errors import CheckpointError
+from trigon.models.lora import adapter_config
+from trigon.models.policy import Policy
+from trigon.names import OptimizerStrategy
+from trigon.training.optim import state_dtype
+from trigon.training.parallel import ProcessGroup
+from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
+
+WEIGHTS_FOLDER = "weights"
+ADAPTER_FOLDER = "adapter"
+OPTIMIZER_FOLDER = "optimizer"
+STATE_FILE = "state.json"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def stage_state(
+    policy: Policy,
+    optimizer: Optimizer,
+    folder: Path,
+    *,
+    updates: int,
+    strategy: OptimizerStrategy,
+    model_only: bool,
+    process_group: ProcessGroup,
+) -> Callable[[], None]:
+    """Copy the state to host memory and return a function that writes it into the folder.
+
+    Every rank writes its part of the tensors, and rank 0 the JSON files.
+
+    Args:
+        folder: exists when the function is called.
+        updates: number of updates that the optimizer made.
+        model_only: leave out the optimizer states and state.json.
+    """
+    parts = {_weights_folder(policy): copy_to_host(dict(policy.saved_tensors()))}
+    if not model_only:
+        parts[OPTIMIZER_FOLDER] = copy_to_host(_optimizer_tensors(policy, optimizer))
+    state = {"updates": updates, "strategy": strategy}
+    model: Any = policy.model
+    adapter = adapter_config(model, base_model=model.name_or_path) if policy.has_adapters else None
+
+    def write() -> None:
+        for name, tensors in parts.items():
+            save_tensors(tensors, folder / name, group=process_group.state_group)
+        if process_group.rank > 0:
+            return
+        if not model_only:
+            _write_json(folder / STATE_FILE, state)
+        if adapter is not None:
+            _write_json(folder / ADAPTER_CONFIG, adapter)
+
+    return write
+
+
+def read_updates(policy: Policy, folder: Path, *, strategy: OptimizerStrategy) -> int:
+    """Return the number of updates of a saved state, without loading any tensor.
+
+    Raises: CheckpointError if a run with this policy and strategy cannot resume from the folder.
+    """
+    for name in (_weights_folder(policy), OPTIMIZER_FOLDER, STATE_FILE):
+        if not (folder / name).exists():
+            raise CheckpointError(
+                f"{folder} has no {name}. A checkpoint saved with trainer.save_model_only=true cannot be resumed; "
+                "export it and set worker.actor.model.model_path to the result. A run with LoRA cannot resume from "
+                "a checkpoint without LoRA, nor the other way round"
+            )
+    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    if state["strategy"] != strategy:
+        raise CheckpointError(
+            f"{folder} was saved with worker.actor.optim.strategy={state['strategy']}, this run has {strategy}"
+        )
+    return int(state["updates"])
+
+
+def load_policy_and_optimizer(
+    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
+) -> None:
+    """Load weights and optimizer states in place. Any number of ranks may have written them.
+
+    Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
+    """
+    weights = dict(policy.saved_tensors())
+    load_tensors(weights, folder / _weights_folder(policy), group=process_group.state_group)
+    policy.clear_features()
+    _load_optimizer_tensors(
+        policy, optimizer, folder / OPTIMIZER_FOLDER, strategy=strategy, process_group=process_group
+    )
+
+
+def _weights_folder(policy: Policy) -> str:
+    return ADAPTER_FOLDER if policy.has_adapters else WEIGHTS_FOLDER
+
+
+def _optimizer_tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return all optimizer states under the names that they have in a checkpoint."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in policy.named_parameters()}
+    return {
+        f"{names[parameter]}/{key}": value.detach().contiguous()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def _load_optimizer_tensors(
+    policy: Policy, optimizer: Optimizer, folder: Path, *, strategy: OptimizerStrategy, process_group: ProcessGroup
+) -> None:
+    """Replace all optimizer states. Raises: CheckpointError if they do not match."""
+    trainable = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    tensors = _empty_optimizer_tensors(trainable, folder, strategy)
+    load_tensors(tensors, folder, group=process_group.state_group)
+    optimizer.state.clear()
+    for state_name, tensor in tensors.items():
+        name, _, key = state_name.rpartition("/")
+        optimizer.state[trainable[name]][key] = tensor
+
+
+def _empty_optimizer_tensors(
+    trainable: Mapping[str, nn.Parameter], folder: Path, strategy: OptimizerStrategy
+) -> dict[str, Tensor]:
+    """Return a tensor for every optimizer state in the folder.
+
+    Raises: CheckpointError if a state belongs to no trainable parameter, or a parameter lacks a
+    state that another one has.
+    """
+    tensors: dict[str, Tensor] = {}
+    unknown: list[str] = []
+    # A parameter that never had a gradient (those of a vision tower before the first image) has no
+    # state.
+    for state_name in ShardedFiles(folder).tensors:
+        name, _, key = state_name.rpartition("/")
+        if name not in trainable:
+            unknown.append(state_name)
+        elif key == "step":  # torch keeps the step count on the CPU
+            tensors[state_name] = torch.zeros(())
+        else:
+            parameter = trainable[name]
+            tensors[state_name] = torch.zeros_like(parameter, dtype=state_dtype(parameter, key, strategy))
+    keys = {state_name.rpartition("/")[2] for state_name in tensors}
+    names = {state_name.rpartition("/")[0] for state_name in tensors}
+    missing = sorted(f"{name}/{key}" for name in names for key in keys if f"{name}/{key}" not in tensors)
+    if unknown or missing:
+        raise CheckpointError(
+            f"the optimizer states in {folder} do not match this model: unknown {sorted(unknown)[:3]}, missing "
+            f"{missing[:3]} ({len(unknown)} and {len(missing)} in total)"
+        )
+    return tensors
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

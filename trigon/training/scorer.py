@@ -1,0 +1,146 @@
+"""Scores completions without gradient.
+
+LocalScorer is the reference policy's engine, and part of the train engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trigon.data.packing import Positions, tokens_of
+from trigon.models.features import VisionFeatureCache
+from trigon.models.logprobs import Predictions
+from trigon.models.lora import adapters_off
+from trigon.models.policy import Policy
+from trigon.training.protocol import LogprobEngine
+from trigon.training.settings import Placement
+from trigon.training.step import Reference, score_rollouts
+from trigon.types import PackedGroups, RolloutGroup
+
+
+class LocalScorer:
+    """Scores completions under a policy. Satisfies LogprobEngine, TunableScorer and step.Reference.
+
+    All ranks of the process group call every method together, each with its own groups.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        placement: Placement,
+        *,
+        positions: Positions,
+        max_tokens: int,
+        features: VisionFeatureCache | None = None,
+    ) -> None:
+        """Wrap a policy that is on its device, or sharded over the ranks.
+
+        Args:
+            positions: computes the position ids of a prompt.
+            max_tokens: token budget of a packed row.
+            features: cache for a vision tower that does not change; see Policy.use_feature_cache.
+        """
+        self.policy = policy
+        self.device = placement.device
+        self._positions = positions
+        self._max_tokens = max_tokens
+        self._compute_dtype = placement.compute_dtype
+        self._offload_params = placement.offload_params
+        self._process_group = process_group = placement.process_group
+        if features is not None:
+            policy.use_feature_cache(
+                features, all_reduce_max=lambda number: int(process_group.all_reduce_max([number])[0])
+            )
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the context in which the policy computes.
+
+        Autocast, or nothing if all weights have the dtype already.
+        """
+        dtype = self._compute_dtype
+        if dtype is None or all(parameter.dtype == dtype for parameter in self.policy.parameters()):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """See step.Reference. Moves offloaded weights only; frees weights that were gathered."""
+        if self._offload_params:
+            self.policy.to(self.device)
+        try:
+            yield
+        finally:
+            self._process_group.reshard(self.policy)
+            if self._offload_params:
+                self.policy.to("cpu")
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine."""
+        return self._score(groups, against=None)
+
+    def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
+        """Return the KL of this policy and a reference at each token, as logprobs does."""
+        with reference.awake():
+            return self._score(groups, against=reference)
+
+    def dry_run(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
+        """Make the pass of logprobs over all groups in one row, and discard the result.
+
+        against: make the pass of full_kl instead.
+        """
+        with nullcontext() if against is None else against.awake():
+            self._score(groups, against=against, max_tokens=sum(map(tokens_of, groups)))
+
+    def use_budget(self, max_tokens: int) -> None:
+        """Set the token budget of a packed row."""
+        self._max_tokens = max_tokens
+
+    def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
+        """See Policy.predictions."""
+        with self.precision():
+            return self.policy.predictions(packed, run_dummy_vision=run_dummy_vision)
+
+    def _score(
+        self, groups: Sequence[RolloutGroup], *, against: Reference | None, max_tokens: int | None = None
+    ) -> list[list[Tensor]]:
+        with self.awake():
+            return score_rollouts(
+                self.policy,
+                groups,
+                max_tokens=self._max_tokens if max_tokens is None else max_tokens,
+                positions=self._positions,
+                precision=self.precision,
+                device=self.device,
+                process_group=self._process_group,
+                against=against,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceWithoutAdapters:
+    """The policy with its LoRA adapters disabled. Satisfies LogprobEngine and step.Reference.
+
+    engine: the train engine. scorer: the engine's scorer, of the same policy.
+    """
+
+    engine: LogprobEngine
+    scorer: LocalScorer
+
+    def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+        """See LogprobEngine."""
+        with adapters_off(self.scorer.policy.model):
+            return self.engine.logprobs(groups)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See step.Reference. The weights are those of the policy, which is awake already."""
+        return nullcontext()
+
+    def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool) -> Predictions:
+        """See Policy.predictions."""
+        with adapters_off(self.scorer.policy.model):
+            return self.scorer.predictions(packed, run_dummy_vision=run_dummy_vision)

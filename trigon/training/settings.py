@@ -1,0 +1,55 @@
+"""The settings of a local train engine: what an update does, and where the policy computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from trigon.names import OptimizerStrategy
+from trigon.training.optim import Schedule
+from trigon.training.parallel import ProcessGroup, SingleProcess
+from trigon.training.step import LossTerms
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """The loss, the optimizer and the token budgets of a train engine.
+
+    terms: the loss that an update minimizes.
+    strategy: the optimizer; "adamw", or "adamw_bf16" for bfloat16 weights.
+    schedule: learning rate of each update.
+    betas: decay rates of AdamW's first and second moment.
+    weight_decay: AdamW's weight decay, of matrices only.
+    max_grad_norm: global norm to which gradients are clipped.
+    update_max_tokens: token budget of a packed row with gradient.
+    score_max_tokens: token budget of a packed row without gradient.
+    """
+
+    terms: LossTerms
+    strategy: OptimizerStrategy
+    schedule: Schedule
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+    update_max_tokens: int
+    score_max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a policy computes, and where its tensors are in between.
+
+    device: on which the policy computes.
+    compute_dtype: of the forward pass, by autocast; None for a sharded policy, which casts by
+    itself.
+    offload_params: move the weights to the CPU while they are not in use.
+    offload_optimizer: move the optimizer states to the CPU between updates.
+    process_group: the ranks that hold the policy together.
+    """
+
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    process_group: ProcessGroup = field(default_factory=SingleProcess)
