@@ -176,6 +176,7 @@ def test_the_same_frames_with_other_times_have_another_hash(tiny_vlm: Path) -> N
     """Engines cache a video by its hash, and its keys and values depend on its times."""
     processor = video_processor_of(load_processors(str(tiny_vlm)))
     assert processor is not None
+    video = make_video()
 
     video = make_video()  # encoded once: equal frames are not always encoded to equal bytes
 

@@ -28,7 +28,11 @@ def make_video(
     times: Sequence[int] | None = None,
     first: int = 0,
 ) -> bytes:
-    """Return an encoded video. times: of each frame, in 1/fps seconds; None: evenly spaced."""
+    """Return an encoded video.
+
+    times: of each frame, in 1/fps seconds; None: evenly spaced. The bytes can differ between calls,
+    since FFmpeg's conversion of RGB frames is not deterministic.
+    """
     stream = io.BytesIO()
     with av.open(stream, "w", format=container) as output:
         video = output.add_stream(codec, rate=fps)

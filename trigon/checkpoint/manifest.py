@@ -76,14 +76,14 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         if any(folder.rglob("*.pt")):
             raise CheckpointError(f"{folder} holds pickled .pt files of EasyR1 or verl: merge it with their own merger")
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it was never completed")
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it was never completed; use another checkpoint")
     try:
         files = json.loads(path.read_bytes())["files"]
         is_valid = all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in files.values())
     except (ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
     if not is_valid or PROGRESS not in files:
-        raise CheckpointError(f"{path} cannot be read as a manifest")
+        raise CheckpointError(f"{path} cannot be read as a manifest; restore it, or use another checkpoint")
     return dict(files)
 
 

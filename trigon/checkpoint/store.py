@@ -347,9 +347,13 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
         raise CheckpointError(
             f"{folder} is not a checkpoint: its name is not global_step_N and it has no {MANIFEST}{hint}"
         )
+    manifest = read_manifest(folder)
     if verify:
-        _verify(folder, optimizer=resumable)
-    if resumable and not any(_is_optimizer(file) for file in read_manifest(folder)):
+        try:
+            _verify(folder, optimizer=resumable)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Restore this file, or name another checkpoint") from error
+    if resumable and not any(_is_optimizer(file) for file in manifest):
         raise CheckpointError(
             f"{folder} holds no optimizer state (it was saved with trainer.save_model_only=true): it can be exported, "
             "not resumed. To train on from its weights, export it, set worker.actor.model.model_path to the export, "
@@ -391,7 +395,7 @@ def _read_progress(folder: Path) -> tuple[int, Mapping[str, Any], float | None]:
         state = json.loads(path.read_bytes())
         return state["step"], state["progress"], state["val_reward_score"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; restore it, or use another checkpoint") from error
 
 
 def _is_optimizer(name: str) -> bool:

@@ -165,12 +165,12 @@ def _load(where: str, path: str, *, split: str, data_files: list[str] | None) ->
     try:
         return datasets.load_dataset(path, data_files=data_files, split=split)
     except StopIteration as error:  # raised by the library for a JSON file without rows
-        raise DataError(f"{where} has no rows") from error
+        raise DataError(f"{where} has no rows; name another dataset or split") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # The library's own message is often unspecific; the cause has the details.
         reason = str(error.__cause__ or error) or type(error).__name__
         if "corresponds to no data" in reason:
-            raise DataError(f"{where}@{split} has no rows") from error
+            raise DataError(f"{where}@{split} has no rows; name another split") from error
         raise DataError(f"{where}@{split} cannot be read: {reason}") from error
 
 
@@ -178,7 +178,7 @@ def _source(where: str, rows: Any, name: str, folder: Path) -> Source:
     import datasets
 
     if len(rows) == 0:
-        raise DataError(f"{where} has no rows")
+        raise DataError(f"{where} has no rows; name another dataset or split")
     for column, feature in rows.features.items():
         # Not cast(), which would copy the stored bytes.
         rows.info.features[column] = _undecoded(feature)
