@@ -8,10 +8,11 @@ VENV_OLDEST ?= .venv-oldest
 PYTEST = bin/python -m pytest
 # The tests of a file run in one process, since they share models and engines. At most four
 # processes: each needs some GB of memory.
-PARALLEL = -n auto --maxprocesses 4 --dist loadfile -m "not alone"
+PARALLEL = -n auto --maxprocesses 4 --dist loadfile
+DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-oldest bench lint format clean
+.PHONY: help setup quickstart test test-all test-unit test-oldest bench lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -21,15 +22,19 @@ setup: $(VENV)/.ready ## create .venv with the tested versions (CPU)
 quickstart: $(VENV)/.ready ## set up, then train a tiny vision-language model and export it
 	$(VENV)/bin/trigon quickstart
 
-test: lint ## lint, types and the whole test suite: what CI runs
-	$(VENV)/$(PYTEST) $(PARALLEL)
-	$(VENV)/$(PYTEST) -m alone
+test: lint ## lint, types, unit tests, invariants, and one run of each kind (under 15 minutes on 2 cores)
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended"
+	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended"
+
+test-all: test ## the same, then every algorithm, model family, recipe and cluster layout (under 60 minutes): what CI runs
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not alone"
+	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and alone"
 
 test-unit: $(VENV)/.ready ## unit tests only
 	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit
 
-test-oldest: $(VENV_OLDEST)/.ready ## the whole suite with the oldest supported transformers
-	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL)
+test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported transformers
+	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL) -m "not alone"
 	$(VENV_OLDEST)/$(PYTEST) -m alone
 
 bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (20 minutes on 2 idle cores)

@@ -34,6 +34,16 @@ os.environ.update(
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that only `make test-all` runs."""
+    from support.tiers import is_extended
+
+    folder = Path(__file__).parent
+    for item in items:
+        if is_extended(item.path.relative_to(folder).as_posix(), item.name):
+            item.add_marker(pytest.mark.extended)
+
+
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     """Repeatable kernels in every test that has torch; seeds are each test's own."""

@@ -132,6 +132,21 @@ def test_four_workers_with_tensor_parallelism_and_two_copies_resume_from_a_check
     assert_close(lines(folder), lines(two_workers), tolerance=1e-4)
 
 
+def test_runs_with_tensor_parallelism_share_no_memory_and_leave_none_behind(made, tmp_path):
+    def segments() -> set[str]:
+        return {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name or "psm_" in path.name}
+
+    options = ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2", "trainer.save_freq=-1")
+    before = segments()
+    folders = [tmp_path / "first", tmp_path / "beside it", tmp_path / "afterwards"]
+    together = [train(made, folder, *options, steps=1) for folder in folders[:2]]
+    for process, folder in zip(together, folders[:2], strict=True):
+        finish(process, folder)
+    finish(train(made, folders[2], *options, steps=1), folders[2])
+    assert lines(folders[0]) == lines(folders[1]) == lines(folders[2])
+    assert segments() == before
+
+
 @pytest.mark.timeout(1200)  # starts two workers five times
 def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exactly(made, two_workers, tmp_path):
     folder = tmp_path / "run"

@@ -47,7 +47,13 @@ NEIGHBOURS = {
 ONLY_IN = {
     "vllm": ("rollout/vllm/",),
     "ray": ("distributed/",),
-    "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
+    "torch.distributed": (
+        "distributed/",
+        "rollout/vllm/shared_memory.py",
+        "training/parallel.py",
+        "training/fsdp.py",
+        "training/state.py",
+    ),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
@@ -68,14 +74,14 @@ ONLY_IN = {
 ENVIRONMENT = (
     "distributed/cluster.py",
     "rollout/vllm/process.py",
+    "rollout/vllm/shared_memory.py",
     "rewards/process.py",
     "models/hub.py",
     "cli/",
     "tiny/quickstart.py",
 )
 SWALLOW = ("rewards/", "report/sinks.py")
-# scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
-PRINT = ("cli/", "report/", "scripts/configuration_page.py")
+PRINT = ("cli/", "report/")
 
 
 class Import(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.tiers import KEPT
+
 ROOT = Path(__file__).parents[2]
 GUIDES = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"),
@@ -101,3 +103,7 @@ def test_a_shell_script_is_executable_and_stops_at_the_first_error(script: str) 
     assert (ROOT / script).stat().st_mode & 0o111
     assert re.search(r"^set -euo pipefail$", read(script), flags=re.MULTILINE)
     subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_the_files_with_extended_tests_exist() -> None:
+    assert [file for file in KEPT if not (ROOT / "tests" / file).is_file()] == []

@@ -11,7 +11,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, assert_never
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from trigon.errors import EngineError
 from trigon.installation import install_command
 from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
 
@@ -39,8 +40,10 @@ def start_llm_engine(arguments: Mapping[str, Any], *, device: VllmDevice, archit
         # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
         # not scanned.
         gc.freeze()
+        shares_memory = device == "cpu" and arguments["tensor_parallel_size"] > 1
         try:
-            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            with private_segments() if shares_memory else nullcontext():
+                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         finally:
             gc.unfreeze()
 

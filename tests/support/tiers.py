@@ -1,0 +1,38 @@
+"""Which tests `make test` leaves to `make test-all`.
+
+`make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
+workers, resume, export, a learning test. The files below have more cases of the same kinds; their
+tests are extended, except those whose ids match the pattern.
+"""
+
+from __future__ import annotations
+
+import re
+
+KEPT = {
+    "learn/test_every_algorithm.py": None,
+    "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|lora, hybrid|full kl, lora|bfloat16 weights)\]|"
+    r"not_finite|\[2, read by 1 and 4\]|\[on 4, hybrid\]",
+    "invariants/test_checkpoint_killed.py": r"\[best-background\]",
+    "integration/test_examples.py": None,
+    "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
+    "integration/test_many_workers.py": r"test_two_workers_have_the_numbers_of_one",
+    "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
+    "integration/test_rollout_videos.py": None,
+    "integration/test_train_auto_micro_batch.py": None,
+    "integration/test_train_lora.py": None,
+    "integration/test_train_media.py": None,
+    "integration/test_train_resume.py": r"test_sigterm",
+}
+"""File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
+
+
+def is_extended(file: str, test_id: str) -> bool:
+    """Return whether a test runs in `make test-all` only.
+
+    file: its path below tests/. test_id: its name, with the brackets of a parametrized test.
+    """
+    if file not in KEPT:
+        return False
+    pattern = KEPT[file]
+    return pattern is None or re.search(pattern, test_id) is None
