@@ -1,4 +1,4 @@
-"""The environment that `make setup` makes is complete for plain processes, with an empty home folder and empty caches."""
+"""The environment of `make setup` works in plain processes, with an empty home folder and empty caches."""
 
 from __future__ import annotations
 
