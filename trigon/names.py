@@ -49,6 +49,12 @@ OptimizerStrategy = Literal["adamw", "adamw_bf16"]
 LearningRateSchedule = Literal["constant", "cosine"]
 """The learning rate after warm-up (training/optim.py)."""
 
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""A floating-point format; models/dtypes.py has the torch dtypes."""
+
+DTYPE_ALIASES: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Longer names that are accepted as well."""
+
 ShippedReward = Literal["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui"]
 """Reward functions in rewards/verifiers, which need no file."""
 

@@ -8,7 +8,6 @@ from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
 from trigon.batch import GroupFilter
 from trigon.build.options import (
-    DTYPES,
     kl_is_in_reward,
     make_advantage_settings,
     make_group_filter,
@@ -23,6 +22,7 @@ from trigon.build.options import (
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.loop import Intervals
+from trigon.models.dtypes import DTYPES
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams

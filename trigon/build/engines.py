@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Protocol, assert_never
 
 from trigon.build.models import DevicePlacement, choose_device, open_models
-from trigon.build.options import DTYPES, model_path
+from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.defaults import resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.installation import install_command
+from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine

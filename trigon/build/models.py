@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from trigon.build.options import (
-    DTYPES,
     kl_is_full,
     make_lora_settings,
     make_loss_terms,
@@ -20,6 +19,7 @@ from trigon.config.defaults import resolve_reference_dtype, resolve_weight_dtype
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.models.dtypes import DTYPES
 from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel

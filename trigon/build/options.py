@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
@@ -24,7 +22,6 @@ from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The torch dtype of each value of an option of type Dtype."""
 
 

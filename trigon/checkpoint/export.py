@@ -27,19 +27,11 @@ from trigon.checkpoint.store import Checkpoint, CheckpointStore, is_disk_full, o
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
+from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files
+from trigon.names import DTYPE_ALIASES
 from trigon.training.checkpointing import ADAPTER_CONFIG
 from trigon.training.state import StoredTensor
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
-"""The values of --dtype."""
 
 SHARD_BYTES = 5 * 10**9
 """A file of weights holds at most this many bytes, or one tensor."""
@@ -66,8 +58,8 @@ def export_checkpoint(
             checkpoint is exported, or the best.
         output: where to write. None: huggingface_model in path; for an actor folder, its existing
             folder huggingface; for an adapter, lora_adapter in path.
-        dtype: a key of DTYPES. None keeps the checkpoint's dtype, bit for bit; for merged weights,
-            the base model's.
+        dtype: bf16, fp16 or fp32, or their long names. None keeps the checkpoint's dtype, bit for
+            bit; for merged weights, the base model's.
         adapter: write the LoRA weights in peft's format, instead of merging them into the base
             model.
         base: the base model, a folder or a hub id. None: the one the run used.
@@ -79,8 +71,10 @@ def export_checkpoint(
     would not be in dtype), if the disk is full, if output exists and was not made by an export, or
     if verification fails. No partial output is left behind.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"weights cannot be written as {dtype!r}; choose one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype_named(dtype) is None:
+        raise CheckpointError(
+            f"weights cannot be written as {dtype!r}; choose one of {', '.join((*DTYPES, *DTYPE_ALIASES))}"
+        )
     on_progress(f"verifying {path}")
     checkpoint = _find(path, best=best, warn=warn)
     side_files = checkpoint.actor / "huggingface"
@@ -102,7 +96,7 @@ def export_checkpoint(
 
     temporary = output.absolute().with_name(f".exporting_{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    torch_dtype = DTYPES[dtype] if dtype else None
+    torch_dtype = dtype_named(dtype) if dtype else None
     try:
         if lora is not None and adapter:
             _write_adapter(checkpoint, lora, temporary, dtype=torch_dtype, on_progress=on_progress)

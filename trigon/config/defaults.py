@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trigon.config.schema import Config, Dtype
+from trigon.config.schema import Config
+from trigon.names import Dtype
 
 WEIGHT_DTYPE: Dtype = "fp32"
 """Default of worker.actor.fsdp.torch_dtype."""

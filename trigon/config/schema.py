@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trigon.names import (
+    DTYPE_ALIASES,
     AdvantageEstimator,
     CorrectionKind,
     CorrectionLevel,
+    Dtype,
     KlEstimator,
     LearningRateSchedule,
     LossAveraging,
@@ -31,11 +33,8 @@ class Section(BaseModel):
     )
 
 
-_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
 def _short_dtype(name: Any) -> Any:
-    return _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
+    return DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
 
 
 def _as_tuple(value: Any) -> Any:
@@ -46,7 +45,7 @@ def _as_files(value: Any) -> Any:
     return () if value is None or value == "" else _as_tuple(value)
 
 
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_dtype)]
+DtypeOption = Annotated[Dtype, BeforeValidator(_short_dtype)]
 """A floating-point format. float32, bfloat16 and float16 are accepted and shortened."""
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
@@ -326,13 +325,13 @@ class OptimConfig(Section):
 class FsdpConfig(Section):
     """Number formats of the policy, and its sharding over workers (FSDP)."""
 
-    torch_dtype: Dtype | None = None
+    torch_dtype: DtypeOption | None = None
     """Dtype in which weights are stored and updated; null: fp32."""
 
-    mp_param_dtype: Dtype = "bf16"
+    mp_param_dtype: DtypeOption = "bf16"
     """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""
 
-    mp_reduce_dtype: Dtype = "fp32"
+    mp_reduce_dtype: DtypeOption = "fp32"
     """Dtype in which gradients are reduced over workers."""
 
     enable_full_shard: bool = True
@@ -480,7 +479,7 @@ class RolloutConfig(Section):
     limit_images: int = Field(default=0, ge=0)
     """Maximum number of images per prompt; 0: the engine's limit."""
 
-    dtype: Dtype = "bf16"
+    dtype: DtypeOption = "bf16"
     """Dtype of the engine's weights and computation."""
 
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
@@ -526,7 +525,7 @@ class RolloutConfig(Section):
 class RefFsdpConfig(Section):
     """Number format and memory of the reference model."""
 
-    torch_dtype: Dtype | None = None
+    torch_dtype: DtypeOption | None = None
     """Dtype of the reference's weights and computation; null: bf16."""
 
     enable_full_shard: bool = True

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trigon.errors import CheckpointError
+from trigon.json_files import write_json
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.names import OptimizerStrategy
@@ -68,9 +69,9 @@ def stage_state(
         if process_group.rank > 0:
             return
         if not model_only:
-            _write_json(folder / STATE_FILE, state)
+            write_json(folder / STATE_FILE, state)
         if adapter is not None:
-            _write_json(folder / ADAPTER_CONFIG, adapter)
+            write_json(folder / ADAPTER_CONFIG, adapter)
 
     return write
 
@@ -167,7 +168,3 @@ def _empty_optimizer_tensors(
             f"{missing[:3]} ({len(unknown)} and {len(missing)} in total)"
         )
     return tensors
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
