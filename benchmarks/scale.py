@@ -1,10 +1,12 @@
-"""What a step costs, against prompts, answers, response length and workers; and what the controller costs by itself.
+"""What a step costs, against prompts, answers, response length and workers; and what the controller
+costs by itself.
 
     python benchmarks/scale.py [--plot docs/scale.svg]
 
-The controller is measured with engines that do nothing (rollout/fake.py, training/fake.py) and everything else real:
-data and drawings, reward workers, advantages, reports. Its cost for each prompt should not grow with their number.
-The rest is the 40 M-parameter model of the other benchmarks with vLLM, in float32 with one thread a worker.
+The controller is measured with engines that do nothing (rollout/fake.py, training/fake.py) and
+everything else real: data and drawings, reward workers, advantages, reports. Its cost for each
+prompt should not grow with their number. The rest is the 40 M-parameter model of the other
+benchmarks with vLLM, in float32 with one thread a worker.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from trigon.types import Rollout, RolloutGroup, Score
 CONTROLLED = (64, 512, 8192)
 ANSWERS = 8
 FLAT = 1.5
-"""How much more a prompt may cost among the most than among the fewest, and still be called flat."""
+"""How much more a prompt may cost among the most than among the fewest, and still be called flat.
+"""
 
 # One thing is changed at a time.
 SHAPES = {
@@ -63,7 +66,7 @@ SHAPES = {
 WORKERS = (1, 2)
 
 
-# -- the controller -------------------------------------------------------------------------------------------------
+# -- the controller --
 
 
 def controller(prompts: int, folder: Path) -> dict[str, float]:
@@ -130,11 +133,13 @@ def measure_controller(counts: Sequence[int]) -> tuple[list[Figure], list[tuple[
     return [Figure(6, what, costs[-1] / costs[0], "x", at_most=FLAT, note=note)], found
 
 
-# -- engines --------------------------------------------------------------------------------------------------------
+# -- engines --
 
 
 def engines(shapes: Iterable[Shape], folder: Path) -> list[tuple[Shape, float, float]]:
-    """Return for each shape the seconds of sampling, and of one update, in one process that has its engines open."""
+    """Return for each shape the seconds of sampling, and of one update, in one process that has its
+    engines open.
+    """
     shapes = list(dict.fromkeys(shapes))
     widest = replace(
         SHORT,
@@ -187,7 +192,7 @@ def _quiet_reporter(folder: Path) -> Reporter:
     return Reporter(RunFolder(folder / "run"), Console(progress=False, step_lines=False))
 
 
-# -- workers --------------------------------------------------------------------------------------------------------
+# -- workers --
 
 
 def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, float]:
@@ -204,7 +209,7 @@ def workers(count: int, folder: Path, *, prompts: int, steps: int) -> dict[str, 
     return phases_of(folder / "trigon", statistics.median)
 
 
-# -- tables ---------------------------------------------------------------------------------------------------------
+# -- tables --
 
 
 def measure(*, plot: Path | None) -> tuple[list[Figure], str]:

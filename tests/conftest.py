@@ -1,6 +1,7 @@
-"""What every test stands on: one thread, no network, no settings of the user's, and tiny models made once.
+"""The environment and the tiny models that all tests share.
 
-Imports nothing heavy, so that tests of pure Python start at once.
+One thread, no network, none of the user's settings. Imports nothing heavy, so that tests of pure
+Python start at once.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def _repeatable() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that makes a tiny model's folder on first use, and returns the same one afterwards.
+    """Return a function that makes a tiny model's folder, once per kind of model.
 
-    Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of trigon.tiny.model.
-    The folder is shared: tests must not write into it.
+    Called as tiny_model("qwen2_5_vl", seed=0, tie_word_embeddings=False); the types are those of
+    trigon.tiny.model. The folder is shared: tests must not write into it.
     """
     made: dict[tuple[str, int, bool], Path] = {}
 
@@ -82,7 +83,7 @@ def tiny_vlm(tiny_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the embedded model, barely trained, with its data and a reward, for whole runs (runs.py)."""
+    """Return a folder with a barely trained model, its data and a reward, for whole runs."""
     from support.runs import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("made"))

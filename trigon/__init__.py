@@ -1,3 +1,3 @@
-"""Trigon trains vision-language models by reinforcement learning: sample completions, score them, learn from them."""
+"""Reinforcement learning for vision-language models: sample completions, score them, update."""
 
 __version__ = "0.1.0"

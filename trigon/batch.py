@@ -1,9 +1,8 @@
-"""Collects the groups that a step learns from: one round of sampling, or as many as online
-filtering takes.
+"""Collects the groups that a step learns from.
 
-With a group filter (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2), groups whose
-completions are all right or all wrong are filtered out, and more prompts are sampled. Called while
-the rollout engine is awake.
+One round of sampling, or as many as online filtering takes. With a group filter (DAPO's dynamic
+sampling, arXiv:2503.14476, section 3.2), groups whose completions are all right or all wrong are
+filtered out, and more prompts are sampled. Called while the rollout engine is awake.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws prompts, samples and scores completions. with_baselines: also one greedy completion per
-    prompt.
+    """Draws prompts, samples and scores completions.
+
+    with_baselines: also one greedy completion per prompt.
     """
 
     prompts: PromptStream
@@ -76,11 +76,11 @@ class Sampler:
     def collect_batch(
         self, num_groups: int, *, group_filter: GroupFilter | None, kept: Sequence[RolloutGroup], step: int
     ) -> Batch:
-        """Return a batch of num_groups groups, those kept from the last step first; fewer only
-        after max_rounds.
+        """Return a batch of num_groups groups; those kept from the last step come first.
 
-        Raises: DataError if max_rounds leave no group; RewardError if the scores have no number of
-        the filter's key.
+        Fewer only after max_rounds.
+        Raises: DataError if max_rounds leave no group; RewardError if the scores have no number of the
+        filter's key.
         """
         drawn: set[str] = set()
         if group_filter is None:
@@ -126,8 +126,9 @@ class Sampler:
         return torch.tensor([scored.get(prompt.prompt_id, torch.nan) for prompt in prompts])
 
     def _sample_round(self, num_prompts: int, step: int, drawn: set[str]) -> tuple[list[RolloutGroup], Metrics]:
-        """Sample and score one round. drawn: ids of this step's prompts so far; those of this round
-        are added.
+        """Sample and score one round.
+
+        drawn: ids of this step's prompts so far; those of this round are added.
         """
         with self.report.phase("data"):
             prompts = [_with_unique_id(prompt, drawn) for prompt in self.prompts.take(num_prompts)]

@@ -1,4 +1,7 @@
-"""How this package was installed, for messages that say what to install. Imports nothing of this package."""
+"""How this package was installed, for messages that say what to install.
+
+Imports nothing of this package.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 DISTRIBUTION = "trigon-rl"
-"""Name on the package index. `trigon` there is a web framework by others, which must not be installed."""
+"""Name on the package index. `trigon` there is a web framework by others, which must not be
+installed.
+"""
 
 
 def install_command(extra: str) -> str:
-    """Return the shell command that adds an optional dependency of this package (an extra of pyproject.toml).
+    """Return the shell command that adds an extra of pyproject.toml.
 
-    From a clone, installed editable or only imported: `pip install -e ".[gpu]"` with the clone's folder; from a
-    published package: `pip install "trigon-rl[gpu]"`.
+    From a clone, installed editable or only imported: `pip install -e ".[gpu]"` with the clone's
+    folder; from a published package: `pip install "trigon-rl[gpu]"`.
     """
     clone = _clone()
     if clone is None:
@@ -24,7 +29,7 @@ def install_command(extra: str) -> str:
 
 
 def _clone() -> Path | None:
-    """Return the folder of the source tree that this package is imported from; None for a copy in site-packages."""
+    """Return the source tree that this package is imported from; None if it is installed."""
     try:
         record = distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610
     except PackageNotFoundError:

@@ -31,8 +31,9 @@ from trigon.types import RolloutGroup, SamplingParams, TrainGroup
 
 
 class SaveState(Protocol):
-    """Writes the engines' part of a checkpoint into a folder, or copies it and returns a function
-    that writes.
+    """Writes the engines' part of a checkpoint into a folder.
+
+    Or copies it, and returns a function that writes the copy.
     """
 
     def __call__(self, folder: Path) -> Finish | None: ...
@@ -90,8 +91,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of the loop between steps; a checkpoint holds it, the position in the data and the
-    engines' state.
+    """State of the loop between steps.
+
+    A checkpoint holds it, the position in the data and the engines' state.
     """
 
     step: int
@@ -100,17 +102,16 @@ class Progress:
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
-    """Run all steps that are left, and return the progress made. Raises what the engines raise;
-    nothing is retried.
+    """Run all steps that are left, and return the progress made.
+
+    Raises what the engines raise; nothing is retried.
     """
     with run.store.wait_on_exit():
         return take_steps(run, resume_from)
 
 
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
-    """Do what train does, except for finishing a save that was in progress when an error was
-    raised.
-    """
+    """Do what train does, without waiting for a save in progress when an error is raised."""
     last = run.plan.total_steps
     progress = restore(run, resume_from)
     if run.intervals.validate_only:
@@ -210,8 +211,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
 
 
 def rewind(run: Run, step: int) -> None:
-    """Move what a former run wrote after this step out of the way, so that the folder describes one
-    run.
+    """Move away what a former run wrote after this step.
+
+    The folder then describes one run.
     """
     run.store.rewind(step)
     run.report.rewind(step)
@@ -219,8 +221,9 @@ def rewind(run: Run, step: int) -> None:
 
 @contextmanager
 def awake(run: Run, *, version: int) -> Iterator[None]:
-    """Keep the rollout engine awake with the trainer's weights; the weight sync is timed as the
-    phase "weights".
+    """Keep the rollout engine awake with the trainer's weights.
+
+    The weight sync is timed as the phase "weights".
     """
     with ExitStack() as stack:
         with run.report.phase("weights"):
@@ -238,9 +241,7 @@ def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
 
 
 def validate(run: Run, progress: Progress) -> Metrics:
-    """Sample and score the validation prompts under the current weights, report them, and return
-    the metrics.
-    """
+    """Sample, score and report the validation prompts, and return the metrics."""
     assert run.evaluator is not None, "validation needs prompts"
     with awake(run, version=progress.step):
         groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
@@ -250,8 +251,9 @@ def validate(run: Run, progress: Progress) -> Metrics:
 
 
 def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[TrainGroup]]:
-    """Yield the groups of each optimizer update: consecutive slices, once for each epoch over the
-    rollouts.
+    """Yield the groups of each optimizer update.
+
+    Consecutive slices, once for each epoch over the rollouts.
     """
     for _ in range(plan.epochs_per_step):
         for start in range(0, len(groups), plan.prompts_per_update):

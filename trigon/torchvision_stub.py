@@ -1,15 +1,16 @@
 """Lets a CUDA build of torchvision be imported beside a CPU build of torch.
 
-Where a package index has no CPU build of torchvision, pip installs its CUDA build. That build cannot load its compiled
-operators under CPU torch, and its import fails, because it registers fake implementations of two of them. Declaring
-the two operators first is enough: image processors and vLLM call neither. torchaudio and torchcodec, which vLLM
-depends on, fail in the same place; nothing here decodes audio with them, so they are hidden and transformers treats
-them as not installed.
+Where a package index has no CPU build of torchvision, pip installs its CUDA build. That build
+cannot load its compiled operators under CPU torch, and its import fails, because it registers fake
+implementations of two of them. Declaring the two operators first is enough: image processors and
+vLLM call neither. torchaudio and torchcodec, which vLLM depends on, fail in the same place; nothing
+here decodes audio with them, so they are hidden and transformers treats them as not installed.
 
-scripts/setup.sh copies this file into the environment and calls declare_on_import() from a .pth file, so that every
-process of the environment is covered: vLLM inspects model classes in a process that imports torchvision before it
-loads any plugin. In other environments Trigon calls declare_operators() itself, and vLLM's plugin hook does in the
-processes that vLLM starts. Imports nothing of this package, and torch only when it is needed.
+scripts/setup.sh copies this file into the environment and calls declare_on_import() from a .pth
+file, so that every process of the environment is covered: vLLM inspects model classes in a process
+that imports torchvision before it loads any plugin. In other environments Trigon calls
+declare_operators() itself, and vLLM's plugin hook does in the processes that vLLM starts. Imports
+nothing of this package, and torch only when it is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def declare_operators() -> None:
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Declares the operators when torchvision is imported for the first time, and finds no module itself."""
+    """Declares the operators at the first import of torchvision; finds no module itself."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname == "torchvision":
@@ -59,5 +60,8 @@ class _BeforeTorchvision(MetaPathFinder):
 
 
 def declare_on_import() -> None:
-    """Call declare_operators() when this process first imports torchvision; until then nothing is imported."""
+    """Call declare_operators() when this process first imports torchvision.
+
+    Until then nothing is imported.
+    """
     sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,8 +1,8 @@
-"""From scored groups to the groups an update learns from: log-probabilities, KL penalties and
-advantages.
+"""From scored groups to the groups that an update learns from.
 
-prepare_groups is what the training loop calls between sampling and the update; the other functions
-are its parts. Uses the train engine and the reference through their protocols.
+Computes log-probabilities, KL penalties and advantages. prepare_groups is what the training loop
+calls between sampling and the update; the other functions are its parts. Uses the train engine and
+the reference through their protocols.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedGroups:
-    """What an update learns from. kl: the coefficient of the KL in the reward, for the next step."""
+    """What an update learns from. kl: the coefficient of a KL in the reward, for the next step."""
 
     groups: list[TrainGroup]
     kl: AdaptiveKl
@@ -61,8 +61,7 @@ def prepare_groups(
     baselines: Tensor | None,
     phase: Phase,
 ) -> PreparedGroups:
-    """Compute old and reference log-probabilities, the KL in the reward and the advantages of a
-    step's groups.
+    """Compute what an update needs of a step's groups: log-probabilities, KL and advantages.
 
     Args:
         reference: None where no term needs its log-probabilities.
@@ -105,8 +104,9 @@ def build_reward_batch(
     penalties: Sequence[Sequence[Tensor]] | None,
     baselines: Tensor | None,
 ) -> RewardBatch:
-    """Return the groups' rewards as tensors. Raises: RewardError if a part of the reward that gdpo
-    needs is missing.
+    """Return the groups' rewards as tensors.
+
+    Raises: RewardError if a part of the reward that gdpo needs is missing.
     """
     rollouts = [group.rollouts for group in groups]
     valid = torch.tensor([[rollout.score.outcome == "ok" for rollout in row] for row in rollouts])
@@ -123,9 +123,9 @@ def build_reward_batch(
 
 
 def reward_parts(groups: Sequence[RolloutGroup], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
-    """Return the parts of the rewards that weights names (None: all but overall), each [G, N]
-    float32.
+    """Return the parts of the rewards that weights names, each [G, N] float32.
 
+    weights: None selects all parts but overall.
     Completions that could not be scored get 0. Raises: RewardError if there is no part, or if a
     score lacks one.
     """
@@ -158,7 +158,7 @@ def kl_of_tokens(
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> Sequence[Sequence[Tensor]]:
-    """Return the KL of each token of each completion, [R] each. Only the full KL asks the trainer."""
+    """Return the KL of each token of each completion, [R] each. The full KL is the trainer's."""
     if estimator == "full":
         return trainer.full_kl(groups)
     assert old is not None, "a KL in the reward needs the policy's own log-probabilities"
@@ -186,8 +186,9 @@ def build_train_groups(
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> list[TrainGroup]:
-    """Return each completion with what the loss needs. trains: [G, N] bool; the loss leaves the
-    others out.
+    """Return each completion with what the loss needs.
+
+    trains: [G, N] bool; the loss leaves the others out.
     """
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     lengths = [len(completion.token_ids) for completion in completions]

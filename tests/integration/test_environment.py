@@ -1,4 +1,6 @@
-"""The environment of `make setup` works in plain processes, with an empty home folder and empty caches."""
+"""The environment of `make setup` works in plain processes, with an empty home folder and empty
+caches.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import pytest
         "import torchvision",
         "import peft",
         "from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration",
-        # As `vllm serve` starts: vLLM inspects the class in a process that loads no plugin before torchvision.
+        # As `vllm serve` starts: vLLM inspects the class in a process that loads no plugin before
+        # torchvision.
         "from vllm.model_executor.models import ModelRegistry\n"
         "if __name__ == '__main__':\n"
         "    ModelRegistry.models['Qwen2_5_VLForConditionalGeneration'].inspect_model_cls()",

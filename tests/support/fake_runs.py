@@ -1,4 +1,7 @@
-"""Runs with fakes for the two engines and everything else real: data, reward workers, checkpoints, reports."""
+"""Runs with fakes for the two engines and everything else real.
+
+Data, reward workers, checkpoints and reports are those of a run.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class Record:
 
 
 class RecordingEngine(FakeEngine):
-    """A fake rollout engine that records when it is awake, and how many prompts it samples for which step."""
+    """A fake rollout engine that records when it is awake, and what it samples."""
 
     record = Record()
 
@@ -194,7 +197,7 @@ def plan_of(*, steps: int, per_step: int = 4, per_update: int = 4, epochs: int =
 
 @contextmanager
 def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, token_logprob=FAKE_LOGPROB, **changes: Any):
-    """Yield a run that writes into the folder, and release the folder at the end, as the end of a process does."""
+    """Yield a run that writes into the folder, and release the folder at the end."""
     with ExitStack() as stack:
         record = Record()
         rollout = RecordingEngine(
@@ -271,7 +274,10 @@ ALL_INTERVALS = replace(INTERVALS, validate_first=True, validate_every=2, valida
 
 
 def full_settings(steps: int) -> dict[str, Any]:
-    """A run whose checkpoints hold every kind of state: two updates a step, and an adaptive KL in the reward."""
+    """A run whose checkpoints hold every kind of state.
+
+    Two updates a step, and an adaptive KL in the reward.
+    """
     return {
         "plan": plan_of(steps=steps, per_update=2),
         "intervals": ALL_INTERVALS,

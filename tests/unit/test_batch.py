@@ -164,7 +164,8 @@ def test_remax_compares_with_a_greedy_completion(parts, tmp_path):
         train(run, None)
         assert record_of(run).events[:3] == ["awake 0", "sample 4 for 1", "sample 4 for 1"]
         [groups] = record_of(run).learned
-    # The fake engine's greedy completion uses the seed of its one sample; every reward is 0.5 or 1.5.
+    # The fake engine's greedy completion uses the seed of its one sample; every reward is 0.5 or
+    # 1.5.
     for group, rewards in zip(groups, learned_rewards(tmp_path), strict=True):
         firsts = [float(sequence.advantages[0]) for sequence in group.sequences]
         baselines = {reward - first for reward, first in zip(rewards, firsts, strict=True)}

@@ -14,7 +14,9 @@ ASK = "from trigon.installation import install_command; print(install_command('g
 
 @pytest.fixture
 def published(tmp_path):
-    """Return a folder as pip leaves it after installing a wheel: the package, and its metadata without a URL."""
+    """Return a folder as pip leaves it after installing a wheel: the package, and its metadata
+    without a URL.
+    """
     package = tmp_path / "trigon"
     package.mkdir()
     for name in ("__init__.py", "installation.py"):

@@ -1,12 +1,15 @@
-"""Keeps the project's language plain: words that were replaced by the field's terms must not come back.
+"""Keeps the project's language plain: words that were replaced by the field's terms must not come
+back.
 
-One word for one thing: what the policy generates is a completion, the dataset's truth is the ground truth, the user's
-scoring code is a reward function that runs in reward workers, weights reach the rollout engine in a weight sync, a row
-that is not used is skipped, a group that is not learned from is filtered.
+One word for one thing: what the policy generates is a completion, the dataset's truth is the ground
+truth, the user's scoring code is a reward function that runs in reward workers, weights reach the
+rollout engine in a weight sync, a row that is not used is skipped, a group that is not learned from
+is filtered.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,3 +69,14 @@ def test_replaced_words_do_not_come_back(instead: str, pattern: str) -> None:
     word = re.compile(rf"(?<![\w/.-])(?:{pattern})(?![\w-])", flags=re.IGNORECASE)
     found = [f"{name}:{number}: {match.group()}" for name, number, line in LINES for match in word.finditer(line)]
     assert not found, f"write {instead or 'it plainly'} instead:\n" + "\n".join(found[:40])
+
+
+def test_docstrings_begin_with_a_sentence_of_one_line() -> None:
+    wrong = []
+    for path in sorted((ROOT / "trigon").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first, *_ = (ast.get_docstring(node) or ".").splitlines()
+                if not first.endswith((".", "?", "!")):
+                    wrong.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {first}")
+    assert not wrong, "\n".join(wrong)

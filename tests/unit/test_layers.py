@@ -1,6 +1,7 @@
 """Checks the layers of docs/architecture.md: imports, and what only certain files may do.
 
-Reads the source without importing it, except for the test of what importing the configuration loads.
+Reads the source without importing it, except for the test of what importing the configuration
+loads.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ ONLY_IN = {
     "torch.utils.tensorboard": ("report/sinks.py",),
 }
 
-# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is told which hub, of
-# which every place that opens a model or a dataset would have to be told otherwise.
+# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
+# told which hub, of which every place that opens a model or a dataset would have to be told
+# otherwise.
 ENVIRONMENT = (
     "distributed/cluster.py",
     "rollout/vllm/process.py",
@@ -134,7 +136,9 @@ def called_name(function: ast.expr) -> str:
 
 
 def imports(path: Path) -> Iterator[Import]:
-    """Return every import of a file, those inside functions too. `from a import b` counts as a and as a.b."""
+    """Return every import of a file, those inside functions too. `from a import b` counts as a and
+    as a.b.
+    """
     parents = ["trigon", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(tree(path)):
         match node:

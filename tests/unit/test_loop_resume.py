@@ -139,7 +139,8 @@ def test_a_failed_background_save_ends_the_run_with_an_error(parts, tmp_path):
 
 
 def test_an_adaptive_kl_coefficient_moves_by_its_error_at_every_step(uninterrupted):
-    # The KL, 0.5, is far above its target, 0.1: the error is cut at 0.2; 12 completions a step, a horizon of 100.
+    # The KL, 0.5, is far above its target, 0.1: the error is cut at 0.2; 12 completions a step, a
+    # horizon of 100.
     expected = [0.1 * (1 + 0.2 * 12 / 100) ** step for step in range(6)]
     lines = lines_of(uninterrupted)
     assert [lines[step]["actor/kl_coef"] for step in range(1, 7)] == pytest.approx(expected)

@@ -53,7 +53,9 @@ def test_every_file_that_the_guides_link_to_exists(guide: str) -> None:
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_every_source_file_that_the_guides_name_exists(guide: str) -> None:
-    """A path in backticks is one from the root, or, as the layers are named, one inside the package."""
+    """A path in backticks is one from the root, or, as the layers are named, one inside the
+    package.
+    """
     names = re.findall(
         r"(?<![\w/.-])((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|yaml|txt|md)|(?:[a-z_]+/){2,})(?![\w/])", read(guide)
     )

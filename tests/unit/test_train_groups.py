@@ -1,4 +1,6 @@
-"""From scored groups to what an update learns from: log-probabilities, KL in the reward, advantages, masks."""
+"""From scored groups to what an update learns from: log-probabilities, KL in the reward,
+advantages, masks.
+"""
 
 from __future__ import annotations
 

@@ -151,8 +151,9 @@ def save_state(trainer: TrainEngine, source: Path, config: Config, folder: Path)
 
 
 def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) -> None:
-    """Raise CheckpointError if the disk has no space for one checkpoint. sizes: of each rank's
-    shard.
+    """Raise CheckpointError if the disk has no space for one checkpoint.
+
+    sizes: of each rank's part.
     """
     has_lora = config.worker.actor.model.lora.rank > 0
     copies = len(sizes) // workers_per_copy(config)

@@ -26,8 +26,9 @@ from trigon.types import SamplingParams
 
 
 def model_path(config: Config) -> str:
-    """Return the model to start from. trigon.config.checks has rejected a configuration without
-    one.
+    """Return the model to start from.
+
+    trigon.config.checks has rejected a configuration without one.
     """
     path = config.worker.actor.model.model_path
     assert path is not None
@@ -72,8 +73,9 @@ def needs_old_logprobs(config: Config, plan: Plan) -> bool:
 
 
 def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
-    """Return when to validate, save and show completions. can_validate: there are validation
-    prompts.
+    """Return when to validate, save and show completions.
+
+    can_validate: there are validation prompts.
     """
     trainer = config.trainer
     return Intervals(

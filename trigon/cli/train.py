@@ -67,8 +67,9 @@ def read_path(variable: str) -> Path | None:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM was received. A second SIGTERM ends the process
-    at once.
+    """Yield a function that returns whether SIGTERM was received.
+
+    A second SIGTERM ends the process at once.
     """
     received = False
 

@@ -326,7 +326,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _encode_dummy(self, times: int) -> None:
-        """Run the vision tower on an empty image this many times, as often as the rank with most images."""
+        """Run the vision tower on an empty image this many times.
+
+        As often as the rank with most images runs it.
+        """
         for _ in range(times):
             self._encode_vision(*self._empty_image())
 

@@ -141,8 +141,9 @@ class Console:
         self._rich.print(table)
 
     def completions(self, title: str, rows: Sequence[RolloutRow]) -> None:
-        """Print completions with prompt, ground truth and reward. Texts are cut at 2,000
-        characters.
+        """Print completions with prompt, ground truth and reward.
+
+        Texts are cut at 2,000 characters.
         """
         for row in rows:
             parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))

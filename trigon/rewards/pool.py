@@ -59,8 +59,8 @@ class RewardPool:
     ) -> None:
         """Start the workers, which load the function; ready() waits for them.
 
-        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword arguments of the
-        function.
+        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword
+        arguments of the function.
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
         completions of one scoring that may fail.
         Raises: RewardError if there is no such file, or if JSON cannot represent kwargs.

@@ -66,8 +66,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
-    """Train the model in a folder on the training prompts, in place. chosen: the command's
-    arguments.
+    """Train the model in a folder on the training prompts, in place.
+
+    chosen: the arguments of the command.
     """
     import torch
     from pyarrow.parquet import read_table

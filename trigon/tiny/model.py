@@ -146,8 +146,9 @@ def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) ->
 
 
 def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
-    """Return the common arguments of image and video processors. One image token covers 2 x 2
-    patches.
+    """Return the common arguments of image and video processors.
+
+    One image token covers 2 x 2 patches.
     """
     token_pixels = (2 * patch_size) ** 2
     return {
@@ -159,8 +160,9 @@ def _processor_sizes(*, patch_size: int) -> dict[str, Any]:
 
 
 def _model_config(tokenizer: Any, model_type: TinyModelType, tie_word_embeddings: bool) -> Any:
-    """Return a small config of the family. The heads have 32 dimensions, the minimum of vLLM's CPU
-    attention.
+    """Return a small config of the family.
+
+    The heads have 32 dimensions, the minimum of vLLM's CPU attention.
     """
     import transformers  # its classes are imported on first use
 

@@ -59,8 +59,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def import_ahead(config: Config) -> None:
-    """Import the libraries that training in this process uses, if installed. Training reports
-    missing ones.
+    """Import the libraries that training in this process uses, if installed.
+
+    Training reports missing ones.
     """
     import trigon.build.run  # noqa: F401
     from trigon.data import sources

@@ -1,5 +1,6 @@
-"""EasyR1's entry point: `python3 -m trigon.trainer.main config=... key=value ...` is `trigon
-train`.
+"""EasyR1's entry point.
+
+`python3 -m trigon.trainer.main config=... key=value ...` is `trigon train`.
 """
 
 from __future__ import annotations

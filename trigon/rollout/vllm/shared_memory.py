@@ -1,4 +1,4 @@
-"""Shared memory of vLLM's tensor parallelism on the CPU: names of a run's own, and nothing left behind.
+"""Shared memory of vLLM's tensor parallelism on the CPU, named per run and never left behind.
 
 vLLM 0.32 names the segments of its CPU communicator after the last part of an address that is empty
 under external_launcher, so all runs of a machine use the same names, and a killed run leaves
@@ -22,7 +22,7 @@ FOLDER = Path("/dev/shm")
 
 @contextmanager
 def private_segments() -> Iterator[None]:
-    """Give the segments that vLLM creates in this context names of this run, and unlink them on exit.
+    """Name the segments that vLLM creates in this context after the run; unlink them on exit.
 
     Entered by all ranks of torch.distributed's process group together. The address of the process
     group, MASTER_ADDR and MASTER_PORT, belongs to one run at a time, so segments under its name that
