@@ -79,8 +79,8 @@ class Sampler:
         """Return a batch of num_groups groups; those kept from the last step come first.
 
         Fewer only after max_rounds.
-        Raises: DataError if max_rounds leave no group; RewardError if the scores have no number of the
-        filter's key.
+        Raises: DataError if max_rounds leave no group; RewardError if the scores have no number of
+        the filter's key.
         """
         drawn: set[str] = set()
         if group_filter is None:

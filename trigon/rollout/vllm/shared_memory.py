@@ -25,9 +25,9 @@ def private_segments() -> Iterator[None]:
     """Name the segments that vLLM creates in this context after the run; unlink them on exit.
 
     Entered by all ranks of torch.distributed's process group together. The address of the process
-    group, MASTER_ADDR and MASTER_PORT, belongs to one run at a time, so segments under its name that
-    exist before are those of a run that was killed while it started; they are removed.
-    Not public in 0.32: _CPUSHMDistributed.make_group_name.
+    group, MASTER_ADDR and MASTER_PORT, belongs to one run at a time, so segments under its name
+    that exist before are those of a run that was killed while it started; they are removed. Not
+    public in 0.32: _CPUSHMDistributed.make_group_name.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
