@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from support.builders import make_builder
-from support.oracle import group_of, load_hugging_face, padded_logprobs
+from support.oracle import group_of, load_hugging_face, packed_logprobs, padded_logprobs
 from support.rollout import make_transformers_engine
-from trigon.data.packing import by_group, pack_rollouts
 from trigon.data.prompts import PromptBuilder
 from trigon.errors import ModelError
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.types import LocalWeights, SamplingParams
 
 BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -137,13 +135,8 @@ def test_trainer_and_transformers_compute_the_sampling_logprobs(distilled: Path)
     with engine.awake(LocalWeights(policy.named_weights), version=0):
         [completions] = engine.generate([prompt], sampling, step=1)
     token_ids = [completion.token_ids for completion in completions]
-    rows = pack_rollouts(
-        [group_of(prompt, token_ids)],
-        max_tokens=1000,
-        positions=positions_of(processors.family, processors.hf_config),
-    )
     with torch.no_grad():
-        [logprobs] = by_group(rows, [policy(row.packed).logprobs for row in rows])
+        [logprobs] = packed_logprobs(policy, processors, [group_of(prompt, token_ids)])
         expected, _ = padded_logprobs(
             load_hugging_face(distilled, torch.float32), prompt, token_ids, temperature=1.0, banned_token_ids=()
         )

@@ -15,15 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs, random_words
+from support.oracle import (
+    concatenated,
+    group_of,
+    load_hugging_face,
+    make_group,
+    make_prompt,
+    packed_logprobs,
+    padded_logprobs,
+    random_words,
+)
 from support.rollout import make_transformers_engine, make_vllm_engine
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore
-from trigon.data.packing import by_group, pack_rollouts
 from trigon.models.families import supported_model_types
 from trigon.models.load import Processors, copy_side_files, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.rollout.protocol import RolloutEngine
 from trigon.tiny.model import TinyModelType
 from trigon.training.state import save_tensors
@@ -91,14 +98,6 @@ def make_groups(processors: Processors) -> list[RolloutGroup]:
     ]
 
 
-def packed_logprobs(policy: Policy, processors: Processors, groups: Sequence[RolloutGroup]) -> Tensor:
-    """Return log-probabilities of all completions' tokens, computed in one packed row."""
-    positions = positions_of(processors.family, processors.hf_config)
-    rows = pack_rollouts(groups, max_tokens=1_000_000, positions=positions)
-    scored = by_group(rows, [policy(row.packed).logprobs for row in rows])
-    return torch.cat([values for group in scored for values in group])
-
-
 def oracle_logprobs(model: Any, processors: Processors, groups: Sequence[RolloutGroup]) -> Tensor:
     """Return the same, computed by transformers' own padded forward pass."""
     return torch.cat(
@@ -128,7 +127,7 @@ def test_packed_equals_padded(family_model: FamilyModel) -> None:
     weighted(expected).backward()
 
     family_model.policy.zero_grad()
-    logprobs = packed_logprobs(family_model.policy, family_model.processors, groups)
+    logprobs = concatenated(packed_logprobs(family_model.policy, family_model.processors, groups))
     weighted(logprobs).backward()
 
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
@@ -180,7 +179,7 @@ def max_difference(policy: Policy, processors: Processors, prompts: Sequence[Pro
         for prompt, row in zip(prompts, completions, strict=True)
     ]
     sampled = [logprob for row in completions for completion in row for logprob in completion.sampling_logprobs]
-    return float((packed_logprobs(policy, processors, groups) - torch.tensor(sampled)).abs().max())
+    return float((concatenated(packed_logprobs(policy, processors, groups)) - torch.tensor(sampled)).abs().max())
 
 
 def test_an_export_loads_with_transformers_and_computes_the_same(family_model: FamilyModel, tmp_path: Path) -> None:
@@ -195,7 +194,7 @@ def test_an_export_loads_with_transformers_and_computes_the_same(family_model: F
     with torch.no_grad():
         torch.testing.assert_close(
             oracle_logprobs(exported, family_model.processors, groups),
-            packed_logprobs(family_model.policy, family_model.processors, groups),
+            concatenated(packed_logprobs(family_model.policy, family_model.processors, groups)),
             atol=1e-5,
             rtol=0,
         )

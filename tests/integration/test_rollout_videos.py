@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from support.builders import make_builder
+from support.oracle import packed_logprobs
 from support.rollout import make_transformers_engine, make_vllm_engine
 from support.videos import make_video
-from trigon.data.packing import by_group, pack_rollouts
 from trigon.data.videos import FrameSampling
 from trigon.errors import EngineError
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.rollout.vllm import VllmEngine
 from trigon.types import Completion, LocalWeights, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
@@ -46,10 +45,7 @@ class Scene:
             RolloutGroup(prompt, tuple(Rollout(completion, score) for completion in row))
             for prompt, row in zip(prompts, completions, strict=True)
         ]
-        rows = pack_rollouts(
-            groups, max_tokens=700, positions=positions_of(self.processors.family, self.processors.hf_config)
-        )
-        trainer_logprobs = by_group(rows, [self.policy(row.packed).logprobs for row in rows])
+        trainer_logprobs = packed_logprobs(self.policy, self.processors, groups, max_tokens=700)
         return max(
             float((logprobs - torch.tensor(completion.sampling_logprobs)).abs().max())
             for group, row in zip(trainer_logprobs, completions, strict=True)

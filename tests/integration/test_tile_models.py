@@ -22,11 +22,10 @@ from test_model_families import (
     max_difference,
     open_engine,
     oracle_logprobs,
-    packed_logprobs,
 )
 
 from support.builders import make_builder
-from support.oracle import load_hugging_face
+from support.oracle import concatenated, load_hugging_face, packed_logprobs
 from trigon.data.vision import TileProcessor, image_processor_of
 from trigon.errors import ModelError
 from trigon.models.families import family_named
@@ -159,7 +158,9 @@ def test_another_supported_language_model_gives_the_same_log_probabilities_in_al
     groups, prompts = make_groups(processors), make_prompts(processors)
     with torch.no_grad():
         expected = oracle_logprobs(oracle, processors, groups)
-        torch.testing.assert_close(packed_logprobs(policy, processors, groups), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            concatenated(packed_logprobs(policy, processors, groups)), expected, atol=1e-5, rtol=0
+        )
     engine = open_engine("vllm", folder, processors)
     try:
         with engine.awake(LocalWeights(policy.named_weights), version=1):

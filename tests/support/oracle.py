@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trigon.data.packing import PackedRow, by_group, pack_rollouts
 from trigon.models.load import Processors
+from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
 from trigon.torchvision_stub import declare_operators
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Vision
 
@@ -147,3 +150,24 @@ def group_of(prompt: Prompt, completions: Sequence[tuple[int, ...]]) -> RolloutG
 def random_words(count: int, generator: torch.Generator) -> list[int]:
     """Return random token ids below the special tokens of every tiny vocabulary."""
     return torch.randint(0, 900, (count,), generator=generator).tolist()
+
+
+def pack_groups(
+    processors: Processors, groups: Sequence[RolloutGroup], *, max_tokens: int = 1_000_000
+) -> list[PackedRow]:
+    """Return the packed rows of groups; one row unless max_tokens is less than they have."""
+    positions = positions_of(processors.family, processors.hf_config)
+    return pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
+
+
+def packed_logprobs(
+    policy: Policy, processors: Processors, groups: Sequence[RolloutGroup], *, max_tokens: int = 1_000_000
+) -> list[list[Tensor]]:
+    """Return the policy's log-probabilities of each completion of each group: float32 [R] each."""
+    rows = pack_groups(processors, groups, max_tokens=max_tokens)
+    return by_group(rows, [policy(row.packed).logprobs for row in rows])
+
+
+def concatenated(logprobs: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the log-probabilities of all completions of all groups in one tensor."""
+    return torch.cat([values for group in logprobs for values in group])

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from support.engines import make_engine, make_rollouts, to_train, weights_of
-from support.oracle import make_group, make_prompt
-from trigon.data.packing import pack_rollouts
+from support.oracle import make_group, make_prompt, pack_groups
 from trigon.metrics import values
 from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.types import PackedGroups
 
 CPU = torch.device("cpu")
@@ -111,8 +109,7 @@ def row_of(folder: Path, *prompts: tuple[list[tuple[int, int]], int]) -> PackedG
     """Pack groups into one row. prompts: the grids of the images, and a seed, for each prompt."""
     processors = load_processors(str(folder))
     groups = [make_group(make_prompt(processors, grids, seed=seed), [3, 4], seed=seed) for grids, seed in prompts]
-    positions = positions_of(processors.family, processors.hf_config)
-    [row] = pack_rollouts(groups, max_tokens=10_000, positions=positions)
+    [row] = pack_groups(processors, groups)
     return row.packed
 
 

@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from test_models_attention import dense_mask
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from support.oracle import load_hugging_face, make_group, make_prompt, padded_logprobs
+from support.oracle import load_hugging_face, make_group, make_prompt, pack_groups, padded_logprobs
 from support.varlen import stand_in
-from trigon.data.packing import pack_rollouts
 from trigon.models.flops import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import prompt_positions
-from trigon.types import PackedGroups, Prompt, RolloutGroup
+from trigon.types import PackedGroups, RolloutGroup
 
 TinyModel = Callable[..., Path]
 GRIDS = [(6, 10), (4, 4)]  # neither is a multiple of a window of Qwen2.5-VL
@@ -55,11 +52,7 @@ def lengths_of(groups: list[RolloutGroup]) -> list[GroupLengths]:
 
 
 def packed(groups: list[RolloutGroup], processors: Processors) -> PackedGroups:
-    def positions(prompt: Prompt) -> Tensor:
-        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
-        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
-
-    [row] = pack_rollouts(groups, max_tokens=10_000, positions=positions)
+    [row] = pack_groups(processors, groups)
     return row.packed
 
 

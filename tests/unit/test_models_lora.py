@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.oracle import load_hugging_face, make_group, make_prompt, padded_logprobs
-from trigon.data.packing import by_group, pack_rollouts
+from support.oracle import concatenated, load_hugging_face, make_group, make_prompt, packed_logprobs, padded_logprobs
 from trigon.errors import ModelError
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import (
@@ -26,7 +25,6 @@ from trigon.models.lora import (
     merged_weight,
 )
 from trigon.models.policy import Policy, full_tensor
-from trigon.models.positions import positions_of
 from trigon.types import RolloutGroup
 
 TinyModel = Callable[..., Path]
@@ -69,10 +67,7 @@ def make_groups(processors: Processors) -> list[RolloutGroup]:
 
 
 def logprobs(policy: Policy, processors: Processors) -> Tensor:
-    positions = positions_of(processors.family, processors.hf_config)
-    rows = pack_rollouts(make_groups(processors), max_tokens=1000, positions=positions)
-    scores = by_group(rows, [policy(row.packed).logprobs for row in rows])
-    return torch.cat([values for group in scores for values in group])
+    return concatenated(packed_logprobs(policy, processors, make_groups(processors)))
 
 
 def gradients(policy: Policy, processors: Processors) -> dict[str, Tensor]:
