@@ -36,7 +36,7 @@ from trigon.data.dataset import open_prompts
 from trigon.models.load import load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.tiny.model import TinyModelType
+from trigon.tiny.model_types import TinyModelType
 from trigon.tiny.warm_start import warm_start
 from trigon.training.optim import Schedule
 

@@ -15,7 +15,8 @@ from PIL import Image
 
 from trigon.errors import ModelError
 from trigon.models.families import family_named
-from trigon.tiny.model import TinyModelType, make_tiny
+from trigon.tiny.model import make_tiny
+from trigon.tiny.model_types import TinyModelType
 from trigon.torchvision_stub import declare_operators
 
 ALL_TYPES = get_args(TinyModelType)

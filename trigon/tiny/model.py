@@ -8,32 +8,16 @@ generation config. The same arguments give the same bytes, independent of the gl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, assert_never, get_args
 
 import torch
 from safetensors.torch import save_file
 
 from trigon.errors import ModelError
 from trigon.models.families import ModelFamily, family_named
+from trigon.tiny.model_types import TinyModelType
 from trigon.tiny.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from trigon.torchvision_stub import declare_operators
-
-TinyModelType = Literal[
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "internvl",
-    "llava",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "llama",
-    "mistral",
-    "gemma",
-    "gemma3_text",
-]
 
 MIN_IMAGE_TOKENS = 4
 MAX_IMAGE_TOKENS = 64

@@ -6,10 +6,9 @@ The training text is built in, so the same model type always gives the same toke
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from trigon.tiny.model import TinyModelType
+from trigon.tiny.model_types import TinyModelType
 
 VOCAB_ENTRIES = 1024
 
