@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trigon.rewards.verifiers.math import is_same_answer, weighted
+from trigon.rewards.verifiers.equivalence import is_same_answer
+from trigon.rewards.verifiers.math import weighted
 from trigon.rewards.verifiers.r1v import extract_answer, format_reward, strip_tags
 
 REWARD_TYPE = "sequential"
