@@ -4,11 +4,13 @@ import ast
 import random
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
 from trigon.rewards.verifiers import android_gui, counting, dapo, geoqa, math, r1v, vqa
 
 VERIFIERS = Path(__file__).parents[2] / "trigon" / "rewards" / "verifiers"
@@ -16,6 +18,46 @@ MAX_SECONDS = 0.5
 """CPU time for one completion."""
 
 TRUTH = "8.25"
+
+LONG = [
+    *("9**9**9", "9^9^9", "9^{9^{9}}", "9^{9^{9^{9}}}", "2^{99999999}", "2^{2^{2^{2^{2^{2}}}}}", "10^{10^{10}}"),
+    *("99999999!", "99999!", "9!!!!!!", "(9!)!", "((9!)!)!", "50!^50!", "1.5!", "(-1)!"),
+    *("(x+1)^{1000}", "(x+y)^{999}-(x-y)^{999}", "(1+x)^9^9", "x^x^x^x^x^x^x", "(1/3)^{9999}", "e^{e^{e^{e}}}"),
+    *("1e999999999", "1e-999999999", "9e9^9e9", "0.1^{0.1^{0.1}}", "\\sin(10^{100})", "\\tan(\\tan(\\tan(10^6)))"),
+    *("\\exp(\\exp(\\exp(10)))", "\\exp(1000000)^1000", "\\ln(\\ln(\\ln(0.1)))", "1/0", "0^{-1}", "0^0", "x/(x-x)"),
+    *("\\sqrt[1000000]{2}", "\\sqrt[999]{10^{900}}", "\\sqrt[0]{2}", "\\sqrt[x]{2}", "\\log_1 5", "\\log_{0} 5"),
+    "+".join(f"\\sin({n})" for n in range(1, 290)),
+    "*".join(["(x+1)"] * 60),
+    "+".join(f"x^{{{n}}}" for n in range(90)),
+    "^".join(["1.01"] * 400),
+    "".join(f"\\sqrt{{{n}+" for n in range(200)) + "1" + "}" * 200,
+    "\\exp(" * 35 + "x" + ")" * 35,
+    "\\sin(" * 35 + "x" + ")" * 35,
+    "\\{" + ",".join(["\\sin 1"] * 250) + "\\}",
+    "(" + ",".join(str(n) for n in range(600)) + ")",
+    "[" * 900 + "]" * 900,
+    "1+" * 900 + "1",
+    "-" * 1999 + "1",
+    "1" * 1999,
+    "0." + "3" * 1990,
+    "1/" * 900 + "7",
+    "x" * 1999,
+    "\\begin{pmatrix}" * 120,
+    "a_" * 900,
+    "2^" * 900 + "2",
+    "2!" * 900,
+    "9" + "!" * 298,
+    "(" * 39 + "1+" * 100 + "x" + ")" * 39,
+    "1+" * 149 + "1",
+    "\\frac{1" * 39 + "}{x}" * 39,
+    "\\text{" * 300 + "}" * 300,
+    "\ufdfa" * 1999,
+    "1 " * 900,
+    "x=" * 900,
+    ",".join("123" for _ in range(450)),
+    "\\text{ " * 200,
+]
+"""Final answers whose values are large, or whose text is nested."""
 
 PIECES = [
     "{",
@@ -172,8 +214,31 @@ def test_random_completions_run_no_code_and_take_no_time():
     check(generated(500), ["8.25", r"x^2+\sqrt{2}"])
 
 
+def test_an_answer_that_is_too_complex_is_wrong_at_once():
+    check(LONG, ["8.25", r"\sqrt{2}+x", r"2^{\pi}"])
+
+
 def test_long_completions_take_no_time():
     check(REPEATED, ["8.25", r"\sqrt{2}+x"])
+
+
+def test_answers_that_are_too_complex_are_scored_rather_than_timed_out():
+    """A completion without a score is excluded from the loss, which would be better than wrong."""
+    arguments = {"kwargs": {}, "num_workers": 1, "timeout_seconds": 10.0, "max_failed_fraction": 0.0}
+    with closing(RewardPool("math", **arguments)) as pool:
+        requests = [
+            RewardRequest(
+                response=rf"<think>a</think>\boxed{{{answer}}}",
+                response_length=10,
+                ground_truth=TRUTH,
+                prompt="",
+                finish_reason="stop",
+                row={},
+            )
+            for answer in LONG[:20]
+        ]
+        scores = pool.score(requests)
+    assert [score.outcome for score in scores] == ["ok"] * len(requests)
 
 
 @pytest.mark.parametrize("file", sorted(VERIFIERS.glob("*.py")), ids=lambda file: file.stem)
