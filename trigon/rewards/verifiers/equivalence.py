@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
+from trigon.errors import RewardError
 from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex
 from trigon.rewards.verifiers.notation import plain_form, short_form, without_name, without_unit
 from trigon.rewards.verifiers.values import is_equal
@@ -42,12 +43,25 @@ def extract_boxed(response: str) -> str | None:
     return None
 
 
+def ground_truth_text(ground_truth: object) -> str:
+    """Return a ground truth as text. Raises: RewardError if it is not text or a number."""
+    if isinstance(ground_truth, str | int | float):
+        return str(ground_truth)
+    kind = "empty" if ground_truth is None else f"a {type(ground_truth).__name__}"
+    text = repr(ground_truth)
+    raise RewardError(
+        f"the ground truth {text if len(text) <= 80 else text[:77] + '...'} is {kind}, expected text or a number; "
+        "set data.answer_key to the column that contains the final answer itself, or use a reward function of your own"
+    )
+
+
 def is_same_answer(answer: str, ground_truth: object) -> bool:
     """Return whether two final answers are equal, as text or as mathematics.
 
     Integers and simple fractions must be written out: 2+2 is not 4, and 2/4 is not 1/2.
+    Raises: RewardError as ground_truth_text.
     """
-    truth = str(ground_truth)
+    truth = ground_truth_text(ground_truth)
     if answer.strip() == truth.strip():
         return True
     if max(len(answer), len(truth)) > MAX_ANSWER_CHARACTERS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trigon.rewards.verifiers.equivalence import extract_boxed, is_same_answer
+from trigon.rewards.verifiers.equivalence import extract_boxed, ground_truth_text, is_same_answer
 
 REWARD_TYPE = "sequential"
 
@@ -40,9 +40,13 @@ def format_reward(response: str) -> float:
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    r"""Return 1.0 if the content of the last \boxed{} equals the ground truth, else 0.0."""
+    r"""Return 1.0 if the content of the last \boxed{} equals the ground truth, else 0.0.
+
+    Raises: RewardError if the ground truth is not text or a number.
+    """
+    truth = ground_truth_text(ground_truth)
     answer = extract_boxed(response)
-    return 1.0 if answer is not None and is_same_answer(answer, ground_truth) else 0.0
+    return 1.0 if answer is not None and is_same_answer(answer, truth) else 0.0
 
 
 def weighted(accuracy: float, format_score: float, format_weight: float) -> dict[str, float]:
