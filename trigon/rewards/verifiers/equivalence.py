@@ -81,10 +81,10 @@ def is_same_answer(answer: str, ground_truth: object) -> bool:
 def _is_same(answer: str, truth: str) -> bool:
     """Return whether two answers in plain form are equal. Raises: TooComplex."""
     answer, truth = (_normalize_integer(text) for text in (answer, truth))
+    if not _without_braces(answer):  # only a unit, or only commands that are not known
+        return False
     if _without_braces(answer) == _without_braces(truth):
         return True
-    if not answer:
-        return False
     (answers, separators), (truths, true_separators) = _elements(answer), _elements(truth)
     if separators != true_separators or (len(truths) > 1 and _brackets(answer) != _brackets(truth)):
         return False
