@@ -74,7 +74,7 @@ def test_the_number_in_a_text(text, count):
     assert counting.read_count(text) == count
 
 
-@pytest.mark.parametrize("ground_truth", ["several", "", "3 or 4", [3, 4]])
+@pytest.mark.parametrize("ground_truth", ["several", "", "3 or 4"])
 def test_a_ground_truth_without_a_count_is_an_error(ground_truth):
     with pytest.raises(ValueError, match="is not a count"):
         counting.compute_score(reward_input("<think>a</think><answer>3</answer>", ground_truth))

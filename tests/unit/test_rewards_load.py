@@ -107,3 +107,11 @@ def test_a_file_with_another_suffix_is_an_error(tmp_path):
     (tmp_path / "reward.txt").write_text("")
     with pytest.raises(RewardError, match=r"is not a Python file; its name must end in \.py"):
         load_function(RewardSource(file=str(tmp_path / "reward.txt"), module="", function="main"))
+
+
+def test_a_package_that_is_not_installed_is_named(tmp_path):
+    (tmp_path / "reward.py").write_text("from no_such_package.parts import score\n")
+    with pytest.raises(
+        RewardError, match=r"failed to load \(it imports 'no_such_package', which is not installed; install"
+    ):
+        load_function(find_source(f"{tmp_path}/reward.py:score"))

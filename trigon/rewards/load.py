@@ -79,7 +79,7 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
         module = _run_file(source.file) if source.file else importlib.import_module(source.module)
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{source.file or source.module} failed to load:\n{trace}") from error
+        raise RewardError(f"{source.file or source.module} failed to load{_missing(error)}:\n{trace}") from error
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if source.function not in vars(module):
         near = nearest(source.function, known)
@@ -89,6 +89,14 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
     if not callable(function):
         raise RewardError(f"{source.where} is a {type(function).__name__}, not a function")
     return function, getattr(module, "REWARD_TYPE", None)
+
+
+def _missing(error: BaseException) -> str:
+    """Return the hint to install the package that an import did not find, or ""."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    package = error.name.partition(".")[0]
+    return f" (it imports {package!r}, which is not installed; install it with pip, or remove the import)"
 
 
 def _run_file(file: str) -> ModuleType:

@@ -1,1 +1,4 @@
-"""The shipped reward functions, each a module with a compute_score of the sequential contract."""
+"""The shipped reward functions: modules with a compute_score of the sequential contract.
+
+equivalence.py compares final answers for them, by notation.py, expression.py and values.py.
+"""

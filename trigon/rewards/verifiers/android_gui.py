@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trigon.errors import RewardError
+from trigon.rewards.verifiers.equivalence import ground_truth_text
 from trigon.rewards.verifiers.r1v import extract_answer, format_reward
 
 REWARD_TYPE = "sequential"
@@ -39,6 +41,7 @@ _SYNONYMS = {
 }
 """Synonyms of action kinds -> the kind used in comparisons."""
 
+_KIND_KEYS = ("action", "gt_action")
 _POSITION_KEYS = ("bbox", "box", "gt_bbox", "point", "coordinate", "coordinates", "position")
 _TEXT_KEYS = ("text", "input_text", "gt_input_text", "value", "direction")
 _NO_TEXT = ("", "no input text", "none", "null")  # values of datasets for actions without text
@@ -130,10 +133,19 @@ def read_action(answer: str) -> Action | None:
 
 
 def true_action(ground_truth: object, row: Mapping[str, Any]) -> Action | str:
-    """Return the action that a ground truth and its row describe, or the text of a word."""
+    """Return the action that a ground truth and its row describe, or the text of a word.
+
+    Raises: RewardError if a mapping has none of the keys of an action, or the ground truth is
+    empty.
+    """
     value = _parse_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
     kind = row.get("gt_action", "click")
     if isinstance(value, Mapping):
+        if not value.keys() & {*_KIND_KEYS, *_POSITION_KEYS, *_TEXT_KEYS}:
+            raise RewardError(
+                f"the ground truth {str(value)[:80]} has none of the keys of an action (action, bbox, point, text); "
+                "docs/rewards.md describes the ground truths of android_gui"
+            )
         return _parse_mapping(str(value.get("action", value.get("gt_action", kind))), value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         position = _parse_position(value)
@@ -141,7 +153,7 @@ def true_action(ground_truth: object, row: Mapping[str, Any]) -> Action | str:
             raise ValueError(f"the ground truth {ground_truth!r} is neither [x, y] nor [x1, y1, x2, y2]")
         has_position = position[0] >= 0  # GUI-R1 uses [-100, -100] for actions without a position
         return Action(_normalize_kind(str(kind)), position if has_position else None, _text(row.get("gt_input_text")))
-    return str(ground_truth)
+    return ground_truth_text(ground_truth)
 
 
 def is_at_position(action: Action, truth: Action, *, response_scale: float, truth_scale: float, radius: float) -> bool:

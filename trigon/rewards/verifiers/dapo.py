@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from trigon.rewards.verifiers.equivalence import ground_truth_text
+
 REWARD_TYPE = "sequential"
 
 _READ_CHARACTERS = 300
@@ -55,9 +57,13 @@ def compute_score(
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    """Return 1.0 if the last `Answer:` of the response equals the ground truth, else -1.0."""
+    """Return 1.0 if the last `Answer:` of the response equals the ground truth, else -1.0.
+
+    Raises: RewardError if the ground truth is not text or a number.
+    """
+    truth = normalize(ground_truth_text(ground_truth))
     answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response[-_READ_CHARACTERS:])
-    return 1.0 if answers and normalize(answers[-1]) == normalize(str(ground_truth)) else -1.0
+    return 1.0 if answers and normalize(answers[-1]) == truth else -1.0
 
 
 def overlong_punishment(response_length: int, max_response_length: int, overlong_buffer_length: int) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trigon.rewards.verifiers.math import is_same_answer, weighted
+from trigon.rewards.verifiers.equivalence import is_same_answer
+from trigon.rewards.verifiers.math import weighted
 from trigon.rewards.verifiers.r1v import extract_answer, format_reward, strip_tags
 
 REWARD_TYPE = "sequential"
@@ -39,12 +40,14 @@ def accuracy_reward(response: str, ground_truth: object) -> float:
     """Return 1.0 if the answer equals the ground truth without units, else 0.0.
 
     An empty answer is always wrong.
+    Raises: RewardError if the ground truth is not text or a number.
     """
+    truth = to_latex(strip_tags(ground_truth))
     answer = extract_answer(response)
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return 0.0
     answer = to_latex(answer)
-    return 1.0 if answer and is_same_answer(answer, to_latex(strip_tags(ground_truth))) else 0.0
+    return 1.0 if answer and is_same_answer(answer, truth) else 0.0
 
 
 def to_latex(value: str) -> str:

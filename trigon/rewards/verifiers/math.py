@@ -1,8 +1,7 @@
 r"""Mathematics in the format `<think> ... </think> ... \boxed{answer}`: 0.9 accuracy + 0.1 format.
 
-Final answers are compared by mathruler, which is only imported here. Follows the sequential
-contract. Completions are arbitrary text, so all searches here take time linear in its length; the
-comparison may hang in sympy.
+Final answers are compared by equivalence.py. Follows the sequential contract. Completions are
+arbitrary text, so all searches here take time linear in its length.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mathruler.grader import extract_boxed_content, grade_answer
+from trigon.rewards.verifiers.equivalence import extract_boxed, ground_truth_text, is_same_answer
 
 REWARD_TYPE = "sequential"
 
@@ -41,18 +40,16 @@ def format_reward(response: str) -> float:
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    r"""Return 1.0 if the content of the last \boxed{} equals the ground truth, else 0.0."""
-    if r"\boxed{" not in response:  # else mathruler returns "None", which could equal a ground truth
-        return 0.0
-    return 1.0 if is_same_answer(extract_boxed_content(response), ground_truth) else 0.0
+    r"""Return 1.0 if the content of the last \boxed{} equals the ground truth, else 0.0.
+
+    Raises: RewardError if the ground truth is not text or a number.
+    """
+    truth = ground_truth_text(ground_truth)
+    answer = extract_boxed(response)
+    return 1.0 if answer is not None and is_same_answer(answer, truth) else 0.0
 
 
 def weighted(accuracy: float, format_score: float, format_weight: float) -> dict[str, float]:
     """Return the parts, and overall = (1 - format_weight) * accuracy + format_weight * format."""
     overall = (1 - format_weight) * accuracy + format_weight * format_score
     return {"overall": overall, "format": format_score, "accuracy": accuracy}
-
-
-def is_same_answer(given: str, ground_truth: object) -> bool:
-    """Return whether two mathematical expressions are equal, as text or according to sympy."""
-    return bool(grade_answer(given, str(ground_truth)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trigon.rewards.verifiers.math import is_same_answer, weighted
+from trigon.rewards.verifiers.equivalence import ground_truth_text, is_same_answer
+from trigon.rewards.verifiers.math import weighted
 
 REWARD_TYPE = "sequential"
 
@@ -30,7 +31,10 @@ def format_reward(response: str) -> float:
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    """Return 1.0 if the final answer of the response equals the ground truth, else 0.0."""
+    """Return 1.0 if the final answer of the response equals the ground truth, else 0.0.
+
+    Raises: RewardError if the ground truth is not text or a number.
+    """
     return 1.0 if is_same_answer(extract_answer(response), strip_tags(ground_truth)) else 0.0
 
 
@@ -42,5 +46,8 @@ def extract_answer(response: str) -> str:
 
 
 def strip_tags(ground_truth: object) -> str:
-    """Return the ground truth as text without <answer> tags, which some datasets include."""
-    return extract_answer(str(ground_truth))
+    """Return the ground truth as text without <answer> tags, which some datasets include.
+
+    Raises: RewardError if the ground truth is not text or a number.
+    """
+    return extract_answer(ground_truth_text(ground_truth))

@@ -41,12 +41,16 @@ def compute_score(reward_input: dict[str, Any], format_weight: float = 0.1) -> d
 
 
 def accuracy_reward(response: str, ground_truth: object) -> float:
-    """Return 1.0 if the answer equals the ground truth, or one of a list of them, else 0.0."""
+    """Return 1.0 if the answer equals the ground truth, or one of a list of them, else 0.0.
+
+    Raises: RewardError if a ground truth is not text or a number.
+    """
+    listed = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
+    truths = [strip_tags(truth) for truth in listed]
     answer = extract_answer(response)
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return 0.0
-    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return 1.0 if any(is_same(answer, strip_tags(truth)) for truth in truths) else 0.0
+    return 1.0 if any(is_same(answer, truth) for truth in truths) else 0.0
 
 
 def is_same(answer: str, truth: str) -> bool:

@@ -1,0 +1,171 @@
+r"""Final answers of mathematics: extraction from `\boxed{}`, and comparison with the ground truth.
+
+An answer is right if it has the same text after normalization, or the same value. Verdicts are
+those of the answer checker of PRM800K (arXiv:2305.20050), which other projects use through
+mathruler, except where tests/unit/data/answers.json gives a reason. Text of a model is only parsed
+by our grammar (expression.py), never evaluated as Python, and every comparison is bounded in time:
+what is too complex is not equal.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from trigon.errors import RewardError
+from trigon.rewards.verifiers.expression import NotAnExpression, TooComplex
+from trigon.rewards.verifiers.notation import plain_form, short_form, without_name, without_unit
+from trigon.rewards.verifiers.values import is_equal
+
+MAX_ANSWER_CHARACTERS = 2000
+"""A longer answer is only right if it has the same text as the ground truth."""
+
+MAX_SET_ELEMENTS = 20
+_MAX_INTEGER_DIGITS = 400
+_INTEGER_TOLERANCE = Decimal("1e-7")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?")
+_FRACTION = re.compile(r"-?\d+\.?/0*[1-9]\d*\.?")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:$|\D))")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def extract_boxed(response: str) -> str | None:
+    r"""Return the content of the last \boxed{...}, or None if there is none or it is not closed."""
+    start = response.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for brace in re.finditer(r"[{}]", response[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return response[start : start + brace.start()].strip()
+    return None
+
+
+def ground_truth_text(ground_truth: object) -> str:
+    """Return a ground truth as text. Raises: RewardError if it is not text or a number."""
+    if isinstance(ground_truth, str | int | float):
+        return str(ground_truth)
+    kind = "empty" if ground_truth is None else f"a {type(ground_truth).__name__}"
+    text = repr(ground_truth)
+    raise RewardError(
+        f"the ground truth {text if len(text) <= 80 else text[:77] + '...'} is {kind}, expected text or a number; "
+        "set data.answer_key to the column that contains the final answer itself, or use a reward function of your own"
+    )
+
+
+def is_same_answer(answer: str, ground_truth: object) -> bool:
+    """Return whether two final answers are equal, as text or as mathematics.
+
+    Integers and simple fractions must be written out: 2+2 is not 4, and 2/4 is not 1/2.
+    Raises: RewardError as ground_truth_text.
+    """
+    truth = ground_truth_text(ground_truth)
+    if answer.strip() == truth.strip():
+        return True
+    if max(len(answer), len(truth)) > MAX_ANSWER_CHARACTERS:
+        return False
+    short_answer, short_truth = short_form(answer), short_form(truth)
+    if short_answer == short_truth:
+        return True
+    try:
+        if _is_same(plain_form(answer), plain_form(truth)):
+            return True
+        bare_answer, bare_truth = (without_name(without_unit(text).strip()) for text in (answer, truth))
+        return _is_same(plain_form(bare_answer), plain_form(bare_truth))
+    except TooComplex:
+        return False
+
+
+def _is_same(answer: str, truth: str) -> bool:
+    """Return whether two answers in plain form are equal. Raises: TooComplex."""
+    answer, truth = (_normalize_integer(text) for text in (answer, truth))
+    if not _without_braces(answer):  # only a unit, or only commands that are not known
+        return False
+    if _without_braces(answer) == _without_braces(truth):
+        return True
+    (answers, separators), (truths, true_separators) = _elements(answer), _elements(truth)
+    if separators != true_separators or (len(truths) > 1 and _brackets(answer) != _brackets(truth)):
+        return False
+    if len(truths) > 1 and _brackets(truth) == "{}":
+        return _is_same_set(answers, truths)
+    return all(map(_is_same_element, answers, truths))
+
+
+def _is_same_set(answers: list[str], truths: list[str]) -> bool:
+    """Return whether each element has an equal one that no other element equals."""
+    if len(truths) > MAX_SET_ELEMENTS:
+        raise TooComplex(f"a set of more than {MAX_SET_ELEMENTS} elements")
+    remaining = list(truths)
+    for answer in answers:
+        match = next((truth for truth in remaining if _is_same_element(answer, truth)), None)
+        if match is None:
+            return False
+        remaining.remove(match)
+    return True
+
+
+def _is_same_element(answer: str, truth: str) -> bool:
+    answer, truth = (_normalize_integer(_without_braces(text)) for text in (answer, truth))
+    if answer == truth:
+        return True
+    if _FRACTION.fullmatch(answer) and _FRACTION.fullmatch(truth):
+        return False  # a fraction that is not reduced is not accepted
+    if _is_integer(answer) != _is_integer(truth):
+        return False
+    try:
+        return is_equal(answer, truth)
+    except NotAnExpression:
+        return False
+
+
+def _elements(text: str) -> tuple[list[str], str]:
+    """Return the elements of a list, tuple, interval, set or matrix, and the separators.
+
+    ([text], "") for other texts.
+    """
+    text = _THOUSANDS.sub("", text)
+    inner = text[1:-1] if _brackets(text) else text
+    elements, separators, depth, start = [], "", 0, 0
+    for position, character in enumerate(inner):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if character in ",;" and depth == 0:
+            elements.append(inner[start:position])
+            separators += character
+            start = position + 1
+    return [*elements, inner[start:]], separators
+
+
+def _brackets(text: str) -> str:
+    """Return the brackets around a text, such as "(]", or "" if they do not enclose all of it."""
+    if len(text) < 3 or text[0] not in _OPENING or text[-1] not in _CLOSING:
+        return ""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth == 0:
+            return text[0] + text[-1] if position == len(text) - 1 else ""
+    return ""
+
+
+def _without_braces(text: str) -> str:
+    return text.replace("{", "").replace("}", "")
+
+
+def _is_integer(text: str) -> bool:
+    return re.fullmatch(r"-?\d+", _normalize_integer(text)) is not None
+
+
+def _normalize_integer(text: str) -> str:
+    """Return "1,234.0" as "1234", and text that is not an integer unchanged."""
+    number = _THOUSANDS.sub("", text)
+    if len(number) > _MAX_INTEGER_DIGITS or not _NUMBER.fullmatch(number):
+        return text
+    try:
+        value = Decimal(number)
+        integer = value.to_integral_value()
+        is_integer = abs(value - integer) <= _INTEGER_TOLERANCE
+    except InvalidOperation:  # more digits than the precision of the context
+        return text
+    return f"{integer:f}" if is_integer and integer != 0 else "0" if is_integer else text
