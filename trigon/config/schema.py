@@ -327,7 +327,9 @@ class FsdpConfig(Section):
     """Number formats of the policy, and its sharding over workers (FSDP)."""
 
     torch_dtype: Dtype | None = None
-    """Dtype in which weights are stored and updated; null: fp32."""
+    """Dtype in which weights are stored and updated; null: fp32.
+    bf16 needs less memory, and optim.strategy=adamw_bf16; fp16 cannot be trained. With LoRA both
+    are allowed, since its adapters are in fp32."""
 
     mp_param_dtype: Dtype = "bf16"
     """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""
