@@ -199,6 +199,36 @@ def test_another_optimizer_strategy_raises_an_error(tiny_model, saved):
         make_engine(tiny_model("qwen2"), strategy="adamw_bf16", dtype=torch.bfloat16).load_state(saved)
 
 
+def with_compensation(tensors: dict[str, Tensor]) -> None:
+    """Make the low bits what older versions saved in their place."""
+    for name in [name for name in tensors if name.endswith("/low_bits")]:
+        state = tensors.pop(name)
+        tensors[name.replace("/low_bits", "/compensation")] = torch.zeros_like(state, dtype=torch.bfloat16)
+
+
+def test_a_checkpoint_with_the_compensation_of_older_versions_is_resumed_with_a_warning(tiny_model, tmp_path):
+    options = {"strategy": "adamw_bf16", "dtype": torch.bfloat16}
+    folder = tiny_model("qwen2")
+    engine, other = make_engine(folder, **options), make_engine(folder, **options)
+    groups = to_train(make_rollouts(folder))
+    engine.step(groups)
+    engine.save_state(tmp_path, model_only=False)()
+    edit_file(tmp_path / "optimizer", with_compensation)
+    with pytest.warns(UserWarning, match="saved by an older version, in which .*adamw_bf16 lost small updates"):
+        other.load_state(tmp_path)
+    assert_equal_tensors(weights_of(other), weights_of(engine))
+    other.step(groups)
+    (tmp_path / "again").mkdir()
+    other.save_state(tmp_path / "again", model_only=False)()
+    states = tensors_in(tmp_path / "again" / "optimizer")
+    assert {name.rpartition("/")[2]: tensor.dtype for name, tensor in states.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.float32,
+        "low_bits": torch.int16,
+    }
+
+
 def test_a_checkpoint_of_weights_only_cannot_be_resumed(tiny_model, tmp_path):
     engine = make_engine(tiny_model("qwen2"))
     engine.save_state(tmp_path, model_only=True)()

@@ -307,8 +307,9 @@ class OptimConfig(Section):
     """Decoupled weight decay of matrices; vectors have none. Raising it keeps weights smaller."""
 
     strategy: OptimizerStrategy = "adamw"
-    """adamw: states in the dtype of the weights; adamw_bf16: bfloat16 weights, error-compensated.
-    adamw_bf16 keeps no float32 copy of the weights."""
+    """adamw: for fp32 weights; adamw_bf16: for bf16 weights, whose missing bits it keeps.
+    With adamw_bf16 weights are updated exactly as in fp32; gradients and first moments have 16
+    bits. 12 bytes per weight, with gradient and states, instead of 16."""
 
     lr_warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of all steps over which the learning rate rises to lr."""

@@ -13,6 +13,7 @@ state.py has the format of the tensor files.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from trigon.errors import CheckpointError
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.names import OptimizerStrategy
-from trigon.training.optim import state_dtype
+from trigon.training.optim import COMPENSATION, replace_compensation, state_dtype
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 
@@ -135,6 +136,16 @@ def _load_optimizer_tensors(
     for state_name, tensor in tensors.items():
         name, _, key = state_name.rpartition("/")
         optimizer.state[trainable[name]][key] = tensor
+    if any(state_name.endswith(f"/{COMPENSATION}") for state_name in tensors):
+        for parameter, state in optimizer.state.items():
+            replace_compensation(parameter, state)
+        if process_group.rank == 0:
+            warnings.warn(
+                f"{folder} was saved by an older version, in which worker.actor.optim.strategy=adamw_bf16 lost small "
+                "updates to rounding. Its weights are continued without that loss, so that the run will learn faster "
+                "than before at the same learning rate",
+                stacklevel=2,
+            )
 
 
 def _empty_optimizer_tensors(
