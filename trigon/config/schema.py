@@ -186,7 +186,7 @@ class AlgorithmConfig(Section):
     Raising it makes changes slower."""
 
     kl_target: float = Field(default=0.1, gt=0)
-    """Target of the adaptive weight: KL in nats per token.
+    """Target of the adaptive weight: mean over completions of the mean KL of their tokens, in nats.
     Raising it lets the policy move further."""
 
     online_filtering: bool = False
