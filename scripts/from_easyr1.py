@@ -185,6 +185,12 @@ DEFAULT_REASONS = {
 }
 """The reason of each default that differs from EasyR1's."""
 
+LIMITS = {
+    "worker.actor.fsdp.torch_dtype": "not `bf16` with `optim.strategy: adamw`, which would lose almost every update;"
+    " add `optim.strategy: adamw_bf16`, as EasyR1's own scripts do. Not `fp16`, unless LoRA is used",
+}
+"""Combinations of an option with others that are errors here."""
+
 
 def defaults() -> dict[str, Any]:
     """Return EasyR1's keys and their defaults, in its order. An empty section counts as a key."""
@@ -218,6 +224,7 @@ def status_of(key: str, default: Any) -> tuple[str, str]:
         assert inner, f"{key} is neither an option nor in config/legacy.py"
         return "same", "of " + ", ".join(f"`{name.removeprefix(key + '.')}`" for name in inner)
     unsupported = [f"not `{value}`: {why}" for (name, value), why in UNSUPPORTED_VALUES.items() if name == key]
+    unsupported += [LIMITS[key]] if key in LIMITS else []
     if not is_same_default(option, default):
         current = list(option.default) if isinstance(option.default, tuple) else option.default
         return f"default `{format_yaml(current)}`, not `{format_yaml(default)}`", "; ".join(

@@ -84,7 +84,7 @@ def prepare_groups(
         with phase("ref"):
             token_kl = kl_of_tokens(groups, settings.kl_in_reward, trainer, old=old, ref=ref)
         penalties = [[kl.coefficient * tokens for tokens in group] for group in token_kl]
-        mean_kl = mean_over_tokens(token_kl)
+        mean_kl = mean_over_completions(token_kl)
         metrics = {"actor/kl_penalty": mean_kl, "actor/kl_coef": Mean(kl.coefficient)}
         kl = kl.updated(mean_kl.value, sum(map(len, token_kl)))
     rewards = build_reward_batch(groups, settings, penalties=penalties, baselines=baselines)
@@ -172,10 +172,10 @@ def kl_of_tokens(
     ]
 
 
-def mean_over_tokens(numbers: Sequence[Sequence[Tensor]]) -> Mean:
-    """Return the mean over all tokens of all completions."""
-    every = torch.cat([tokens for row in numbers for tokens in row])
-    return Mean(float(every.sum()), float(every.numel()))
+def mean_over_completions(token_kl: Sequence[Sequence[Tensor]]) -> Mean:
+    """Return the mean over completions of the mean over each one's tokens, as EasyR1 does."""
+    means = torch.stack([tokens.mean() for group in token_kl for tokens in group])
+    return Mean(float(means.sum()), float(means.numel()))
 
 
 def build_train_groups(

@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.oracle import group_of, load_hugging_face, make_group, make_prompt, padded_logprobs
+from support.oracle import (
+    group_of,
+    load_hugging_face,
+    make_group,
+    make_prompt,
+    make_video_prompt,
+    padded_logprobs,
+)
 from trigon.data.packing import PackedRow, by_group, pack_rollouts
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.models.positions import prompt_positions
+from trigon.models.positions import positions_of
 from trigon.types import Prompt, RolloutGroup
 
 TEMPERATURE = 0.7
@@ -49,10 +56,7 @@ def make_groups(processors: Processors) -> list[RolloutGroup]:
 
 
 def pack(groups: Sequence[RolloutGroup], processors: Processors, max_tokens: int) -> list[PackedRow]:
-    def positions(prompt: Prompt) -> Tensor:
-        grid_thw = None if prompt.vision is None else prompt.vision.grid_thw
-        return prompt_positions(torch.tensor(prompt.token_ids), grid_thw, processors.family, processors.hf_config)
-
+    positions = positions_of(processors.family, processors.hf_config)
     return pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
 
 
@@ -149,6 +153,57 @@ def test_packed_equals_padded_exactly_in_float64(tiny_model: TinyModel, model_ty
     # transformers computes norms in float32 for every model dtype, which limits the precision of
     # gradients
     assert largest_relative_error(gradients_of(policy.model), gradients_of(oracle)) <= 1e-6
+
+
+def make_hard_groups(processors: Processors) -> dict[str, RolloutGroup]:
+    """Return groups at the edges of packing, positions and vision, by what is hard about them."""
+    added = processors.tokenizer.added_tokens_decoder.items()
+    special = [number for number, token in added if token.special and number not in processors.banned_token_ids]
+    assert len(special) > 5
+    groups = {
+        "one token, one token": make_group(make_prompt(processors, [], seed=1, words_before=1), [1], seed=11),
+        "one token, unlike lengths": make_group(
+            make_prompt(processors, [], seed=2, words_before=1), [1, 9, 1, 2], seed=12
+        ),
+        "special tokens": group_of(
+            make_prompt(processors, [], seed=3), [tuple(special), (*special[::-1], 5), (5, special[0], 6)]
+        ),
+    }
+    if processors.family.has_vision:
+        unlike = make_prompt(processors, [(4, 4), (12, 6), (4, 16)], seed=4)
+        adjacent = make_prompt(processors, [(6, 4), (4, 4), (4, 8)], seed=5, words_before=1, words_after_image=0)
+        groups["three images of unlike size"] = make_group(unlike, [1, 5], seed=14)
+        groups["adjacent images, first and last in the prompt"] = make_group(adjacent, [4, 1], seed=15)
+    if processors.family.video != "none":
+        # Its sides are longer than it lasts; otherwise transformers continues differently, see
+        # models/positions.py.
+        video = make_video_prompt(processors, (2, 10, 12), seconds=1.0, seed=6)
+        groups["video"] = make_group(video, [3, 1], seed=16)
+    return groups
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed_equals_padded_in_hard_cases_alone_and_in_one_row(tiny_model: TinyModel, model_type: str) -> None:
+    folder = tiny_model(model_type)
+    policy, processors = make_policy(folder)
+    cases = make_hard_groups(processors)
+    oracle = load_hugging_face(folder, torch.float32)
+    for name, group in cases.items():
+        expected_logprobs, expected_entropy = padded_scores(oracle, processors, [group])
+        logprobs, entropy = packed_scores(policy, processors, [group], ONE_ROW)
+        torch.testing.assert_close(flat(logprobs), expected_logprobs, atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(flat(entropy), expected_entropy, atol=1e-5, rtol=0, msg=name)
+
+    # Text, images and a video in one row.
+    groups = list(cases.values())
+    assert len(pack(groups, processors, ONE_ROW)) == 1
+    gradients = packed_gradients(policy, processors, groups, ONE_ROW)
+    expected_logprobs, expected_entropy = padded_scores(oracle, processors, groups)
+    some_loss(expected_logprobs, expected_entropy).backward()
+    assert largest_relative_error(gradients, gradients_of(oracle)) <= 1e-5
+    with torch.no_grad():
+        together, _ = packed_scores(policy, processors, groups, ONE_ROW)
+    torch.testing.assert_close(flat(together), expected_logprobs.detach(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -57,11 +57,17 @@ def padded_logprobs(
         tiles = patches.view(-1, side, side, 3, size, size).permute(0, 3, 1, 4, 2, 5)
         images = {"pixel_values": tiles.reshape(-1, 3, side * size, side * size).repeat(len(completions), 1, 1, 1)}
     elif prompt.vision is not None:
+        is_video = prompt.vision.kind == "video"
         images = {
-            "pixel_values": prompt.vision.pixel_values.repeat(len(completions), 1),
-            "image_grid_thw": prompt.vision.grid_thw.repeat(len(completions), 1),
-            "mm_token_type_ids": (token_ids == model.config.image_token_id).int(),
+            "pixel_values_videos" if is_video else "pixel_values": prompt.vision.pixel_values.repeat(
+                len(completions), 1
+            ),
+            f"{prompt.vision.kind}_grid_thw": prompt.vision.grid_thw.repeat(len(completions), 1),
+            "mm_token_type_ids": (token_ids == model.config.image_token_id).int()
+            + 2 * (token_ids == model.config.video_token_id).int(),
         }
+        if is_video and hasattr(model.config.vision_config, "tokens_per_second"):
+            images["second_per_grid_ts"] = torch.tensor(prompt.vision.temporal_patch_seconds).repeat(len(completions))
     logits = model(
         input_ids=token_ids,
         attention_mask=attention_mask,
@@ -80,13 +86,22 @@ def padded_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, seed: int) -> Prompt:
+def make_prompt(
+    processors: Processors,
+    grids: Sequence[tuple[int, int]],
+    *,
+    seed: int,
+    words_before: int = 6,
+    words_after_image: int = 3,
+) -> Prompt:
     """Return a prompt of random words and images of random pixels, with words in between.
 
     grids: (height, width) of each image, in patches.
+    words_after_image: after each image. If 0, families without m-RoPE, which do not need them, have
+    no tokens around an image either.
     """
     generator = torch.Generator().manual_seed(seed)
-    token_ids = random_words(6, generator)
+    token_ids = random_words(words_before, generator)
     vision = None
     if grids:
         family, config = processors.family, processors.hf_config
@@ -101,8 +116,10 @@ def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, see
         begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
         for time, height, width in sizes:
             tokens = time * height * width // family.spatial_merge(config) ** 2
-            token_ids += [begin, *[family.image_token_id(config)] * tokens, end]
-            token_ids += random_words(3, generator)
+            placeholders = [family.image_token_id(config)] * tokens
+            bare = family.rope == "1d" and words_after_image == 0
+            token_ids += placeholders if bare else [begin, *placeholders, end]
+            token_ids += random_words(words_after_image, generator)
         patches = sum(time * height * width for time, height, width in sizes)
         vision = Vision(
             pixel_values=torch.randn(patches, family.values_per_patch(config), generator=generator),
@@ -117,6 +134,39 @@ def make_prompt(processors: Processors, grids: Sequence[tuple[int, int]], *, see
         ground_truth=None,
         row={},
         image_refs=tuple("" for _ in grids),
+    )
+
+
+def make_video_prompt(processors: Processors, grid: tuple[int, int, int], *, seconds: float, seed: int) -> Prompt:
+    """Return a prompt of random words and a video of random pixels.
+
+    grid: (time, height, width) in patches. seconds: covered by each of its temporal patches.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    family, config = processors.family, processors.hf_config
+    begin, end = processors.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    time, height, width = grid
+    tokens = [family.video_token_id(config)] * (height * width // family.spatial_merge(config) ** 2)
+    token_ids = random_words(4, generator)
+    if family.video == "timestamps":
+        for _ in range(time):
+            token_ids += [*random_words(2, generator), begin, *tokens, end]
+    else:
+        token_ids += [begin, *tokens * time, end]
+    return Prompt(
+        prompt_id=f"test:{seed}",
+        token_ids=(*token_ids, *random_words(2, generator)),
+        vision=Vision(
+            pixel_values=torch.randn(time * height * width, family.values_per_patch(config), generator=generator),
+            grid_thw=torch.tensor([grid]),
+            hashes=(f"{seed}/video",),
+            kind="video",
+            temporal_patch_seconds=(seconds,),
+        ),
+        text="",
+        ground_truth=None,
+        row={},
+        image_refs=(),
     )
 
 

@@ -105,6 +105,20 @@ def test_gdpo_distinguishes_parts_with_equal_sums():
     assert row[0] > row[1]
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.1, 1e-3])
+def test_gdpo_gives_exactly_zero_where_the_parts_cancel(ratio):
+    # Both parts normalize to the same numbers with opposite signs, up to STD_EPSILON and rounding.
+    # What that leaves must not be scaled up, neither alone nor beside a group that differs.
+    cancelled = [1.0, 0.0, 0.0, 1.0, 0.0], [ratio * part for part in (0.0, 1.0, 1.0, 0.0, 1.0)]
+    other = [1.0, 0.0, 0.0, 0.0, 0.0], [ratio * part for part in (1.0, 0.0, 0.0, 1.0, 0.0)]
+    parts = {"accuracy": [cancelled[0]] * 2, "format": [cancelled[1]] * 2}
+    assert completion_advantages([[1.0] * 5] * 2, "gdpo", parts=parts) == [[0.0] * 5] * 2
+    parts = {"accuracy": [cancelled[0], other[0]], "format": [cancelled[1], other[1]]}
+    found = completion_advantages([[1.0] * 5] * 2, "gdpo", parts=parts)
+    assert found[0] == [0.0] * 5
+    assert max(found[1]) > 1
+
+
 def test_reinforce_plus_plus_whitens_all_tokens_of_the_batch_together():
     # returns 1 1 | 3: mean 5/3, squares (4 + 4 + 16) / 9, unbiased variance 4/3
     mean, std = 5 / 3, math.sqrt(4 / 3)

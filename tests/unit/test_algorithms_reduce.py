@@ -39,6 +39,24 @@ def test_sequence_averaging_is_the_mean_of_sequence_means():
     assert loss.item() == pytest.approx((2.5 + 5.5) / 2)
 
 
+@pytest.mark.parametrize(
+    ("averaging", "weights"),
+    [
+        ("token", [1 / 20] * 4),
+        ("seq", [1 / 40, 1 / 8, 1 / 24, 1 / 8]),  # as in docs/algorithms.md
+        ("seq_fixed", [1 / 32] * 4),
+    ],
+)
+def test_the_weight_of_a_token_by_hand(averaging, weights):
+    lengths = torch.tensor([10, 2, 6, 2])
+    index = torch.arange(4).repeat_interleave(lengths)
+    values = torch.zeros(20, requires_grad=True)
+    reduce_loss(
+        values, torch.ones(20), index, 4, averaging=averaging, fixed_length=8, denominators=Denominators(20, 4)
+    ).backward()
+    assert values.grad.tolist() == pytest.approx(torch.tensor(weights)[index].tolist())
+
+
 @pytest.mark.parametrize("averaging", ["token", "seq", "seq_fixed"])
 def test_micro_batching_does_not_change_the_gradient(averaging):
     generator = torch.Generator().manual_seed(0)

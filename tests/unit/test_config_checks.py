@@ -206,6 +206,40 @@ def test_conflicting_kl_and_sampling_options_give_warnings():
     assert "cut to the most likely tokens" in warnings("worker.rollout.top_k=20")[0]
 
 
+# -- number formats --------------------------------------------------------------------------------
+
+BF16 = "worker.actor.fsdp.torch_dtype=bf16"
+FP16 = "worker.actor.fsdp.torch_dtype=fp16"
+ADAMW_BF16 = "worker.actor.optim.strategy=adamw_bf16"
+
+
+def test_adamw_does_not_train_bf16_weights():
+    assert problem(BF16) == (
+        "worker.actor.fsdp.torch_dtype is bf16 with worker.actor.optim.strategy=adamw, which rounds almost every "
+        "update to nothing: near 1, numbers in bf16 are 0.004 apart, and an update moves a weight by about the "
+        "learning rate, 1e-06; set worker.actor.optim.strategy=adamw_bf16, which keeps the bits that bf16 lacks, or "
+        "worker.actor.fsdp.torch_dtype=fp32"
+    )
+    assert warnings(BF16, ADAMW_BF16) == ()
+    assert warnings("worker.actor.fsdp.torch_dtype=fp32") == ()
+
+
+def test_no_strategy_trains_fp16_weights():
+    for overrides in ((FP16,), (FP16, ADAMW_BF16)):
+        message = problem(*overrides)
+        assert message.startswith("worker.actor.fsdp.torch_dtype is fp16, which no optimizer strategy can train")
+        assert message.endswith(
+            "set worker.actor.fsdp.torch_dtype=bf16 worker.actor.optim.strategy=adamw_bf16, or "
+            "worker.actor.fsdp.torch_dtype=fp32"
+        )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_weights_that_are_not_trained_may_have_16_bits(dtype):
+    assert warnings(dtype, "worker.actor.model.lora.rank=8") == ()  # the adapters are in float32
+    assert warnings(dtype, "trainer.val_only=true") == ()
+
+
 # -- algorithms ------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,39 @@ def test_equal_logits_by_hand() -> None:
     assert scores.entropy.tolist() == pytest.approx([math.log(4)])
 
 
+def peaked_logits() -> Tensor:
+    """Return exact float32 logits up to 1000, of distributions with entropies from 0.1 to 1e-6."""
+    generator = torch.Generator().manual_seed(0)
+    gaps = torch.tensor([4.0, 6.0, 8.0, 12.0, 16.0, 20.0])[:, None]
+    logits = 4 * torch.rand(6, VOCABULARY, generator=generator) - gaps
+    logits[:, 5] = 0.0
+    return torch.cat([logits + size for size in (-1000.0, 0.0, 100.0, 1000.0)])
+
+
+@pytest.mark.parametrize("quantity", ["logprobs", "entropy"])
+def test_large_logits_do_not_change_the_precision_of_values_and_gradients(quantity: str) -> None:
+    logits = peaked_logits()
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        states = logits.to(dtype).requires_grad_()  # with the identity as head these are the logits
+        scores = token_logprobs(
+            states,
+            torch.eye(VOCABULARY, dtype=dtype),
+            torch.full((len(logits),), 5 if quantity == "entropy" else 3),
+            temperature=1.0,
+            banned_token_ids=BANNED,
+            chunk_tokens=5,
+            entropy_gradient=True,
+        )
+        value = getattr(scores, quantity)
+        (gradient,) = torch.autograd.grad(value.sum(), states)
+        results.append((value.detach().double(), gradient.double()))
+    (value, gradient), (expected, expected_gradient) = results
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+    error = (gradient - expected_gradient).norm(dim=1) / expected_gradient.norm(dim=1)
+    assert float(error.max()) < 1e-5
+
+
 def test_entropy_has_a_gradient_only_with_entropy_gradient() -> None:
     states, weight = inputs(torch.float32)
     scores = token_logprobs(

@@ -4,6 +4,7 @@ advantages, masks.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -22,11 +23,14 @@ from support.fake_runs import (
     rollouts_of,
     sometimes_crashing,
 )
+from support.oracle import group_of
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.errors import RewardError
 from trigon.loop import train
-from trigon.train_groups import kl_of_tokens, mean_over_tokens
+from trigon.metrics import values
+from trigon.train_groups import kl_of_tokens, prepare_groups
 from trigon.training.fake import FakeTrainEngine
+from trigon.types import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +129,40 @@ def test_a_kl_in_the_reward_is_subtracted_before_advantages(parts, tmp_path):
     assert line["critic/score/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 12)
 
 
-def test_kl_is_per_token_and_averaged_over_all_tokens():
+def test_kl_is_per_token():
     old = [[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]]
     ref = [[torch.tensor([-1.5, -2.0]), torch.tensor([-2.0])]]
     kl = kl_of_tokens([], "kl", FakeTrainEngine(), old=old, ref=ref)
     assert [[tokens.tolist() for tokens in row] for row in kl] == [[[0.5, 0.0], [-1.0]]]
-    mean = mean_over_tokens(kl)
-    assert (mean.total, mean.count) == (-0.5, 3.0)
+
+
+class ShortReference:
+    """A reference from which completions of one token have a KL of 1 (k1), and others of 0."""
+
+    def logprobs(self, groups):
+        lengths = [[len(rollout.completion.token_ids) for rollout in group.rollouts] for group in groups]
+        return [[torch.full((length,), -2.0 if length == 1 else -1.0) for length in row] for row in lengths]
+
+
+@contextmanager
+def untimed(name, *, total=None):
+    yield lambda count: None
+
+
+def test_the_kl_of_a_step_is_the_mean_over_its_completions_whatever_their_length():
+    prompt = Prompt("test:0", (5, 6), None, "", None, {}, ())
+    prepared = prepare_groups(
+        [group_of(prompt, [(7,), (8,) * 99])],
+        replace(ADVANTAGES, kl_in_reward="kl"),
+        trainer=FakeTrainEngine(),
+        reference=ShortReference(),
+        needs_old_logprobs=True,
+        kl=AdaptiveKl(coefficient=0.1, target=0.4, horizon=10.0),
+        baselines=None,
+        phase=untimed,
+    )
+    assert values(prepared.metrics)["actor/kl_penalty"] == 0.5  # over all tokens it would be 0.01
+    assert prepared.kl.coefficient == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # 0.5 is above the target
 
 
 def test_cut_completions_do_not_train_but_count_in_their_group(parts, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trigon.training.optim import Schedule, make_optimizer
+from trigon.training.optim import Schedule, make_optimizer, upgrade_state
 
 
 def test_warm_up_starts_above_zero_and_reaches_the_peak():
@@ -71,14 +71,115 @@ def test_bf16_adamw_equals_adamw_in_float32():
     )
 
 
+def start_weights():
+    """Return 0 and numbers of both signs from 1e-30 to 100, in float32, that bfloat16 has too."""
+    sizes = torch.logspace(-30, 2, 63)
+    return torch.cat([torch.zeros(2), sizes, -sizes]).bfloat16().float().reshape(8, 16)
+
+
+def gradients(updates):
+    """Yield gradients with a direction, and noise, as in training."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(8, 16, generator=generator)
+    for _ in range(updates):
+        yield (direction + torch.randn(8, 16, generator=generator)).bfloat16()
+
+
+def bf16_optimizer(parameter, learning_rate, weight_decay=0.0):
+    return make_optimizer(
+        [parameter],
+        strategy="adamw_bf16",
+        learning_rate=learning_rate,
+        betas=(0.9, 0.999),
+        weight_decay=weight_decay,
+    )
+
+
+def float32_weight(parameter, optimizer):
+    """Return the weight that parameter and low bits are two halves of."""
+    high, low = parameter.detach().view(torch.int16).int(), optimizer.state[parameter]["low_bits"].int()
+    return ((high << 16) + low).view(torch.float32)
+
+
+@pytest.mark.parametrize("learning_rate", [1e-6, 1e-3])
+def test_bf16_adamw_updates_weights_as_float32_bit_for_bit(learning_rate):
+    exact = nn.Parameter(start_weights())
+    parameter = nn.Parameter(start_weights().bfloat16())
+    options = {"lr": learning_rate, "betas": (0.9, 0.999), "weight_decay": 0.01}
+    reference = torch.optim.AdamW([exact], foreach=False, fused=False, **options)
+    optimizer = bf16_optimizer(parameter, learning_rate, weight_decay=0.01)
+    for update, gradient in enumerate(gradients(3000)):
+        parameter.grad, exact.grad = gradient.clone(), gradient.float()
+        optimizer.step()
+        reference.step()
+        first = reference.state[exact]["exp_avg"]
+        first.copy_(first.bfloat16())  # the only state with less than float32
+        if update % 100 == 99:
+            assert torch.equal(float32_weight(parameter, optimizer), exact.detach()), update
+    spacing = torch.maximum(exact.abs() * 2**-7, torch.tensor(1e-38))
+    assert ((parameter.float() - exact).abs() <= spacing / 2).all()
+    assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], reference.state[exact]["exp_avg_sq"])
+
+
+def test_bf16_adamw_moves_weights_of_every_size_as_far_as_adamw_in_float32():
+    start = torch.logspace(-3, 1, 8).bfloat16()[:, None].repeat(1, 16)
+    exact, parameter = nn.Parameter(start.float()), nn.Parameter(start.clone())
+    options = {"learning_rate": 1e-6, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    reference = make_optimizer([exact], strategy="adamw", **options)
+    optimizer = bf16_optimizer(parameter, 1e-6)
+    for gradient in gradients(3000):
+        parameter.grad, exact.grad = gradient.clone(), gradient.float()
+        optimizer.step()
+        reference.step()
+    way, kept = exact.detach() - start.float(), float32_weight(parameter, optimizer) - start.float()
+    share = (kept * way).sum(1) / way.square().sum(1)
+    torch.testing.assert_close(share, torch.ones(8), rtol=0, atol=2e-3)
+
+
 def test_bf16_adamw_keeps_updates_that_bfloat16_would_round_away():
     # An update of 1e-4 is less than half a unit in the last place of a bfloat16 near 1: each would
     # be rounded to 0.
     parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = make_optimizer(
-        [parameter], strategy="adamw_bf16", learning_rate=1e-4, betas=(0.9, 0.999), weight_decay=0.0
-    )
+    optimizer = bf16_optimizer(parameter, 1e-4)
     for _ in range(200):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    torch.testing.assert_close(parameter.detach().float(), torch.full((4, 4), 0.98), rtol=0, atol=0.004)
+    torch.testing.assert_close(float32_weight(parameter, optimizer), torch.full((4, 4), 0.98), rtol=0, atol=3e-4)
+    assert torch.equal(parameter.detach(), torch.full((4, 4), 0.98, dtype=torch.bfloat16))
+
+
+def test_bf16_adamw_does_not_hide_a_weight_that_is_not_a_number():
+    # This nan, which GPUs compute, would become -0.0 if its bits were rounded like those of a
+    # number.
+    nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = bf16_optimizer(parameter, 1e-3)
+    for gradient in (torch.zeros(1), nan):
+        parameter.grad = gradient.bfloat16()
+        optimizer.step()
+    assert parameter.isnan().all()
+    upgrade_state(parameter, {"exp_avg_sq": torch.zeros(1), "compensation": nan})
+    assert parameter.isnan().all()
+
+
+def test_the_compensation_of_older_checkpoints_becomes_low_bits():
+    parameter = nn.Parameter(torch.tensor([1.0, -0.5, 0.0], dtype=torch.bfloat16))
+    optimizer = bf16_optimizer(parameter, 1e-3)
+    state = optimizer.state[parameter]
+    state["exp_avg_sq"] = torch.zeros(3)
+    state["compensation"] = torch.tensor([-0.0009765625, 0.0009765625, 1e-5], dtype=torch.bfloat16)
+    expected = parameter.detach().float() + state["compensation"].float()
+    upgrade_state(parameter, state)
+    assert list(state) == ["exp_avg_sq", "low_bits"]
+    assert torch.equal(float32_weight(parameter, optimizer), expected)
+
+
+def test_bf16_adamw_keeps_no_low_bits_of_float32_parameters():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = bf16_optimizer(parameter, 1e-3)
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert list(optimizer.state[parameter]) == ["step", "exp_avg", "exp_avg_sq"]
+    optimizer.state[parameter]["compensation"] = torch.zeros(2, 2)
+    upgrade_state(parameter, optimizer.state[parameter])
+    assert list(optimizer.state[parameter]) == ["step", "exp_avg", "exp_avg_sq"]

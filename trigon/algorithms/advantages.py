@@ -6,7 +6,7 @@ the reward, a token is credited with the rewards that follow it.
 
 A group of equal rewards gets exactly zero from every estimator that compares within groups.
 Equality is tested on the rewards: in float32 the mean and standard deviation of equal numbers are
-rounded, and their quotient can reach 0.2. docs/algorithms.md has a section for each estimator.
+rounded, and their quotient can reach 0.3. docs/algorithms.md has a section for each estimator.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from trigon.names import SINGLE_COMPLETION_ESTIMATORS, AdvantageEstimator
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
+ROUNDING = 1e-6
+"""Bound on the relative rounding error of a normalized reward in float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,14 +186,19 @@ def decoupled_parts(parts: Mapping[str, Tensor], valid: Tensor, weights: Mapping
     """Return the weighted sum of the parts, normalized per group and then over the batch.
 
     Each part is normalized in its group before the sum: otherwise different parts with equal sums
-    would get equal advantages. GDPO (arXiv:2601.05242).
+    would get equal advantages. Parts that cancel give exactly zero. GDPO (arXiv:2601.05242).
     Args: parts: {name: [G, N] float}; weights: by name, None: 1 each. Returns: [G, N] float32.
     """
     weight_of_part = dict.fromkeys(parts, 1.0) if weights is None else weights
-    total = torch.zeros(valid.shape)
+    total, leftover = torch.zeros(valid.shape), torch.zeros(valid.shape)
     for name, weight in weight_of_part.items():
-        total = total + weight * group_relative(parts[name], valid)
-    return divide_by_batch_std(total, valid)
+        part = weight * group_relative(parts[name], valid)
+        total = total + part
+        # STD_EPSILON scales parts of different spread differently, and float32 rounds.
+        error = (STD_EPSILON / _group_std(parts[name], valid)).clamp(max=0.5) + ROUNDING
+        leftover = leftover + part.abs() * error
+    # The batch's standard deviation would scale up what is left of parts that cancel.
+    return divide_by_batch_std(torch.where(total.abs() > leftover, total, 0.0), valid)
 
 
 # -- one advantage per token -----------------------------------------------------------------------

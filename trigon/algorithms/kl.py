@@ -48,7 +48,8 @@ def _exp_with_tangent(x: Tensor) -> Tensor:
 class AdaptiveKl:
     """A KL coefficient that follows a target (arXiv:1909.08593, section 2.2).
 
-    target: KL in nats per token. horizon: in completions; 0 keeps the coefficient fixed.
+    target: of the KL that updated gets, in nats.
+    horizon: in completions; 0 keeps the coefficient fixed.
     """
 
     coefficient: float
@@ -58,7 +59,9 @@ class AdaptiveKl:
     def updated(self, kl: float, num_sequences: int) -> AdaptiveKl:
         """Return the controller after a step.
 
-        Args: kl: mean over all tokens of the step, in nats; num_sequences: completions of the step.
+        Args:
+            kl: mean over the step's completions of each one's mean over its tokens, in nats.
+            num_sequences: completions of the step.
         """
         if self.horizon == 0 or not math.isfinite(kl):
             return self

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import assert_never
 
+from trigon.config.defaults import resolve_weight_dtype
 from trigon.config.paths import DATASET_SUFFIXES, is_inline_template, local_path, split_dataset
 from trigon.config.plan import (
     context_length,
@@ -40,6 +42,7 @@ def check_config(config: Config) -> tuple[str, ...]:
         [
             *_check_devices(config),
             *_check_numbers(config),
+            *_check_optimizer(config),
             *_check_algorithm(config),
             *_check_lengths(config),
             *_check_required(config),
@@ -109,6 +112,33 @@ def _check_numbers(config: Config) -> list[str]:
             "lower the first or raise the second"
         )
     return problems
+
+
+def _check_optimizer(config: Config) -> list[str]:
+    """Return a problem if updates would be lost to the rounding of 16-bit weights."""
+    actor, dtype = config.worker.actor, resolve_weight_dtype(config)
+    # Adapters are in float32, whatever the dtype of the weights.
+    if dtype == "fp32" or actor.model.lora.rank > 0 or config.trainer.val_only:
+        return []
+    problem = f"worker.actor.fsdp.torch_dtype is {dtype}"
+    match dtype:
+        case "fp16":
+            return [
+                f"{problem}, which no optimizer strategy can train: almost every update is rounded to nothing; set "
+                "worker.actor.fsdp.torch_dtype=bf16 worker.actor.optim.strategy=adamw_bf16, or "
+                "worker.actor.fsdp.torch_dtype=fp32"
+            ]
+        case "bf16" if actor.optim.strategy == "adamw":
+            return [
+                f"{problem} with worker.actor.optim.strategy=adamw, which rounds almost every update to nothing: near "
+                "1, numbers in bf16 are 0.004 apart, and an update moves a weight by about the learning rate, "
+                f"{actor.optim.lr:g}; set worker.actor.optim.strategy=adamw_bf16, which keeps the bits that bf16 "
+                "lacks, or worker.actor.fsdp.torch_dtype=fp32"
+            ]
+        case "bf16":
+            return []
+        case _:
+            assert_never(dtype)
 
 
 def _check_algorithm(config: Config) -> list[str]:

@@ -185,7 +185,7 @@ class AlgorithmConfig(Section):
     Raising it makes changes slower."""
 
     kl_target: float = Field(default=0.1, gt=0)
-    """Target of the adaptive weight: KL in nats per token.
+    """Target of the adaptive weight: mean over completions of the mean KL of their tokens, in nats.
     Raising it lets the policy move further."""
 
     online_filtering: bool = False
@@ -306,8 +306,9 @@ class OptimConfig(Section):
     """Decoupled weight decay of matrices; vectors have none. Raising it keeps weights smaller."""
 
     strategy: OptimizerStrategy = "adamw"
-    """adamw: states in the dtype of the weights; adamw_bf16: bfloat16 weights, error-compensated.
-    adamw_bf16 keeps no float32 copy of the weights."""
+    """adamw: for fp32 weights; adamw_bf16: for bf16 weights, whose missing bits it keeps.
+    With adamw_bf16 weights are updated exactly as in fp32; gradients and first moments have 16
+    bits. 12 bytes per weight, with gradient and states, instead of 16."""
 
     lr_warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of all steps over which the learning rate rises to lr."""
@@ -326,7 +327,9 @@ class FsdpConfig(Section):
     """Number formats of the policy, and its sharding over workers (FSDP)."""
 
     torch_dtype: DtypeOption | None = None
-    """Dtype in which weights are stored and updated; null: fp32."""
+    """Dtype in which weights are stored and updated; null: fp32.
+    bf16 needs less memory, and optim.strategy=adamw_bf16; fp16 cannot be trained. With LoRA both
+    are allowed, since its adapters are in fp32."""
 
     mp_param_dtype: DtypeOption = "bf16"
     """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""

@@ -7,8 +7,8 @@ The only shift by one of the package is here:
     predicting b0 b1 b2          p2           b0 b1           by the last state of the prompt.
 
 Logits are computed in chunks of rows: of the [S, V] table only one chunk exists at a time, in the
-forward and, recomputed, in the backward. Between them only the log-sum-exp and the entropy of each
-token are kept. This module does not depend on models or losses.
+forward and, recomputed, in the backward. Between them three numbers per token are kept. This module
+does not depend on models or losses.
 """
 
 from __future__ import annotations
@@ -139,20 +139,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = _float32_or_wider(states)
-        logprobs, entropy, lse = (torch.empty(len(states), dtype=dtype, device=states.device) for _ in range(3))
+        logprobs, top, total, mean_gap = (torch.empty(len(states), dtype=dtype, device=states.device) for _ in range(4))
         head = weight.to(settings.product_dtype)
         buffer, second_buffer = _logits_buffer(states, head, settings), _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             logits = _logits(states[rows], head, banned, settings, buffer)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0]
-            top = logits.amax(1)
-            unnormalized = torch.sub(logits, top[:, None], out=second_buffer[: len(logits)]).exp_()
-            total = unnormalized.sum(1)
-            lse[rows] = top + total.log()
-            logits[:, banned] = 0.0  # their term below is 0 * logit; 0 * -inf would be nan
-            entropy[rows] = lse[rows] - unnormalized.mul_(logits).sum(1) / total
-        logprobs -= lse
-        ctx.save_for_backward(states, weight, targets, banned, lse, entropy)
+            top[rows] = logits.amax(1)
+            # With a gap z_j = logit_j - top, p_j = exp(z_j) / total. The size of the logits then
+            # does not matter: log p_j = z_j - log(total), entropy = log(total) - sum(p_j z_j).
+            gaps = logits.sub_(top[rows, None])
+            logprobs[rows] = gaps.gather(1, targets[rows, None])[:, 0]
+            unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
+            total[rows] = unnormalized.sum(1)
+            gaps[:, banned] = 0.0  # their term below is 0 * gap; 0 * -inf would be nan
+            mean_gap[rows] = unnormalized.mul_(gaps).sum(1) / total[rows]
+        log_total = total.log()
+        logprobs -= log_total
+        entropy = log_total - mean_gap
+        ctx.save_for_backward(states, weight, targets, banned, top, total, mean_gap)
         ctx.settings, ctx.entropy_gradient = settings, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -160,7 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, targets, banned, lse, entropy = ctx.saved_tensors
+        states, weight, targets, banned, top, total, mean_gap = ctx.saved_tensors
         grad_logprobs, grad_entropy = gradients
         settings: _Settings = ctx.settings
         head = weight.to(settings.product_dtype)
@@ -168,15 +172,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         buffer, second_buffer = _logits_buffer(states, head, settings), _logits_buffer(states, head, settings)
         for rows in _chunks(len(states), settings.chunk_tokens):
             # d logprob / d logit_j = [j is the target] - p_j
-            # d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p = _logits(states[rows], head, banned, settings, buffer).sub_(lse[rows, None])
-            probability = torch.exp(log_p, out=second_buffer[: len(log_p)])
+            # d entropy / d logit_j = -p_j (log p_j + entropy) = -p_j (z_j - mean of z under p)
+            gaps = _logits(states[rows], head, banned, settings, buffer).sub_(top[rows, None])
+            unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
+            per_logprob = (grad_logprobs[rows] / total[rows])[:, None]
             if ctx.entropy_gradient:
-                log_p[:, banned] = 0.0  # not 0 * -inf, as above
-                factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprobs[rows, None])
-                grad_logits = probability.mul_(factor)
+                gaps[:, banned] = 0.0  # not 0 * -inf, as above
+                per_entropy = (grad_entropy[rows] / total[rows])[:, None]
+                factor = gaps.sub_(mean_gap[rows, None]).mul_(-per_entropy).sub_(per_logprob)
+                grad_logits = unnormalized.mul_(factor)
             else:
-                grad_logits = probability.mul_(-grad_logprobs[rows, None])
+                grad_logits = unnormalized.mul_(-per_logprob)
             grad_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
             _accumulate_gradients(grad_logits, states, head, rows, settings, grad_states, grad_weight)
         return (

@@ -16,6 +16,12 @@ from torch.optim import Optimizer
 
 from trigon.names import LearningRateSchedule, OptimizerStrategy
 
+LOW_BITS = "low_bits"
+"""State of adamw_bf16: the bits by which a bfloat16 weight differs from its float32 value."""
+
+COMPENSATION = "compensation"
+"""State of adamw_bf16 in older checkpoints, in place of the low bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -90,25 +96,32 @@ def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
     """Return the bytes of the optimizer states of one parameter."""
     match strategy:
         case "adamw":
-            return parameter.numel() * 2 * parameter.element_size()
+            each = 2 * parameter.element_size()
         case "adamw_bf16":
-            return parameter.numel() * (2 * parameter.element_size() + 4)
+            each = parameter.element_size() + 4 + (2 if parameter.dtype == torch.bfloat16 else 0)
         case _:
             assert_never(strategy)
+    return parameter.numel() * each
 
 
 def state_dtype(parameter: Tensor, key: str, strategy: OptimizerStrategy) -> torch.dtype:
     """Return the dtype of one optimizer state of a parameter. key: its name, such as "exp_avg"."""
-    return torch.float32 if strategy == "adamw_bf16" and key == "exp_avg_sq" else parameter.dtype
+    if strategy == "adamw_bf16" and key == "exp_avg_sq":
+        return torch.float32
+    return torch.int16 if key == LOW_BITS else parameter.dtype
 
 
 class AdamWBf16(Optimizer):
-    """AdamW for bfloat16 parameters, without float32 master weights.
+    """AdamW that trains bfloat16 parameters as if they were float32.
 
-    The rounding error of each update is stored per parameter and added to the next update (Kahan
-    summation). The second moment is in float32: with beta2 = 0.999 its increments are below the
-    resolution of bfloat16. Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2
-    (compensation) bytes per parameter, plus the gradient.
+    Each weight is a float32 number in two halves: the parameter holds it rounded to bfloat16, and
+    the state "low_bits" (int16) what was rounded away, so that no update is lost. Weights are those
+    of torch.optim.AdamW on float32 weights, bit for bit, if its first moment is rounded to bfloat16
+    after each update. The second moment is in float32: with beta2 = 0.999 its increments are below
+    the resolution of bfloat16. Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2 (low
+    bits) bytes per parameter, plus the gradient.
+
+    Parameters in float32, such as adapters, have both moments in float32 and no low bits.
     """
 
     def __init__(
@@ -136,19 +149,65 @@ class AdamWBf16(Optimizer):
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["compensation"] = torch.zeros_like(parameter)
+            if parameter.dtype == torch.bfloat16:
+                state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        # All operations are elementwise, so each rank updates its local shard.
-        weight, gradient = on_this_rank(parameter), on_this_rank(gradient).float()
+        # All operations are elementwise, so each rank updates its local shard. They are those of
+        # torch.optim.AdamW(foreach=False), in its order, so that both round alike.
+        gradient = on_this_rank(gradient).float()
         first, second = on_this_rank(state["exp_avg"]), on_this_rank(state["exp_avg_sq"])
-        compensation = on_this_rank(state["compensation"])
-        mean = first.float().lerp(gradient, 1 - beta1)
+        weight = _join(parameter, state)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        mean = first.float().lerp_(gradient, 1 - beta1)  # first itself, if it is in float32
         first.copy_(mean)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = mean.div_(1 - beta1**step).div_(scale).add_(weight.float(), alpha=group["weight_decay"])
-        change = compensation.float().sub(update, alpha=group["lr"])
-        before = weight.to(torch.float32, copy=True)
-        weight.copy_(before + change)
-        compensation.copy_(change - (weight.float() - before))
+        scale = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
+        weight.addcdiv_(mean, scale, value=-(group["lr"] / (1 - beta1**step)))
+        _split(weight, parameter, state)
+
+
+@torch.no_grad()
+def upgrade_state(parameter: Tensor, state: dict[str, Tensor]) -> None:
+    """Make the state of an older checkpoint one of AdamWBf16, without losing precision.
+
+    Older versions of AdamWBf16 had a "compensation" in place of the low bits, a bfloat16 number to
+    be added to the weight. AdamW on bfloat16 weights has neither, and a bfloat16 second moment.
+    """
+    state["exp_avg_sq"] = state["exp_avg_sq"].float()
+    compensation = state.pop(COMPENSATION, None)
+    if parameter.dtype == torch.bfloat16 and LOW_BITS not in state:
+        state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
+        if compensation is not None:
+            exact = on_this_rank(parameter).float() + on_this_rank(compensation).float()
+            _split(exact, parameter, state)
+
+
+def _join(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Return this rank's weights in float32; the parameter itself if it is in float32."""
+    weight = on_this_rank(parameter)
+    if weight.dtype == torch.float32:
+        return weight
+    assert weight.dtype == torch.bfloat16, f"adamw_bf16 trains no {weight.dtype}"
+    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return bits.add_(on_this_rank(state[LOW_BITS])).view(torch.float32)
+
+
+def _split(weight: Tensor, parameter: Tensor, state: dict[str, Tensor]) -> None:
+    """Write weights in float32 into this rank's part of the parameter and of its low bits.
+
+        float32 weight      s eeeeeeee mmmmmmm | nnnnnnnnnnnnnnnn
+        parameter           s eeeeeeee mmmmmmm                       + 1 unit if n >= 0x8000
+        low bits                                 n, signed: -0x8000 ... 0x7fff
+
+    The parameter is the weight rounded to the nearest (ties away from zero), since n >= 0x8000 is
+    negative as a signed number; parameter * 2^16 + low bits is the weight again.
+    """
+    target = on_this_rank(parameter)
+    if target.dtype == torch.float32:
+        return  # weight is target
+    bits = weight.view(torch.int32)
+    on_this_rank(state[LOW_BITS]).copy_(bits)  # keeps the lower 16 bits
+    target.view(torch.int16).copy_(bits.add(0x8000).bitwise_right_shift_(16))
+    # Rounding up can turn the bits of a nan into those of a number.
+    target.masked_fill_(weight.isnan(), torch.nan)
