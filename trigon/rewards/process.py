@@ -21,6 +21,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from trigon.terminal import sanitize
+
 MAX_LINE_BYTES = 1 << 20
 """Maximum length of a line that a child may send."""
 
@@ -161,7 +163,5 @@ def describe_exit(code: int) -> str:
 
 
 def sanitize_line(line: bytes) -> str:
-    """Return a line truncated, with control and text-direction characters replaced."""
-    text = line.decode(errors="replace").rstrip("\r")
-    printable = "".join(c if c.isprintable() or c == "\t" else "�" for c in text[:_MAX_LINE_CHARACTERS])
-    return printable + f" ... ({len(text)} characters)" * (len(text) > _MAX_LINE_CHARACTERS)
+    """Return a line truncated, with control and text-direction characters shown as text."""
+    return sanitize(line.decode(errors="replace").rstrip("\r"), max_characters=_MAX_LINE_CHARACTERS)

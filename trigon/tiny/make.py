@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from trigon.cli.parser import ArgumentParser
 from trigon.report.console import Console
 from trigon.tiny.drawings import make_dataset
 
@@ -19,7 +20,7 @@ WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="trigon tiny",
         description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL after a short supervised warm start, and "
         "FOLDER/data, drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet.",
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
+def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> None:
     """Train the model in a folder on the training prompts, in place. chosen: the command's
     arguments.
     """

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from trigon.cli.parser import ArgumentParser
 from trigon.cli.train import train
 from trigon.config.load import load_config
 from trigon.config.plan import num_workers
@@ -22,7 +23,7 @@ CONFIG = Path(__file__).with_name("quickstart.yaml")
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="trigon quickstart",
         description="Make a tiny vision-language model and drawings, train it with GRPO, and export it.",
         epilog="Any option can be overridden: trigon quickstart trainer.max_steps=20. The configuration: "
