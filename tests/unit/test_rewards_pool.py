@@ -216,7 +216,7 @@ def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(pool
         scores = pool_of(BATCH, timeout_seconds=1.0).score(requests("good", "noise", "better"))
         pool_of(BATCH).score(requests("flood"))
     assert [score.overall for score in scores] == [4.0, 5.0, 6.0]
-    assert "[reward 0] �[31mnoise " in caplog.messages
+    assert r"[reward 0] \x1b[31mnoise " in caplog.messages
     for line in ("[[{}", "more noise", "and more", "x" * 99):
         assert f"[reward 0] {line}" in caplog.messages
     assert f"[reward 0] ... more than {MAX_OUTPUT_BYTES} bytes printed; the rest is not logged" in caplog.messages
