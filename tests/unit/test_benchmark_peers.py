@@ -5,7 +5,11 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import side_trigon
 from peers import PYTORCH_INDEX, own_torch, torch_source
+from shared import SHORT
+
+from trigon.rewards.load import find_source, load_function
 
 
 def test_pip_knows_the_versions_of_torch_and_torchvision():
@@ -29,3 +33,9 @@ def test_pytorchs_index_is_asked_only_if_pips_sources_lack_the_build(monkeypatch
     assert torch_source(["false"], "torch==2.13.0") == []
     monkeypatch.setenv("TORCH_INDEX", "https://example.org/whl")
     assert torch_source(["true"], "torch==2.13.0+cpu") == ["--extra-index-url", "https://example.org/whl"]
+
+
+def test_the_reward_function_of_the_whole_step_benchmark_exists(tmp_path):
+    [spec] = [text for text in side_trigon.options(tmp_path, SHORT, 1) if text.startswith("worker.reward.reward_func")]
+    function, _ = load_function(find_source(spec.partition("=")[2]))
+    assert set(function([{"response": "some text"}])[0]) == {"overall"}
