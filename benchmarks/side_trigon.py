@@ -44,7 +44,7 @@ def options(folder: Path, shape: Shape, steps: int) -> list[str]:
         "worker.rollout.temperature=1.0",
         "worker.rollout.top_p=1.0",
         "worker.rollout.ignore_eos=true",
-        f"worker.reward.reward_function={Path(__file__).with_name('shared.py')}:drawn_lots",
+        f"worker.reward.reward_function={Path(__file__).with_name('shared.py')}:arbitrary_rewards",
         "worker.reward.num_cpus=1",
         "trainer.device=cpu",
         "trainer.logger=file",

@@ -21,14 +21,14 @@ def install_command(extra: str) -> str:
     From a clone, installed editable or only imported: `pip install -e ".[gpu]"` with the clone's
     folder; from a published package: `pip install "trigon-rl[gpu]"`.
     """
-    clone = _clone()
+    clone = clone_folder()
     if clone is None:
         return f'pip install "{DISTRIBUTION}[{extra}]"'
     folder = "." if clone == Path.cwd() else str(clone)
     return f'pip install -e "{folder}[{extra}]"'
 
 
-def _clone() -> Path | None:
+def clone_folder() -> Path | None:
     """Return the source tree that this package is imported from; None if it is installed."""
     try:
         record = distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610

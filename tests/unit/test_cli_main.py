@@ -1,5 +1,6 @@
 """The command line: help, errors and --print-config."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -64,6 +65,50 @@ def test_a_trigon_error_is_one_line_without_a_traceback(capsys, tmp_path):
     assert err.startswith("ConfigError: ")
     assert "missing.yaml" in err
     assert err.count("\n") == 1
+
+
+ESCAPES = "a\x1b]0;title\x07\x1b[2J\x9b31m\u202e\udcff"
+SHOWN = r"a\x1b]0;title\x07\x1b[2J\x9b31m\u202e\udcff"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", f"{ESCAPES}.yaml"],
+        ["train", f"data.image_dir=./{ESCAPES}"],
+        ["train", f"{ESCAPES}=1"],
+        ["export", ESCAPES],
+        ["export", ESCAPES, ESCAPES],
+        ["tiny", "folder", ESCAPES],
+        ["quickstart", "--seed", ESCAPES],
+        ["quickstart", f"data.seed={ESCAPES}"],
+        [ESCAPES],
+    ],
+)
+def test_control_characters_in_error_messages_are_shown_as_text(capsys, arguments):
+    with contextlib.suppress(SystemExit):  # argparse exits so
+        assert main(arguments) in (1, 2)
+    out, err = capsys.readouterr()
+    assert SHOWN in err.replace("\\\\", "\\")
+    assert not set("\x1b\x07\x9b\u202e\udcff") & set(out + err)
+
+
+def test_control_characters_in_file_names_of_a_checkpoint_are_shown_as_text(capsys, tmp_path):
+    folder = tmp_path / "a\x1b[2J" / "global_step_5"
+    folder.mkdir(parents=True)
+    assert main(["export", str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert r"a\x1b[2J" in err
+
+
+def test_control_characters_in_warnings_are_shown_as_text(capsys, tmp_path):
+    file = tmp_path / "run\x1b[2J.yaml"
+    file.write_text('trainer: {total_episodes: 2}\ndata: {system_prompt: "\\e[2J\\x9b"}\n')
+    assert main(["train", str(file), *COMPLETE, "--print-config"]) == 0
+    out, err = capsys.readouterr()
+    assert r"run\x1b[2J.yaml" in err
+    assert not set("\x1b\x9b") & set(out + err)
 
 
 def test_a_missing_checkpoint_is_one_line_without_a_traceback(capsys, tmp_path):

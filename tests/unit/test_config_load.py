@@ -147,8 +147,8 @@ def test_a_problem_is_reported_with_file_and_line(tmp_path):
     assert message == f"data.max_pixel ({tmp_path / 'run.yaml'}, line 3) is unknown; did you mean data.max_pixels?"
 
 
-NUMBER = "a number, above 0"
-INTEGER = "an integer, at least 0"
+NUMBER = "a number, above 0 and at most 100"
+INTEGER = "an integer, at least 0 and at most 9,223,372,036,854,775,807"
 BETAS = "a list of 2, each a number, at least 0 and below 1"
 SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
 
@@ -168,7 +168,7 @@ SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
         ("data.seed=", "null", INTEGER),
         ("data.seed=-1", "-1", INTEGER),
         ("data.shuffle=1", "1", "true or false"),
-        ("data.max_pixels=0", "0", "an integer, at least 1, or null"),
+        ("data.max_pixels=0", "0", "an integer, at least 1 and at most 10,000,000,000, or null"),
         ("worker.rollout.dtype=fp8", "'fp8'", "one of fp32, bf16, fp16"),
         ("worker.actor.optim.betas=0.9", "0.9", BETAS),
         ("worker.actor.optim.betas=[0.9, 1]", "[0.9, 1]", BETAS),

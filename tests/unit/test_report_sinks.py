@@ -85,7 +85,7 @@ def test_tensorboard_gets_metrics_and_completions_as_plain_text(tmp_path):
     assert events.Scalars("actor/lr")[0].value == pytest.approx(1e-6)
     (text,) = events.Tensors("val/generations/text_summary")
     lines = text.tensor_proto.string_val[0].decode().split("\n")
-    assert "    completion: ![pixel](http://evil/x.png)" in lines
+    assert r"    completion: ![pixel](http://evil/x.png)\x1b[2J" in lines
     assert all(line.startswith("    ") for line in lines)  # a Markdown code block, in which nothing is rendered
     assert "\x1b" not in "".join(lines)
 

@@ -216,7 +216,7 @@ def test_output_of_the_function_is_logged_safely_and_does_not_affect_scores(pool
         scores = pool_of(BATCH, timeout_seconds=1.0).score(requests("good", "noise", "better"))
         pool_of(BATCH).score(requests("flood"))
     assert [score.overall for score in scores] == [4.0, 5.0, 6.0]
-    assert "[reward 0] �[31mnoise " in caplog.messages
+    assert r"[reward 0] \x1b[31mnoise " in caplog.messages
     for line in ("[[{}", "more noise", "and more", "x" * 99):
         assert f"[reward 0] {line}" in caplog.messages
     assert f"[reward 0] ... more than {MAX_OUTPUT_BYTES} bytes printed; the rest is not logged" in caplog.messages
@@ -310,9 +310,9 @@ def test_variables_that_look_like_secrets_are_removed():
 
 
 def test_printed_lines_are_sanitized():
-    assert sanitize_line("a\x1b[2J\u202eb\tc é\r".encode()) == "a�[2J�b\tc é"
+    assert sanitize_line("a\x1b[2J\u202eb\tc é\r".encode()) == "a\\x1b[2J\\u202eb\tc é"
     assert sanitize_line(b"\xff") == "�"
-    assert sanitize_line(b"z" * 600) == "z" * 500 + " ... (600 characters)"
+    assert sanitize_line(b"z" * 600) == "z" * 500 + " ... (100 more characters)"
 
 
 def test_close_kills_all_processes(pool_of):

@@ -6,10 +6,10 @@ script.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from trigon.cli.parser import ArgumentParser
 from trigon.report.console import Console
 
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="trigon export",
         description="Write a checkpoint as a Hugging Face model, and verify that its tensors and logits are equal. "
         "LoRA adapters are merged into the base model.",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from trigon import __version__
 from trigon.errors import TrigonError
 from trigon.garbage import set_gc_threshold
+from trigon.terminal import sanitize
 
 COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     except TrigonError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {sanitize(str(error), max_characters=20_000)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

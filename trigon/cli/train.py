@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trigon.config.load import LoadedConfig, dump_config, load_config, split_arguments
+from trigon.terminal import sanitize
 
 HELP = """\
 usage: trigon train [CONFIG.yaml] [key=value ...]
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load_config(path, overrides)
     if print_only:
         for warning in loaded.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
         print(dump_config(loaded.config), end="")
         return 0
     return train(loaded)

@@ -6,11 +6,17 @@ They run before anything heavy is imported, and open neither datasets nor models
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import assert_never
 
 from trigon.config.defaults import resolve_weight_dtype
-from trigon.config.paths import DATASET_SUFFIXES, is_inline_template, local_path, split_dataset
+from trigon.config.paths import (
+    DATASET_SUFFIXES,
+    expand_path,
+    is_inline_template,
+    local_path,
+    path_exists,
+    split_dataset,
+)
 from trigon.config.plan import (
     context_length,
     join_with_or,
@@ -23,13 +29,18 @@ from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.names import SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS
 
+MAX_PROBLEMS = 50
+"""Maximum number of problems in one message; the others are counted."""
+
 
 def raise_problems(problems: Sequence[str]) -> None:
     """Raise one ConfigError with all problems, if there are any."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
+        num_more = len(problems) - MAX_PROBLEMS
+        lines = "".join(f"\n  - {problem}" for problem in problems[:MAX_PROBLEMS])
+        lines += f"\n  - and {num_more:,} more" if num_more > 0 else ""
         raise ConfigError(f"{len(problems)} problems in the configuration:{lines}")
 
 
@@ -262,9 +273,9 @@ def _check_files(config: Config) -> list[str]:
         "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
     }
     return [
-        f"{key}: there is no {path} (looked for {Path(path).expanduser().absolute()}){hints.get(key, '')}"
+        f"{key}: there is no {path} (looked for {expand_path(path).absolute()}){hints.get(key, '')}"
         for key, path in paths.items()
-        if not Path(path).expanduser().exists()
+        if not path_exists(path)
     ]
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from trigon.config.paths import is_inline_template
+from trigon.config.paths import is_inline_template, path_exists
 
 RENAMED: Mapping[str, str] = {
     "data.gen_batch_size": "data.mini_rollout_batch_size",
@@ -150,14 +149,14 @@ def ignored_key(name: str) -> str | None:
 
 def renamed_file(value: str) -> str:
     """Return the current path of a shipped example if only that exists, and the value otherwise."""
-    if is_inline_template(value) or _file_of(value).exists():
+    if is_inline_template(value) or path_exists(_file_of(value)):
         return value
     renamed = value
     for old, new in RENAMED_FILES.items():
         renamed = renamed.replace(old, new)
-    return renamed if _file_of(renamed).exists() else value
+    return renamed if path_exists(_file_of(renamed)) else value
 
 
-def _file_of(value: str) -> Path:
+def _file_of(value: str) -> str:
     """Return the file of `file` or of `file.py:function`."""
-    return Path(value.rpartition(":")[0] or value).expanduser()
+    return value.rpartition(":")[0] or value

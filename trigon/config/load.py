@@ -7,7 +7,6 @@ in legacy.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any, assert_never
 
 import yaml
 from pydantic import ValidationError
-from yaml.constructor import SafeConstructor
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from trigon.config.checks import check_config, raise_problems
+from trigon.config.checks import MAX_PROBLEMS, check_config, raise_problems
 from trigon.config.legacy import (
     IGNORED,
     RENAMED,
@@ -29,10 +27,23 @@ from trigon.config.legacy import (
 )
 from trigon.config.options import KeyPath, Option, options, sections
 from trigon.config.schema import Config
+from trigon.config.yaml_nodes import (
+    BOOL_TAG,
+    LIST_TAG,
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    NULL_TAG,
+    TEXT_TAG,
+    construct,
+    parse_yaml,
+)
 from trigon.errors import ConfigError
 from trigon.suggestions import did_you_mean, nearest_key
 
 COMMAND_LINE = "command line"
+
+MAX_KEY_CHARACTERS = 200
+"""Maximum length of a key outside of free mappings, all its parts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +101,6 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number, as in YAML 1.2 and in Python. PyYAML requires 1.0e-6."""
-
-
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-_NULL = "tag:yaml.org,2002:null"
-_BOOL = "tag:yaml.org,2002:bool"
-
-
 @dataclass(frozen=True, slots=True)
 class _SourceValue:
     """The YAML node of a value, and where it was written, for messages."""
@@ -118,12 +118,14 @@ class _ConfigReader:
         """Entry of IGNORED: the name that was written, and its value."""
         self.warnings: list[str] = []
         self.problems: list[str] = []
+        self._above: set[KeyPath] = set()
+        """Every path above one of `values`."""
 
     def read_yaml(self, text: str, source: str) -> None:
         """Add the values of a YAML text, in which each key may be given once."""
         try:
-            root = _parse_yaml(text)
-        except (yaml.YAMLError, ValueError) as error:
+            root = parse_yaml(text)
+        except yaml.YAMLError as error:
             raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
         if root is None:
             return
@@ -133,7 +135,7 @@ class _ConfigReader:
         for path, node in self._flatten(root, (), source):
             current = _current_path(path)
             first_path, first_node = first.setdefault(current, (path, node))
-            if first_node is not node and (first_path == path or _construct(first_node) != _construct(node)):
+            if first_node is not node and (first_path == path or construct(first_node) != construct(node)):
                 names = "" if first_path == path else f", as {_dotted(first_path)} and as {_dotted(path)}"
                 self.problems.append(_duplicate_key(current, source, _line(first_node), _line(node), names))
             self._add(path, node, f"{source}, line {_line(node)}")
@@ -142,18 +144,20 @@ class _ConfigReader:
         """Add one `key=value` of the command line."""
         key, _, text = override.partition("=")
         path = tuple(key.strip().split("."))
+        if not self._check_path(path, COMMAND_LINE):
+            return
         option = options().get(_current_path(path))
         if option is not None and option.kind == "list" and not text.strip():
-            self._add(path, SequenceNode("tag:yaml.org,2002:seq", []), COMMAND_LINE)
+            self._add(path, SequenceNode(LIST_TAG, []), COMMAND_LINE)
             return
         if option is not None and option.kind == "text":  # not YAML: a prompt may hold colons, braces and quotes
             is_null = option.optional and text.strip() in ("", "null", "~")
-            self._add(path, ScalarNode(_NULL if is_null else "tag:yaml.org,2002:str", text), COMMAND_LINE)
+            self._add(path, ScalarNode(NULL_TAG if is_null else TEXT_TAG, text), COMMAND_LINE)
             return
         try:
-            root = _parse_yaml(text) or ScalarNode(_NULL, "")
-        except (yaml.YAMLError, ValueError):
-            self.problems.append(f"{key} is {text!r} ({COMMAND_LINE}), which is not valid YAML")
+            root = parse_yaml(text) or ScalarNode(NULL_TAG, "")
+        except yaml.YAMLError:
+            self.problems.append(f"{key} is {_format_value(text)} ({COMMAND_LINE}), which is not valid YAML")
             return
         for inner_path, node in self._flatten(root, path, COMMAND_LINE):
             self._add(inner_path, node, COMMAND_LINE)
@@ -161,7 +165,7 @@ class _ConfigReader:
     def build(self) -> Config:
         """Return the configuration. Raises: ConfigError with all problems found so far."""
         for key, (name, value) in self.ignored.items():
-            entry, written = IGNORED[key], _construct(value.node)
+            entry, written = IGNORED[key], construct(value.node)
             if name == key and entry.rejects(written):
                 self.problems.append(f"{key} is {_format_value(written)} ({value.location}): {entry.advice}")
             else:
@@ -171,7 +175,7 @@ class _ConfigReader:
             option = _option_at_or_above(path)
             is_inside_mapping = len(path) > len(option.path)
             try:
-                typed = _construct(value.node) if is_inside_mapping else _convert(option, value.node)
+                typed = construct(value.node) if is_inside_mapping else _convert(option, value.node)
             except ValueError:
                 self._add_invalid_value(option, value)
             else:
@@ -203,12 +207,28 @@ class _ConfigReader:
                 continue
             lines[name] = _line(key)
             # `worker.actor:` may stand for `worker:` and `actor:` below it.
-            yield from self._flatten(value, (*path, name) if in_free_mapping else (*path, *name.split(".")), source)
+            inner = (*path, name) if in_free_mapping else (*path, *name.split("."))
+            if in_free_mapping or self._check_path(inner, f"{source}, line {_line(key)}"):
+                yield from self._flatten(value, inner, source)
+
+    def _check_path(self, path: KeyPath, location: str) -> bool:
+        """Return whether a key can be looked up; add a problem if it cannot."""
+        name = _dotted(path)
+        if len(name) > MAX_KEY_CHARACTERS or len(path) > MAX_DEPTH:
+            self.problems.append(
+                f"the key {name[:60]}... ({location}) has {len(name):,} characters in {len(path):,} parts; at most "
+                f"{MAX_KEY_CHARACTERS} in {MAX_DEPTH} parts are read"
+            )
+            return False
+        if not all(part.strip() for part in path):
+            self.problems.append(f"the key {name!r} ({location}) has an empty part; write section.key")
+            return False
+        return True
 
     def _add(self, path: KeyPath, node: Node, location: str) -> None:
         """Add one value of an option, renamed key or ignored key. Anything else is a problem."""
         name = _dotted(path)
-        is_null = isinstance(node, ScalarNode) and node.tag == _NULL
+        is_null = isinstance(node, ScalarNode) and node.tag == NULL_TAG
         if (old := _renamed_prefix(path)) is not None:
             self._warn_once(f"{old} ({location}) is now {RENAMED[old]}")
             path, location = _current_path(path), f"{location}, as {name}"
@@ -220,22 +240,28 @@ class _ConfigReader:
         elif _is_section(path):
             if not is_null:
                 self.problems.append(
-                    f"{name} is {_format_value(_construct(node))} ({location}), but it is a section that holds keys"
+                    f"{name} is {_format_value(construct(node))} ({location}), but it is a section that holds keys"
                 )
         elif path[0] in VERL_SECTIONS:
             self.problems.append(f"{name} ({location}) is unknown: {VERL_SECTIONS[path[0]]}")
-        else:
+        elif len(self.problems) < MAX_PROBLEMS:
             known = [_dotted(other) for other in (*options(), *(section for section, _ in sections() if section))]
             self.problems.append(f"{name} ({location}) is unknown; did you mean {nearest_key(name, known)}?")
+        else:
+            self.problems.append(f"{name} ({location}) is unknown")  # not shown: no need for the nearest key
 
     def _set_option(self, path: KeyPath, value: _SourceValue, *, is_null: bool) -> None:
         if _is_free_mapping(path):
             # Inside a free mapping a value may replace a mapping, and a mapping a value.
-            for earlier in [other for other in self.values if other != path and _is_nested(other, path)]:
-                del self.values[earlier]
+            for length in range(1, len(path)):
+                self.values.pop(path[:length], None)
+            if path in self._above:
+                for below in [other for other in self.values if len(other) > len(path) and other[: len(path)] == path]:
+                    del self.values[below]
             if is_null and path in options():
                 return  # `override_config:` with nothing below it
         self.values[path] = value
+        self._above.update(path[:length] for length in range(1, len(path)))
 
     def _update_example_path(self, path: KeyPath, node: Node, location: str) -> Node:
         """Return the node; the older path of a shipped example becomes its current path."""
@@ -251,7 +277,7 @@ class _ConfigReader:
             self.warnings.append(warning)
 
     def _add_invalid_value(self, option: Option, value: _SourceValue) -> None:
-        written = _construct(value.node)
+        written = construct(value.node)
         reason = UNSUPPORTED_VALUES.get((option.name, str(written)))
         hint = f": {reason}" if reason else did_you_mean(str(written), option.choices)
         self.problems.append(
@@ -261,30 +287,15 @@ class _ConfigReader:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS + 1)  # the parser refuses a longer one
     except FileNotFoundError as error:
         folder = path.resolve().parent
         names = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
         hint = f"; there is {', '.join(names[:5])}" if names else ""
         raise ConfigError(f"no configuration file at {path} (looked for {path.resolve()}){hint}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the path
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-
-
-def _parse_yaml(text: str) -> Node | None:
-    """Return the root node of a YAML text, or None if the text is empty.
-
-    Raises: YAMLError or ValueError if a value cannot be constructed.
-    """
-    root: Node | None = yaml.compose(text, Loader=_YamlLoader)
-    if root is not None:
-        _construct(root)
-    return root
-
-
-def _construct(node: Node) -> Any:
-    """Return the value of a node as YAML defines it, independent of the option."""
-    return SafeConstructor().construct_document(node)
 
 
 def _convert(option: Option, node: Node) -> Any:
@@ -292,7 +303,7 @@ def _convert(option: Option, node: Node) -> Any:
 
     Raises: ValueError if the node is of another kind.
     """
-    if isinstance(node, ScalarNode) and node.tag == _NULL:
+    if isinstance(node, ScalarNode) and node.tag == NULL_TAG:
         if option.optional:
             return None
         raise ValueError
@@ -309,9 +320,9 @@ def _convert_scalar(option: Option, node: Node) -> Any:
         case "text" | "choice":
             return text
         case "true or false":
-            if node.tag != _BOOL:
+            if node.tag != BOOL_TAG:
                 raise ValueError
-            return _construct(node)
+            return construct(node)
         case "integer":
             try:
                 return int(text)
@@ -349,12 +360,6 @@ def _line(node: Node) -> int:
 def _format_value(value: Any) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _is_nested(one: KeyPath, other: KeyPath) -> bool:
-    """Return whether one path equals, contains or is inside the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
 
 
 def _renamed_prefix(path: KeyPath) -> str | None:

@@ -110,13 +110,13 @@ def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
     for bound in bounds:
         match bound:
             case Ge(ge=least):
-                words.append(f"at least {least}")
+                words.append(f"at least {_format_bound(least)}")
             case Gt(gt=limit):
-                words.append(f"above {limit}")
+                words.append(f"above {_format_bound(limit)}")
             case Le(le=most):
-                words.append(f"at most {most}")
+                words.append(f"at most {_format_bound(most)}")
             case Lt(lt=limit):
-                words.append(f"below {limit}")
+                words.append(f"below {_format_bound(limit)}")
             case MinLen():
                 words.append("not empty")
             case FieldInfo(metadata=inner) if inner:
@@ -124,6 +124,10 @@ def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
             case _:
                 pass  # a validator, which has no bound to describe
     return f", {' and '.join(words)}" if words else ""
+
+
+def _format_bound(bound: Any) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 @cache

@@ -16,6 +16,22 @@ def is_inline_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
+def expand_path(text: str) -> Path:
+    """Return the path of a text, with `~` as the home folder; of an unknown user, as it is."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
+def path_exists(text: str) -> bool:
+    """Return whether a text names a file or a folder. One that cannot, being too long, does not."""
+    try:
+        return expand_path(text).exists()
+    except OSError:
+        return False
+
+
 def read_template(text: str | None) -> str | None:
     """Return the text of a template, which is given inline or as a file; None for None.
 
@@ -24,8 +40,8 @@ def read_template(text: str | None) -> str | None:
     if text is None or is_inline_template(text):
         return text
     try:
-        return Path(text).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return expand_path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the template {text}: {error}") from error
 
 
@@ -36,9 +52,9 @@ def local_path(text: str, *, suffixes: Sequence[str] = ()) -> Path | None:
     if it cannot be a hub id: it starts with `.`, `/` or `~`, has more than one slash, or ends in
     one of the suffixes.
     """
-    path = Path(text).expanduser()
+    path = expand_path(text)
     is_no_hub_id = text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix in suffixes
-    return path if is_no_hub_id or path.exists() else None
+    return path if is_no_hub_id or path_exists(text) else None
 
 
 def split_dataset(text: str) -> tuple[str, str | None]:
@@ -47,6 +63,6 @@ def split_dataset(text: str) -> tuple[str, str | None]:
     An `@` in the name of an existing file belongs to the name.
     """
     location, at, split = text.rpartition("@")
-    if not at or not location or Path(text).expanduser().exists():
+    if not at or not location or path_exists(text):
         return text, None
     return location, split

@@ -24,6 +24,20 @@ from trigon.names import (
     PolicyLossType,
 )
 
+# Upper bounds: a value above one of them is an error of typing, not a larger run.
+MAX_COUNT = 1_000_000
+"""Prompts of a step, completions of a prompt, and the like."""
+MAX_TOKENS = 100_000_000
+"""Tokens of a sequence or of a batch."""
+MAX_PIXELS = 10_000_000_000
+"""Pixels of an image."""
+MAX_STEPS = 2**31 - 1
+"""Steps, and numbers for which a large value means all of them; vLLM's top_k has 32 bits."""
+MAX_SECONDS = 1_000_000
+"""Time limits: 11 days. The operating system's have 32 bits, in milliseconds."""
+MAX_SEED = 2**63 - 1
+"""Seeds: torch's have 64 bits."""
+
 
 class Section(BaseModel):
     """A frozen section of options. An unknown key is an error."""
@@ -61,7 +75,7 @@ class DataConfig(Section):
     """Training datasets: hub ids, files (parquet, json, jsonl, csv) or folders.
     `@split` selects a split (default: train)."""
 
-    train_weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    train_weights: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
     """Passes over each of train_files per epoch: 2 is twice, 0.5 is half of it; empty: once.
     Trigon only."""
 
@@ -83,29 +97,29 @@ class DataConfig(Section):
     image_dir: str | None = None
     """Folder of relative image and video paths; null: the folder of the dataset."""
 
-    video_fps: float = Field(default=2.0, gt=0)
+    video_fps: float = Field(default=2.0, gt=0, le=1000)
     """Frames sampled per second of video. Raising it uses more prompt tokens."""
 
-    max_video_frames: int = Field(default=768, ge=2)
+    max_video_frames: int = Field(default=768, ge=2, le=MAX_COUNT)
     """Maximum number of frames per video, evenly spaced; longer videos are sampled at a lower rate.
     Trigon only."""
 
-    max_prompt_length: int = Field(default=512, ge=1)
+    max_prompt_length: int = Field(default=512, ge=1, le=MAX_TOKENS)
     """Maximum number of prompt tokens, image tokens included.
     Raising it keeps more rows and needs more memory."""
 
-    max_response_length: int = Field(default=512, ge=1)
+    max_response_length: int = Field(default=512, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens in a completion.
     Raising it needs more generation time and memory."""
 
-    rollout_batch_size: int = Field(default=512, ge=1)
+    rollout_batch_size: int = Field(default=512, ge=1, le=MAX_COUNT)
     """Prompts per step.
     Raising it makes steps longer and gradients less noisy, and updates more off-policy."""
 
-    mini_rollout_batch_size: int | None = Field(default=None, ge=1)
+    mini_rollout_batch_size: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Prompts per sampling round of algorithm.online_filtering; null: rollout_batch_size."""
 
-    val_batch_size: int = Field(default=-1, ge=-1)
+    val_batch_size: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Prompts per validation batch; -1: all at once.
     Raising it is faster and needs more host memory for images."""
 
@@ -123,24 +137,24 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle the training prompts in each epoch, seeded; false: keep the order of the dataset."""
 
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, le=MAX_SEED)
     """Seed of the shuffle."""
 
-    min_pixels: int | None = Field(default=262144, ge=1)
+    min_pixels: int | None = Field(default=262144, ge=1, le=MAX_PIXELS)
     """Smaller images are enlarged to this number of pixels; null: the model's limit.
     Raising it uses more prompt tokens."""
 
-    max_pixels: int | None = Field(default=4194304, ge=1)
+    max_pixels: int | None = Field(default=4194304, ge=1, le=MAX_PIXELS)
     """Larger images are reduced to this number of pixels; null: the model's limit.
     Raising it uses more prompt tokens."""
 
-    max_image_pixels: int = Field(default=64_000_000, ge=1)
+    max_image_pixels: int = Field(default=64_000_000, ge=1, le=MAX_PIXELS)
     """Images with more pixels are rejected before decoding, to bound memory. Trigon only."""
 
     filter_overlong_prompts: bool = True
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
 
-    filter_overlong_prompts_workers: int = Field(default=16, ge=1)
+    filter_overlong_prompts_workers: int = Field(default=16, ge=1, le=4096)
     """Threads that measure prompts and prepare images.
     Raising it shortens the start if there are CPU cores."""
 
@@ -173,18 +187,18 @@ class AlgorithmConfig(Section):
     kl: log-ratio; abs: its absolute value; mse: half its square; low_var_kl: k3 (unbiased, low
     variance); full: the exact KL over the vocabulary."""
 
-    kl_coef: float = Field(default=1e-3, ge=0)
+    kl_coef: float = Field(default=1e-3, ge=0, le=1000)
     """Weight of the KL term.
     Raising it keeps the policy closer to the reference and slows learning."""
 
     kl_type: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: adjust the weight of a KL in the reward so that the KL approaches kl_target."""
 
-    kl_horizon: float = Field(default=10000.0, gt=0)
+    kl_horizon: float = Field(default=10000.0, gt=0, le=1e12)
     """Completions over which the adaptive weight changes by its relative error.
     Raising it makes changes slower."""
 
-    kl_target: float = Field(default=0.1, gt=0)
+    kl_target: float = Field(default=0.1, gt=0, le=1000)
     """Target of the adaptive weight: mean over completions of the mean KL of their tokens, in nats.
     Raising it lets the policy move further."""
 
@@ -223,7 +237,7 @@ class AlgorithmConfig(Section):
     mismatch_low: float = Field(default=0.5, ge=0, le=1)
     """Ratio below which mask and reject exclude. Raising it is stricter. Trigon only."""
 
-    mismatch_high: float = Field(default=2.0, ge=1)
+    mismatch_high: float = Field(default=2.0, ge=1, le=1e9)
     """Ratio at which truncate caps, and above which mask and reject exclude.
     Lowering it is stricter. Trigon only."""
 
@@ -231,11 +245,11 @@ class AlgorithmConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained instead of the weights."""
 
-    rank: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0, le=65_536)
     """Rank of the adapters; 0: no adapters, all weights are trained.
     Raising it adds capacity and memory."""
 
-    alpha: int = Field(default=64, ge=1)
+    alpha: int = Field(default=64, ge=1, le=MAX_COUNT)
     """The output of an adapter is scaled by alpha / rank.
     Raising it acts like a higher learning rate."""
 
@@ -270,7 +284,7 @@ class ModelConfig(Section):
     freeze_vision_tower: bool = False
     """Train everything but the vision tower: less memory and time."""
 
-    vision_cache_gb: float = Field(default=4.0, ge=0)
+    vision_cache_gb: float = Field(default=4.0, ge=0, le=100_000)
     """GiB of host memory per worker for cached image features; 0: no cache.
     Used if the vision tower is frozen or excluded from LoRA. Raising it avoids recomputation;
     results do not change. Trigon only."""
@@ -295,14 +309,14 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its learning rate."""
 
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, le=10)
     """Learning rate after warm-up. Raising it learns faster until training becomes unstable."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moments.
     Raising them averages over more updates."""
 
-    weight_decay: float = Field(default=1e-2, ge=0)
+    weight_decay: float = Field(default=1e-2, ge=0, le=100)
     """Decoupled weight decay of matrices; vectors have none. Raising it keeps weights smaller."""
 
     strategy: OptimizerStrategy = "adamw"
@@ -313,7 +327,7 @@ class OptimConfig(Section):
     lr_warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of all steps over which the learning rate rises to lr."""
 
-    lr_warmup_steps: int | None = Field(default=None, ge=0)
+    lr_warmup_steps: int | None = Field(default=None, ge=0, le=MAX_STEPS)
     """The same as a number of steps; null: lr_warmup_ratio applies."""
 
     min_lr_ratio: float | None = Field(default=None, ge=0, le=1)
@@ -341,7 +355,7 @@ class FsdpConfig(Section):
     """Reshard each layer after its forward pass and gather it again for the backward pass.
     false: keep it gathered, which is faster and needs more memory."""
 
-    fsdp_size: int = Field(default=-1, ge=-1)
+    fsdp_size: int = Field(default=-1, ge=-1, le=MAX_COUNT)
     """Workers that share one copy of the model; -1, 0 or all workers: a single copy."""
 
     enable_cpu_offload: bool = False
@@ -363,19 +377,19 @@ class OffloadConfig(Section):
 class ActorConfig(Section):
     """The update of the policy."""
 
-    global_batch_size: int = Field(default=256, ge=1)
+    global_batch_size: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Prompts per optimizer update, each with its n completions.
     Lowering it makes more updates per step."""
 
-    micro_batch_size_per_device_for_update: int = Field(default=4, ge=1)
+    micro_batch_size_per_device_for_update: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Token budget of a forward and backward pass, as a number k of sequences of maximum length.
     A pass takes at most k * (max_prompt_length + max_response_length) tokens, in any number of
     completions. Raising it is faster and needs more memory; results do not change."""
 
-    micro_batch_size_per_device_for_experience: int = Field(default=16, ge=1)
+    micro_batch_size_per_device_for_experience: int = Field(default=16, ge=1, le=MAX_COUNT)
     """The same token budget, for passes without gradient (old and reference log-probabilities)."""
 
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12)
     """Maximum norm of the gradient, which is scaled down to it.
     Raising it lets outliers move the policy more."""
 
@@ -383,11 +397,11 @@ class ActorConfig(Section):
     """A token's probability ratio is clipped at 1 minus this; for cispo 1 is no bound.
     Raising it allows larger decreases."""
 
-    clip_ratio_high: float = Field(default=0.3, ge=0)
+    clip_ratio_high: float = Field(default=0.3, ge=0, le=1e9)
     """A token's probability ratio is clipped at 1 plus this.
     Raising it lets rare tokens become more likely."""
 
-    clip_ratio_dual: float = Field(default=3.0, gt=1)
+    clip_ratio_dual: float = Field(default=3.0, gt=1, le=1e9)
     """Bound of the ratio where the advantage is negative.
     Raising it lets bad completions weigh more."""
 
@@ -396,29 +410,29 @@ class ActorConfig(Section):
     token: each token has the same weight; seq: each completion has; seq_fixed: the token sum of
     each completion is divided by loss_fixed_length (Dr. GRPO)."""
 
-    loss_fixed_length: int | None = Field(default=None, ge=1)
+    loss_fixed_length: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Divisor of seq_fixed in tokens; null: data.max_response_length.
     Raising it makes updates smaller. Trigon only."""
 
     loss_type: PolicyLossType = "default"
     """Policy loss, see docs/algorithms.md; default: the clipped ratio with a dual bound."""
 
-    cispo_cap: float | None = Field(default=None, ge=1)
+    cispo_cap: float | None = Field(default=None, ge=1, le=1e9)
     """Maximum weight of a token in cispo, at least 1; null: 1 + clip_ratio_high.
     A cap below 1 would shrink the gradient even of an unchanged policy. Trigon only."""
 
-    tau_positive: float = Field(default=1.0, gt=0)
+    tau_positive: float = Field(default=1.0, gt=0, le=1e6)
     """Steepness of sapo's gate for positive advantages.
     Raising it reduces the weight of off-policy tokens."""
 
-    tau_negative: float = Field(default=1.05, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0, le=1e6)
     """Steepness of sapo's gate for negative advantages."""
 
-    entropy_coeff: float = Field(default=0.0, ge=0)
+    entropy_coeff: float = Field(default=0.0, ge=0, le=1000)
     """Weight of an entropy bonus in the loss.
     Raising it keeps completions varied and costs a little time."""
 
-    ppo_epochs: int = Field(default=1, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1, le=10_000)
     """Passes over the data of a step. Raising it learns more from them, further off-policy."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -430,25 +444,25 @@ class ActorConfig(Section):
 class ValOverride(Section):
     """Sampling parameters of validation where they differ from training; null: as in training."""
 
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=100)
     """Sampling temperature; 0 is greedy."""
 
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Probability mass to sample from."""
 
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_STEPS)
     """Number of most likely tokens to sample from; -1: all."""
 
-    n: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Completions per prompt. Raising it makes validation metrics less noisy and more expensive."""
 
     ignore_eos: bool | None = None
     """Continue after the end-of-sequence token."""
 
-    seed: int | None = Field(default=None, ge=0)
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     """Sampling seed."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens in a completion; null: data.max_response_length."""
 
 
@@ -458,11 +472,11 @@ class RolloutConfig(Section):
     name: Literal["vllm", "transformers"] = "vllm"
     """Rollout engine: vllm, or transformers, which is slow but needs no further package."""
 
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Completions per prompt (group size); at least 2 for estimators that compare them.
     Raising it costs generation and helps where few completions are right."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; the trainer divides its logits by it too.
     Raising it makes completions more varied."""
 
@@ -470,16 +484,16 @@ class RolloutConfig(Section):
     """Probability mass to sample from; 1: all of it.
     The trainer's log-probabilities ignore the cut."""
 
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Number of most likely tokens to sample from; -1: all.
     The trainer's log-probabilities ignore the cut."""
 
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, le=MAX_SEED)
     """Sampling seed.
     The seed of a completion is derived from it, the step, the prompt and the index of the
     completion."""
 
-    limit_images: int = Field(default=0, ge=0)
+    limit_images: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Maximum number of images per prompt; 0: the engine's limit."""
 
     dtype: DtypeOption = "bf16"
@@ -501,14 +515,14 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = True
     """Let vLLM compute the shared prefix of prompts once. Trigon only."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=4096)
     """Workers per copy of the model in vLLM; must divide the number of workers.
     Raising it leaves more memory on each. EasyR1's default is 2."""
 
-    max_model_len: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Maximum tokens of a sequence in vLLM; null: max_prompt_length + max_response_length."""
 
-    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    max_num_batched_tokens: int = Field(default=8192, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens per batch of vLLM.
     Raising it speeds up prompts and needs more memory."""
 
@@ -518,7 +532,7 @@ class RolloutConfig(Section):
     disable_tqdm: bool = False
     """Show no progress bar while sampling."""
 
-    parity_tolerance: float | None = Field(default=None, gt=0)
+    parity_tolerance: float | None = Field(default=None, gt=0, le=1000)
     """Mean |log-probability difference| of engine and trainer above which the run stops, in nats.
     null: 1e-3 if both compute in fp32, else 0.1. Trigon only."""
 
@@ -565,10 +579,10 @@ class RewardConfig(Section):
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""
 
-    num_cpus: int = Field(default=1, ge=1)
+    num_cpus: int = Field(default=1, ge=1, le=4096)
     """Reward workers (processes). Raising it scores more completions at a time."""
 
-    timeout_seconds: float = Field(default=10.0, gt=0)
+    timeout_seconds: float = Field(default=10.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds to score a completion; then its reward worker is killed.
     The completion is skipped. Trigon only."""
 
@@ -588,10 +602,10 @@ class WorkerConfig(Section):
 class TrainerConfig(Section):
     """Duration, hardware, validation, checkpoints and logging."""
 
-    total_epochs: int = Field(default=15, ge=1)
+    total_epochs: int = Field(default=15, ge=1, le=MAX_STEPS)
     """Passes over the training prompts."""
 
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     """Number of training steps, which overrides total_epochs; null: as many as the epochs have."""
 
     project_name: str = Field(default="easy_r1", min_length=1)
@@ -603,14 +617,14 @@ class TrainerConfig(Section):
     logger: Annotated[tuple[Sink, ...], BeforeValidator(_as_tuple)] = ("console", "file")
     """Where metrics are written. EasyR1's default is console and wandb, which needs an account."""
 
-    nnodes: int = Field(default=1, ge=1)
+    nnodes: int = Field(default=1, ge=1, le=10_000)
     """Machines; above 1, those of an existing Ray cluster."""
 
-    n_gpus_per_node: int = Field(default=1, ge=1)
+    n_gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
     EasyR1's default is 8."""
 
-    worker_timeout_seconds: float = Field(default=3600.0, gt=0)
+    worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
     Trigon only."""
 
@@ -622,16 +636,16 @@ class TrainerConfig(Section):
     The result replaces worker.actor.micro_batch_size_per_device_for_update and
     micro_batch_size_per_device_for_experience. Trigon only."""
 
-    max_try_make_batch: int = 20
+    max_try_make_batch: int = Field(default=20, le=MAX_STEPS)
     """Maximum rounds of online_filtering per step; 0 or below: no limit.
     Rounds that keep no group count too. After the last round the step trains on the groups it has.
     """
 
-    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    profile_steps: tuple[Annotated[int, Field(ge=1, le=MAX_STEPS)], ...] = ()
     """Steps to trace into `profile/` of the run folder, for Perfetto.
     Traced steps are slower, and a trace takes tens of MB. Trigon only."""
 
-    val_freq: int = Field(default=-1, ge=-1)
+    val_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between validations; 0 or -1: only before and after training."""
 
     val_before_train: bool = True
@@ -640,13 +654,13 @@ class TrainerConfig(Section):
     val_only: bool = False
     """Validate once and stop."""
 
-    val_generations_to_log: int = Field(default=0, ge=0)
+    val_generations_to_log: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Completions logged at each validation."""
 
-    save_freq: int = Field(default=-1, ge=-1)
+    save_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between checkpoints; 0 or -1: only after the last step."""
 
-    save_limit: int = Field(default=-1, ge=-1)
+    save_limit: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Checkpoints to keep: the newest ones, besides the best; 0 or -1: all.
     Raising it needs disk space."""
 

@@ -1,8 +1,8 @@
 """The console output of a run: progress bars, one line per step, tables and warnings.
 
-Text from models and datasets is untrusted: it is printed without control characters and never
-parsed as markup. If the output is not a terminal, progress bars become plain lines, at most one
-every few seconds.
+Text from models and datasets is untrusted: its control characters are shown as text, and it is
+never parsed as markup. If the output is not a terminal, progress bars become plain lines, at most
+one every few seconds.
 """
 
 from __future__ import annotations
@@ -21,20 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trigon.report.run_folder import RolloutRow
+from trigon.terminal import sanitize
 
 SECONDS_BETWEEN_LINES = 10.0
 """Interval of a phase's progress lines when the output is not a terminal."""
-
-_ESCAPES = re.compile(
-    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).{0,500}?(?:\x1b\\|\x07|\x9c)"  # string sequences: title, links, clipboard
-    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # control sequences: colours, cursor
-    r"|\x1b.?",
-    re.DOTALL,
-)
-# Control characters except newline and tab, invisible and bidirectional marks, unpaired surrogates.
-_CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
 
 # The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -50,14 +40,6 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens/s", ("perf/throughput",)),
     ("seconds", ("timing_s/step",)),
 )
-
-
-def sanitize(text: str, *, max_characters: int) -> str:
-    """Return text without escape sequences and control characters, cut after max_characters."""
-    num_cut = len(text) - max_characters
-    text = text[: 2 * max_characters]  # bounds the work below; removals may bring in some more characters
-    text = _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))[:max_characters]
-    return f"{text} ... ({num_cut:,} more characters)" if num_cut > 0 else text
 
 
 class Console:
@@ -132,10 +114,14 @@ class Console:
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table. Columns of numbers are aligned right."""
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=any(header))
+        table = Table(
+            title=sanitize(title, max_characters=500), title_justify="left", title_style="bold", show_header=any(header)
+        )
         for column, name in enumerate(header):
             numeric = all(_looks_numeric(row[column]) for row in rows)
-            table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+            table.add_column(
+                sanitize(name, max_characters=500), justify="right" if numeric else "left", overflow="fold"
+            )
         for row in rows:
             table.add_row(*(Text(sanitize(cell, max_characters=500)) for cell in row))
         self._rich.print(table)
@@ -147,7 +133,12 @@ class Console:
         """
         for row in rows:
             parts = ", ".join(f"{key} {format_number(value)}" for key, value in sorted(row.parts.items()))
-            self._rich.print(Text(f"{title} | {sanitize(row.prompt_id, max_characters=100)}", style="bold"))
+            self._rich.print(
+                Text(
+                    f"{sanitize(title, max_characters=100)} | {sanitize(row.prompt_id, max_characters=100)}",
+                    style="bold",
+                )
+            )
             for name, text in (
                 ("prompt", row.prompt),
                 ("completion", row.response),

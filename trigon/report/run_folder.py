@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import write_json
+from trigon.terminal import sanitize
 from trigon.types import RolloutGroup
 
 Split = Literal["train", "validation"]
@@ -54,7 +55,7 @@ class StepMetrics:
 class RolloutRow:
     """A line of a rollouts file: one completion with its prompt and score.
 
-    Texts are raw: pass them through console.sanitize before printing them.
+    Texts are raw: pass them through terminal.sanitize before printing them.
     sample: index within the group. reward: Score.overall; parts, outcome and error are those of
     Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
     dataset.
@@ -239,7 +240,8 @@ def _lock(path: Path) -> int:
             "trainer.experiment_name or trainer.save_checkpoint_path"
         ) from error
     except OSError as error:  # some network file systems have no locks
-        warnings.warn(f"{path} cannot be locked ({error}): make sure that no other run uses this folder", stacklevel=3)
+        text = f"{path} cannot be locked ({error}): make sure that no other run uses this folder"
+        warnings.warn(sanitize(text, max_characters=5000), stacklevel=3)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor

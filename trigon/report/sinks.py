@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from trigon.errors import ConfigError
 from trigon.installation import install_command
-from trigon.report.console import format_number, sanitize
+from trigon.report.console import format_number
 from trigon.report.run_folder import RolloutRow
+from trigon.terminal import sanitize
 
 # The package of each tracker, and a hint for when it does not open.
 _PACKAGES = {

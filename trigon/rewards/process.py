@@ -18,8 +18,10 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
+
+from trigon.child_python import python_command
+from trigon.terminal import sanitize
 
 MAX_LINE_BYTES = 1 << 20
 """Maximum length of a line that a child may send."""
@@ -32,7 +34,7 @@ _log = logging.getLogger(__name__)  # logs warnings, which reach stderr even if 
 _TAIL_BYTES = 4000
 _MAX_LINE_CHARACTERS = 500
 
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from trigon.rewards.worker import main; main(int(sys.argv[1]))"
+_MAIN = "from trigon.rewards.worker import main; main(int(sys.argv[1]))"
 
 _SECRET_WORDS = {"APIKEY", "AUTH", "KEY", "KEYS", "PASSWD", "PASSWORD", "SECRET", "SECRETS", "TOKEN", "TOKENS"}
 _SECRET_WORDS |= {"CREDENTIAL", "CREDENTIALS"}
@@ -54,7 +56,7 @@ class ChildProcess:
         self.channel, child_channel = socket.socketpair()
         with child_channel:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(child_channel.fileno()), *sys.path],
+                python_command(_MAIN, str(child_channel.fileno())),
                 bufsize=0,
                 env=child_environment(os.environ),
                 pass_fds=(child_channel.fileno(),),
@@ -161,7 +163,5 @@ def describe_exit(code: int) -> str:
 
 
 def sanitize_line(line: bytes) -> str:
-    """Return a line truncated, with control and text-direction characters replaced."""
-    text = line.decode(errors="replace").rstrip("\r")
-    printable = "".join(c if c.isprintable() or c == "\t" else "�" for c in text[:_MAX_LINE_CHARACTERS])
-    return printable + f" ... ({len(text)} characters)" * (len(text) > _MAX_LINE_CHARACTERS)
+    """Return a line truncated, with control and text-direction characters shown as text."""
+    return sanitize(line.decode(errors="replace").rstrip("\r"), max_characters=_MAX_LINE_CHARACTERS)

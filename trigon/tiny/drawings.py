@@ -24,6 +24,9 @@ CELL_PIXELS = 28
 NUM_ANSWERS = 6
 """The areas are 1 to 6, equally frequent."""
 PROBLEM = "<image>Find the area of the shaded part."
+TRAIN = "train.parquet"
+"""The training rows."""
+
 BLANK = "validation_blank.parquet"
 """The validation rows with blank images."""
 
@@ -39,7 +42,7 @@ def make_dataset(folder: Path, *, num_train: int, num_validation: int, seed: int
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(itertools.islice(_distinct_rows(random.Random(seed)), num_train + num_validation))
-    train, validation = folder / "train.parquet", folder / "validation.parquet"
+    train, validation = folder / TRAIN, folder / "validation.parquet"
     _write(train, rows[:num_train])
     _write(validation, rows[num_train:])
     blank = _png(_blank())

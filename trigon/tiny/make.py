@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import shutil
+import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from trigon.child_python import python_command
+from trigon.cli.parser import ArgumentParser
 from trigon.report.console import Console
-from trigon.tiny.drawings import make_dataset
+from trigon.tiny.drawings import TRAIN
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192
+DRAW = """
+from pathlib import Path
+from trigon.tiny.drawings import make_dataset
+folder, num_train, num_validation, seed = sys.argv[1:]
+make_dataset(Path(folder), num_train=int(num_train), num_validation=int(num_validation), seed=int(seed))
+"""
 WARM_START_ACCURACY, WARM_START_UPDATES = 0.35, 120
 WARM_START_BATCH, WARM_START_RATE, WARM_START_WARMUP = 8, 2.5e-3, 10
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="trigon tiny",
         description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL after a short supervised warm start, and "
         "FOLDER/data, drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet.",
@@ -48,15 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     temporary = folder / ".making_model"
     shutil.rmtree(temporary, ignore_errors=True)
     # Drawing and importing torch take about as long, so they run in parallel.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        drawing = process.submit(
-            make_dataset, folder / "data", num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, seed=chosen.seed
-        )
-        with console.progress("make the model and draw the data", None):
-            from trigon.tiny.model import make_tiny
+    draw = python_command(DRAW, str(folder / "data"), str(NUM_TRAIN), str(NUM_VALIDATION), str(chosen.seed))
+    with subprocess.Popen(draw) as drawing, console.progress("make the model and draw the data", None):
+        from trigon.tiny.model import make_tiny
 
-            make_tiny(temporary, model_type=chosen.model_type, seed=chosen.seed)
-            train, _ = drawing.result()
+        make_tiny(temporary, model_type=chosen.model_type, seed=chosen.seed)
+        if drawing.wait():
+            return 1  # the process has printed why
+    train = folder / "data" / TRAIN
     if chosen.skill > 0 and chosen.max_updates > 0:
         warm_up(temporary, train, chosen, console)
     shutil.rmtree(folder / "model", ignore_errors=True)
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def warm_up(folder: Path, train: Path, chosen: argparse.Namespace, console: Console) -> None:
+def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> None:
     """Train the model in a folder on the training prompts, in place.
 
     chosen: the arguments of the command.

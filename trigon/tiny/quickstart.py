@@ -6,23 +6,25 @@ import argparse
 import importlib.util
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from trigon.child_python import python_command
+from trigon.cli.parser import ArgumentParser
 from trigon.cli.train import train
 from trigon.config.load import load_config
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
+TINY = "from trigon.cli.main import main; sys.exit(main(['tiny', *sys.argv[1:]]))"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="trigon quickstart",
         description="Make a tiny vision-language model and drawings, train it with GRPO, and export it.",
         epilog="Any option can be overridden: trigon quickstart trainer.max_steps=20. The configuration: "
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         if not (made / "model").is_dir():
             tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
             # In another process, while this one imports vLLM, which takes about as long.
-            making = stack.enter_context(subprocess.Popen([sys.executable, "-m", "trigon.cli", "tiny", *tiny]))
+            making = stack.enter_context(subprocess.Popen(python_command(TINY, *tiny)))
             import_ahead(early.config)
             # The folder appears when the model is complete, two seconds before the process ends.
             while making.poll() is None and not (made / "model").is_dir():
