@@ -268,6 +268,55 @@ def test_an_unusable_function_is_an_error_before_anything_is_scored(pool_of, tex
         assert message in str(caught.value)
 
 
+CHECKED = {
+    "batch": "def compute_score(inputs: list):\n    return [misbehave(single['ground_truth']) for single in inputs]\n",
+    "sequential": "def compute_score(reward_input):\n    return misbehave(reward_input['ground_truth'])\n",
+    "legacy": "def compute_score(predict_str, ground_truth):\n    return misbehave(ground_truth)\n",
+}
+
+
+@pytest.mark.parametrize("contract", CHECKED)
+def test_a_check_on_dummy_completions_raises_what_is_wrong(pool_of, contract):
+    pool = pool_of(MISBEHAVE + CHECKED[contract], function="compute_score", timeout_seconds=0.5)
+    for ground_truth, message in {
+        "raise": r"KeyError: 'no such.*step' \(reward.py:10\).* raise KeyError",
+        "none": "returned None",
+        "nan": "returned nan for 'overall', expected a finite number",
+        "bare": "returned a dict without 'overall'",
+        "exit": "its worker exited with code 3",
+        "loop": "no score within 0.5 s",
+    }.items():
+        with pytest.raises(RewardError, match=rf"(?s)compute_score.* no score for the first row.*{message}"):
+            pool.check(requests("a", "bc", ground_truth=ground_truth), described="the first row")
+    pool.check(requests("a", "bc", ground_truth="good"), described="the first row")
+
+
+@pytest.mark.parametrize("returned", ["scores[1:]", "scores + scores", "scores[0]"])
+def test_a_check_raises_for_the_wrong_number_of_results(pool_of, returned):
+    text = f"def main(reward_inputs):\n  scores = [{{'overall': 1}} for _ in reward_inputs]\n  return {returned}"
+    with pytest.raises(RewardError, match=r"no score for the first row.*: returned "):
+        pool_of(text).check(requests("a", "bc"), described="the first row")
+
+
+@pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
+def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(pool_of, text):
+    pool = pool_of(text, timeout_seconds=0.2)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"(?s)reward.py timed out for 5 completions in a row .*in misbehave"):
+        pool.score(requests(*["loop"] * 200))  # all of them may fail, and would take 40 s
+    assert time.monotonic() - started < 10
+    scores = pool.score(requests(*["loop"] * 4, "good", *["loop"] * 4, "good"))
+    assert [score.outcome for score in scores].count("ok") == 2
+
+
+def test_timeouts_of_one_group_do_not_stop_the_scoring(pool_of):
+    pool = pool_of(SEQUENTIAL, timeout_seconds=0.2)
+    with pool.scoring(num_completions=8) as scoring:
+        scoring.add(0, requests(*["loop"] * 6))
+        scoring.add(6, requests("good", "good"))
+        assert [score.outcome for score in scoring.result()] == ["timeout"] * 6 + ["ok"] * 2
+
+
 def test_a_missing_file_and_arguments_that_json_cannot_represent_are_immediate_errors(pool_of):
     with pytest.raises(RewardError, match="there is no file"):
         RewardPool("nowhere.py:main", kwargs={}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)

@@ -41,6 +41,11 @@ LOAD_SECONDS = 300.0
 MAX_CHUNK_SIZE = 32
 """Maximum number of completions that are sent to a worker at a time."""
 
+MIN_TIMEOUTS_TO_STOP = 5
+"""The run stops after this many timeouts in a row, unless all are of one group. With more than two
+workers it is twice their number, because a short outage can make all of them time out at once.
+"""
+
 _GRACE_SECONDS = 0.1
 """How long a worker lives after its time limit, to print its stack."""
 
@@ -82,6 +87,7 @@ class RewardPool:
         self._max_chunk_size = MAX_CHUNK_SIZE
         self._lock = threading.Lock()
         self._warned_columns: set[str] = set()
+        self._timeouts: list[object] = []  # the groups of the completions that timed out since the last other result
         self._fatal_error = ""
         self._selector = selectors.DefaultSelector()
         self._wake_sender, self._wake_receiver = socket.socketpair()  # ends a select() of the pool's thread
@@ -101,16 +107,35 @@ class RewardPool:
         with self._lock:
             self._contract()
 
+    def check(self, requests: Sequence[RewardRequest], *, described: str) -> None:
+        """Call the function on dummy completions, so that an error is found before training.
+
+        described: the completions in the error message.
+        Raises: RewardError if the function cannot be loaded, or does not return a score for each.
+        """
+        with self._open_scoring(num_completions=len(requests), chunk_size=len(requests), max_failed_fraction=1.0) as s:
+            s.add(0, requests)
+            s.result()
+        self._timeouts.clear()
+        if s.first_failure is None:
+            return
+        error, traceback = s.first_failure
+        raise RewardError(
+            f"{self._where} has no score for {described}, on which it is called once before training: {error}. It must "
+            f"return a score for any text that a model may write\n{traceback}".rstrip()
+        )
+
     def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
         """Return a score for each request, in the order of requests.
 
         A completion for which the function failed or timed out has the outcome "failed" or
         "timeout". The function may be called more than once for a completion.
-        Raises: RewardError if the function cannot be loaded, or once more than max_failed_fraction
-        have failed.
+        Raises: RewardError if the function cannot be loaded, once more than max_failed_fraction
+        have failed, or after too many timeouts in a row.
         """
         with self.scoring(num_completions=len(requests)) as scoring:
-            scoring.add(0, requests)
+            for index, request in enumerate(requests):  # each is a group of its own
+                scoring.add(index, [request])
             return scoring.result()
 
     @contextlib.contextmanager
@@ -121,12 +146,22 @@ class RewardPool:
         whenever completions are added. Leaving the context stops all scoring.
         Raises: as ready; add() and result() of the Scoring raise as score does.
         """
+        with self._open_scoring(
+            num_completions=num_completions,
+            chunk_size=self._chunk_size(num_completions),
+            max_failed_fraction=self._max_failed_fraction,
+        ) as scoring:
+            yield scoring
+
+    @contextlib.contextmanager
+    def _open_scoring(self, *, num_completions: int, chunk_size: int, max_failed_fraction: float) -> Iterator[Scoring]:
+        """See scoring. chunk_size: of a batch function."""
         with self._lock:
             is_batch = self._contract() == "batch"
             scoring = Scoring(
                 num_completions=num_completions,
-                fixed_chunk_size=self._chunk_size(num_completions) if is_batch else None,
-                max_failed_fraction=self._max_failed_fraction,
+                fixed_chunk_size=chunk_size if is_batch else None,
+                max_failed_fraction=max_failed_fraction,
                 name=self._name,
                 wake_pool=self._wake,
                 warn_omitted=self._warn_omitted,
@@ -296,6 +331,7 @@ class RewardPool:
             scoring.requeue(worker.pending, singly=True)
             worker.pending.clear()
             return
+        self._timeouts.clear()
         index = worker.pending[0]
         error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
         if not error:
@@ -330,8 +366,27 @@ class RewardPool:
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
             scoring.fail(failed_index, "timeout", error, worker.process.tail)
+            self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
         else:
+            self._timeouts.clear()
             scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", worker.process.tail)
+
+    def _stop_if_hanging(self, group: object, output: str) -> None:
+        """Count a timeout.
+
+        The completions of a group are alike: a function may hang for all of them and for no others.
+        Raises: RewardError after too many timeouts in a row, unless all are of one group.
+        """
+        self._timeouts.append(group)
+        if len(self._timeouts) < max(MIN_TIMEOUTS_TO_STOP, 2 * self._num_workers) or len(set(self._timeouts)) == 1:
+            return
+        num_timeouts = len(self._timeouts)
+        self._timeouts.clear()
+        raise RewardError(
+            f"{self._name} timed out for {num_timeouts} completions in a row (no score within "
+            f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. Correct "
+            f"it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
+        )
 
 
 class _Worker:
