@@ -81,7 +81,16 @@ def pool_of(tmp_path):
     """Return a function that makes a pool from a reward file's text, closed when the test ends."""
     pools = []
 
-    def make(text, *, function="main", num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0, **kwargs):
+    def make(
+        text,
+        *,
+        function="main",
+        num_workers=1,
+        timeout_seconds=20.0,
+        max_failed_fraction=1.0,
+        passed_variables=(),
+        **kwargs,
+    ):
         (tmp_path / "reward.py").write_text(text)
         pools.append(
             RewardPool(
@@ -90,6 +99,7 @@ def pool_of(tmp_path):
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=max_failed_fraction,
+                passed_variables=passed_variables,
             )
         )
         return pools[-1]
@@ -342,6 +352,32 @@ def main(reward_input):
     assert pool_of(text).score(requests("a"))[0].parts == {"overall": 0.0, "secret": 0.0, "setting": 1.0}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nKEY = os.environ['OPENAI_API_KEY']\ndef main(reward_input): return {'overall': len(KEY)}",
+        "import os\ndef main(reward_input): return {'overall': len(os.environ['OPENAI_API_KEY'])}",
+        "import os\ndef main(reward_input):\n  if key := os.getenv('OPENAI_API_KEY'): return {'overall': len(key)}\n"
+        "  raise ValueError('set the OPENAI_API_KEY variable')",
+    ],
+    ids=["loading", "calling", "other error"],
+)
+def test_an_error_about_a_withheld_variable_names_the_option_that_passes_it(pool_of, monkeypatch, text):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-123")
+    with pytest.raises(RewardError, match=r"withheld from reward workers; worker\.reward\.env=\[OPENAI_API_KEY\]"):
+        pool_of(text).check(requests("a"), described="a row")
+    assert pool_of(text, passed_variables=["OPENAI_API_KEY"]).score(requests("a"))[0].overall == 6.0
+
+
+def test_a_secret_that_is_not_set_is_named(pool_of, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    text = "import os\ndef main(reward_input): return {'overall': len(os.environ['OPENAI_API_KEY'])}"
+    with pytest.raises(RewardError, match=r"worker\.reward\.env=\[OPENAI_API_KEY\]"):
+        pool_of(text).check(requests("a"), described="a row")
+    with pytest.raises(RewardError, match=r"worker\.reward\.env names OPENAI_API_KEY, which is not set"):
+        pool_of(text, passed_variables=["OPENAI_API_KEY"])
+
+
 def test_variables_that_look_like_secrets_are_removed():
     kept = {"PATH": "/bin", "HF_HOME": "/cache", "TOKENIZERS_PARALLELISM": "false", "HTTP_PROXY": "http://proxy:1"}
     secret = [
@@ -356,6 +392,8 @@ def test_variables_that_look_like_secrets_are_removed():
     secrets = dict.fromkeys(secret, "x") | {"DATABASE_URL": "postgres://me:pw@host/db"}
     added = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert child_environment(kept | secrets) == kept | added
+    passed = child_environment(kept | secrets, ["HF_TOKEN", "DATABASE_URL"])
+    assert passed == kept | added | {"HF_TOKEN": "x", "DATABASE_URL": "postgres://me:pw@host/db"}
 
 
 def test_printed_lines_are_sanitized():

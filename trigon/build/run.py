@@ -140,6 +140,7 @@ def open_rewards(config: Config) -> RewardPool:
         num_workers=reward.num_cpus,
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,
+        passed_variables=reward.env,
     )
 
 

@@ -52,6 +52,9 @@ Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short_dtype)
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Datasets. A single one may be written without the brackets of a list."""
 
+Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Names of environment variables. A single one may be written without the brackets of a list."""
+
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
 
 
@@ -559,6 +562,10 @@ class RewardConfig(Section):
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the reward function."""
+
+    env: Variables = ()
+    """Environment variables that reward workers get although they look like secrets, by name:
+    `[OPENAI_API_KEY]`. Trigon only."""
 
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""

@@ -76,7 +76,7 @@ def model_folder(model_path: str) -> Path:
 
 
 def require_weights(model_path: str) -> None:
-    """Raise ModelError if a model's folder has no weights, which are not read; also as model_folder."""
+    """Raise ModelError if a model's folder has no weights; they are not read."""
     folder = model_folder(model_path)
     if not any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir()):
         raise ModelError(f"{folder} has a config.json but no weights (*.safetensors, *.bin). {_suggest_export(folder)}")

@@ -31,7 +31,7 @@ from typing import Any, cast
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import find_source
-from trigon.rewards.process import ChildProcess, describe_exit
+from trigon.rewards.process import ChildProcess, check_passed_variables, describe_exit, withheld_variable
 from trigon.rewards.scoring import Scoring
 from trigon.types import Score
 
@@ -61,14 +61,17 @@ class RewardPool:
         num_workers: int,
         timeout_seconds: float,
         max_failed_fraction: float,
+        passed_variables: Sequence[str] = (),
     ) -> None:
         """Start the workers, which load the function; ready() waits for them.
 
-        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword arguments of the
-        function.
+        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword
+        arguments of the function.
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
-        completions of one scoring that may fail.
-        Raises: RewardError if there is no such file, or if JSON cannot represent kwargs.
+        completions of one scoring that may fail. passed_variables: environment variables that the
+        workers get although they look like secrets.
+        Raises: RewardError if there is no such file, if one of the variables is not set, or if JSON
+        cannot represent kwargs.
         """
         source = find_source(spec)
         setup = {"file": source.file, "module": source.module, "function": source.function}
@@ -79,6 +82,8 @@ class RewardPool:
                 f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
                 "use only text, numbers, lists and dicts"
             ) from error
+        check_passed_variables(passed_variables)
+        self._passed_variables = tuple(passed_variables)
         self._where = source.where
         self._name = Path(source.file).name if source.file else spec
         self._timeout_seconds = timeout_seconds
@@ -218,7 +223,7 @@ class RewardPool:
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
     def _start_worker(self, number: int) -> None:
-        worker = _Worker(number, ChildProcess(f"reward {number}"))
+        worker = _Worker(number, ChildProcess(f"reward {number}", passed_variables=self._passed_variables))
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
         self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))
@@ -317,7 +322,7 @@ class RewardPool:
         """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
         if worker.contract is None:
             if "load_error" in message:
-                self._fatal_error = str(message["load_error"])
+                self._fatal_error = self._explain(str(message["load_error"]))
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
             return
@@ -342,7 +347,17 @@ class RewardPool:
         worker.pending.popleft()
         worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         if error:
-            scoring.fail(index, "failed", error, traceback)
+            scoring.fail(index, "failed", self._explain(error), traceback)
+
+    def _explain(self, error: str) -> str:
+        """Return the error, with a hint if it names an environment variable that was withheld."""
+        name = withheld_variable(error, self._passed_variables)
+        if name is None:
+            return error
+        return (
+            f"{error.rstrip()} (environment variables that look like secrets are withheld from reward workers; "
+            f"worker.reward.env=[{name}] passes {name})"
+        )
 
     def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""

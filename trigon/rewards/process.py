@@ -19,7 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from trigon.errors import RewardError
 
 MAX_LINE_BYTES = 1 << 20
 """Maximum length of a line that a child may send."""
@@ -37,6 +39,7 @@ _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from trigon.rewards.worker impo
 _SECRET_WORDS = {"APIKEY", "AUTH", "KEY", "KEYS", "PASSWD", "PASSWORD", "SECRET", "SECRETS", "TOKEN", "TOKENS"}
 _SECRET_WORDS |= {"CREDENTIAL", "CREDENTIALS"}
 _SECRET_PREFIXES = ("AWS_", "AZURE_", "WANDB_", "SWANLAB_", "MLFLOW_TRACKING_")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{2,}")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
@@ -47,8 +50,11 @@ class ChildProcess:
     invalid message. The caller should then kill it.
     """
 
-    def __init__(self, name: str) -> None:
-        """Start a child. name: prefix of its output in the log."""
+    def __init__(self, name: str, *, passed_variables: Sequence[str] = ()) -> None:
+        """Start a child.
+
+        name: prefix of its output in the log. passed_variables: as in child_environment.
+        """
         self.name = name
         self.ended = False
         self.channel, child_channel = socket.socketpair()
@@ -56,7 +62,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(child_channel.fileno()), *sys.path],
                 bufsize=0,
-                env=child_environment(os.environ),
+                env=child_environment(os.environ, passed_variables),
                 pass_fds=(child_channel.fileno(),),
                 start_new_session=True,
                 stdin=subprocess.PIPE,
@@ -135,22 +141,46 @@ class ChildProcess:
         self._bytes_to_show -= len(text)
 
 
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def child_environment(environment: Mapping[str, str], passed_variables: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment without variables that look like tokens, keys or passwords.
 
     It also sets a fixed hash seed, so that sets iterate in the same order in every child, limits
     numeric libraries to one thread, and hides the GPUs, whose memory the model needs.
+    passed_variables: names of variables that are passed unchanged, whatever their names are.
     """
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if not (
-            _SECRET_WORDS & set(name.upper().split("_"))
-            or name.upper().startswith(_SECRET_PREFIXES)
-            or _URL_WITH_PASSWORD.search(value)
-        )
-    }
-    return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = {name: value for name, value in environment.items() if not _is_secret(name, value)}
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | fixed | {name: environment[name] for name in passed_variables if name in environment}
+
+
+def check_passed_variables(names: Sequence[str]) -> None:
+    """Raise RewardError if one of the variables of worker.reward.env is not set."""
+    for name in names:
+        if name not in os.environ:
+            raise RewardError(f"worker.reward.env names {name}, which is not set; export it, or leave it out")
+
+
+def withheld_variable(error: str, passed_variables: Sequence[str]) -> str | None:
+    """Return the variable that an error of a child names and that was withheld from it, if any.
+
+    That is one that is set here and was removed, or one of a KeyError that looks like a secret.
+    """
+    for match in _NAME.finditer(error):
+        name = match.group()
+        if name in passed_variables:
+            continue
+        is_removed = name in os.environ and _is_secret(name, os.environ[name])
+        if is_removed or (f"KeyError: '{name}'" in error and _is_secret(name, "")):
+            return name
+    return None
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(
+        _SECRET_WORDS & set(name.upper().split("_"))
+        or name.upper().startswith(_SECRET_PREFIXES)
+        or _URL_WITH_PASSWORD.search(value)
+    )
 
 
 def describe_exit(code: int) -> str:
