@@ -213,11 +213,14 @@ def test_the_time_limit_is_for_each_completion_rather_than_the_chunk(pool_of):
 
 @pytest.mark.parametrize(
     ("response", "error"),
-    [("short", "returned a list of 0 for 1 completions"), ("number", "returned 1.0, expected a list of 1 dicts")],
+    [
+        ("short", "returned a list of 3 for 4 completions; scored again alone: returned a list of 0 for 1 completions"),
+        ("number", "returned 1.0, expected a list of 4 dicts; scored again alone: returned 1.0, expected a list of 1 "),
+    ],
 )
 def test_a_chunk_with_a_list_of_the_wrong_length_is_retried_singly(pool_of, response, error):
-    scores = pool_of(BATCH).score(requests("good", response, "better", "best"))
-    assert [score.overall for score in scores] == [4.0, 0.0, 6.0, 4.0]
+    scores = pool_of(BATCH).score(requests("good", response, *["better"] * 14))  # in chunks of four
+    assert [score.overall for score in scores] == [4.0, 0.0, *[6.0] * 14]
     assert scores[1].error.startswith(error)
 
 
@@ -304,7 +307,7 @@ def test_a_check_on_dummy_completions_raises_what_is_wrong(pool_of, contract):
 @pytest.mark.parametrize("returned", ["scores[1:]", "scores + scores", "scores[0]"])
 def test_a_check_raises_for_the_wrong_number_of_results(pool_of, returned):
     text = f"def main(reward_inputs):\n  scores = [{{'overall': 1}} for _ in reward_inputs]\n  return {returned}"
-    with pytest.raises(RewardError, match=r"no score for the first row.*: returned "):
+    with pytest.raises(RewardError, match=r"no score for the first row.*: returned .*; scored again alone: returned "):
         pool_of(text).check(requests("a", "bc"), described="the first row")
 
 

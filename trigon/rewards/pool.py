@@ -333,6 +333,7 @@ class RewardPool:
             raise ValueError("unexpected message from a reward worker")
         worker.num_results += 1
         if "retry_singly" in message:
+            scoring.set_chunk_error(worker.pending, str(message["error"]))
             scoring.requeue(worker.pending, singly=True)
             worker.pending.clear()
             return

@@ -67,6 +67,7 @@ class Scoring:
         self._queue: deque[list[int]] = deque()  # the indices of each complete chunk
         self._scores: dict[int, Score] = {}
         self._tracebacks: dict[int, str] = {}  # of failed requests
+        self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
 
     # -- for the caller --
 
@@ -194,8 +195,14 @@ class Scoring:
         """Store the scores of a request."""
         self._scores[index] = Score(overall=scores["overall"], parts=scores, outcome="ok", error="")
 
+    def set_chunk_error(self, indices: Sequence[int], error: str) -> None:
+        """Store why a chunk is scored again, one by one; "" if the next errors will say more."""
+        self._chunk_errors.update(dict.fromkeys(indices, error))
+
     def fail(self, index: int, outcome: ScoreOutcome, error: str, traceback: str) -> None:
         """Store the failure of a request. Raises: RewardError if too many have failed."""
+        if chunk_error := self._chunk_errors.get(index):
+            error = f"{chunk_error}; scored again alone: {error}"
         self._scores[index] = Score(overall=0.0, parts={}, outcome=outcome, error=error)
         self._tracebacks[index] = traceback
         self._check_failures()
