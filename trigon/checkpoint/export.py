@@ -123,8 +123,6 @@ def export_checkpoint(
 
 
 def _find(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
-    if path.resolve().name == "actor" and (path.resolve().parent / MANIFEST).is_file():
-        return open_checkpoint(path.resolve().parent, resumable=False)
     if (path / MANIFEST).is_file() or not any(path.glob("global_step_*")):
         return open_checkpoint(path, resumable=False)
     store = CheckpointStore(path, keep=-1, warn=warn)

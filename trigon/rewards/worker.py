@@ -9,8 +9,8 @@ of JSON:
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
     <- {"scores": {"overall": 1.0}, ...}            for each reward_input, in order, or
        {"error": "...", "traceback": "...", ...}    if the function failed for this one, or
-       {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; the error
-                                                    is not empty for a wrong number of results
+       {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; error is
+                                                    "" unless the number of results is wrong
 
 Results also contain "chunk" and "number", their position within the chunk.
 """
