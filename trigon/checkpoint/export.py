@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trigon import __version__
@@ -28,6 +27,7 @@ from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter,
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 from trigon.models.load import copy_side_files
+from trigon.models.weight_files import save_weights
 from trigon.training.checkpointing import ADAPTER_CONFIG
 from trigon.training.state import StoredTensor
 
@@ -264,7 +264,7 @@ def _write_file(weights: Weights, names: Sequence[str], file: Path, *, dtype: to
                 f"{name} in the checkpoint holds NaN or infinity as {_dtype_name(tensor.dtype)}: such a model cannot "
                 "be used. Export an earlier checkpoint, or choose a dtype of larger range"
             )
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_weights(tensors, file)
     return {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
 
 
