@@ -130,11 +130,29 @@ class Sampler:
 
         drawn: ids of this step's prompts so far; those of this round are added.
         """
+        is_first_round = step == 1 and not drawn
         with self.report.phase("data"):
             prompts = [_with_unique_id(prompt, drawn) for prompt in self.prompts.take(num_prompts)]
         groups = collect(prompts, self.rollout, self.rewards, self.sampling, step=step, phase=self.report.phase)
+        if is_first_round:
+            self._warn_if_rewards_are_equal(groups)
         skipped = {"rollout/num_set_aside": Sum(float(len(prompts) - len(groups)))}
         return groups, merge(describe_groups(groups), skipped)
+
+    def _warn_if_rewards_are_equal(self, groups: Sequence[RolloutGroup]) -> None:
+        scored = [(group.prompt, r) for group in groups for r in group.rollouts if r.score.outcome == "ok"]
+        rewards = {rollout.score.overall for _, rollout in scored}
+        if len(scored) < 2 or len(rewards) > 1:
+            return
+        prompt, rollout = scored[0]
+        ground_truth = f"{repr(prompt.ground_truth)[:100]} (a {type(prompt.ground_truth).__name__})"
+        self.report.warn(
+            f"ALL REWARDS ARE EQUAL: each of the {len(scored)} completions of the first step got {rewards.pop():g}, "
+            f"and nothing can be learned from equal rewards. Either the task is too hard or too easy for the model, "
+            "or the reward function does not see what it expects: compare the ground truth with the completions. "
+            f"{prompt.prompt_id} has the ground truth {ground_truth} and the completion "
+            f"{rollout.completion.text[-200:]!r}; rollouts/ in the run folder will hold all of them"
+        )
 
     def _report_shortage(self, num_found: int, num_groups: int, rounds: int, metrics: Metrics) -> None:
         low, high = (metrics[f"filter/{name}_fraction"].value for name in ("low", "high"))

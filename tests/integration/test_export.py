@@ -112,6 +112,16 @@ def test_an_export_equals_what_transformers_saves(tmp_path, tiny_model, model_ty
     assert not torch.allclose(logits, hugging_face_logits(model_folder, has_vision=has_vision), atol=0.1)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
+def test_exported_files_have_the_mode_of_new_files(checkpoint, umask):
+    before = os.umask(umask)
+    try:
+        folder = export_checkpoint(checkpoint.folder, None, dtype=None)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~umask}
+
+
 def test_side_files_are_copied_unchanged_and_no_temporary_file_is_left(checkpoint, tiny_vlm):
     folder = export_checkpoint(checkpoint.folder, None, dtype=None)
     for file in tiny_vlm.iterdir():

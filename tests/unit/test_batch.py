@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from support.fake_runs import (
 from trigon.checkpoint.store import Checkpoint
 from trigon.errors import DataError, RewardError
 from trigon.loop import train
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.training.fake import FAKE_LOGPROB
 
@@ -51,6 +55,23 @@ def test_filtered_groups_are_replaced_by_others(parts, tmp_path):
         assert shares[1] > 0 or shares[2] > 0
         # group/ metrics describe everything that was sampled, filtered out or not.
         assert line["group/all_wrong_fraction"] == pytest.approx(line["filter/low_fraction"])
+
+
+@pytest.mark.parametrize(("complete", "num_warnings"), [(lambda p, v, s: "no", 1), (mixed_by_prompt, 0)])
+@pytest.mark.parametrize("group_filter", [None, replace(FILTER, max_rounds=2, low=-1.0)])
+def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, complete, num_warnings, group_filter):
+    stream = io.StringIO()
+    with (
+        RunFolder(tmp_path / "report") as folder,
+        Reporter(folder, Console(stream=stream, progress=False)) as report,
+        open_run(parts, tmp_path, complete=complete, group_filter=group_filter, report=report) as run,
+    ):
+        train(run, None)
+    printed = stream.getvalue()
+    assert printed.count("ALL REWARDS ARE EQUAL") == num_warnings
+    if num_warnings:
+        assert "each of the 12 completions of the first step got 0.5" in printed
+        assert "(a str) and the completion 'no'" in printed
 
 
 def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):

@@ -258,6 +258,16 @@ def test_an_error_for_a_run_folder_lists_its_checkpoints(store, tmp_path):
         open_checkpoint(tmp_path / "nowhere", resumable=True)
 
 
+def test_the_actor_folder_of_a_checkpoint_stands_for_the_checkpoint(store, tmp_path):
+    folder = save(store, 5).folder
+    assert open_checkpoint(folder / "actor", resumable=True) == open_checkpoint(folder, resumable=True)
+    (tmp_path / "link").symlink_to(folder / "actor")
+    assert open_checkpoint(tmp_path / "link", resumable=True).step == 5
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="actor is not a checkpoint"):
+        open_checkpoint(folder / "actor", resumable=True)
+
+
 def test_a_renamed_checkpoint_is_accepted_unless_the_name_says_another_step(store, tmp_path):
     folder = save(store, 5).folder
     assert open_checkpoint(folder.rename(tmp_path / "the_good_one"), resumable=True).step == 5

@@ -127,6 +127,30 @@ def test_a_command_without_its_arguments_exits_with_status_2(capsys, command):
     assert "usage: trigon" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["export", "merge", "tiny"])
+def test_usage_and_help_name_the_command(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--no-such-option"])
+    assert capsys.readouterr().err.startswith(f"usage: trigon {command} ")
+
+
+def test_the_upload_of_easyr1s_script_is_answered_with_the_command_that_uploads(capsys, tmp_path):
+    with pytest.raises(SystemExit) as system_exit:
+        main(["merge", "--local_dir", f"{tmp_path}/my run/actor", "--hf_upload_path", "me/model"])
+    assert system_exit.value.code == 2
+    error = capsys.readouterr().err
+    assert "--hf_upload_path is not supported" in error
+    assert f"hf upload me/model '{tmp_path}/my run/actor/huggingface'" in error
+
+
+@pytest.mark.parametrize("arguments", [["data.max_promt_length=5"], ["missing.yaml"], ["--no-such-option"]])
+def test_print_config_exits_with_status_2_for_a_wrong_configuration(capsys, arguments):
+    assert main(["train", "--print-config", *COMPLETE, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ConfigError: ")
+
+
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_command_has_a_help_text(capsys, command):
     try:

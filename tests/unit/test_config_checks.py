@@ -69,6 +69,13 @@ def test_fsdp_size_must_divide_the_number_of_workers():
         load_config(None, (*NEEDED, "trainer.n_gpus_per_node=4", f"worker.actor.fsdp.fsdp_size={fsdp_size}"))
 
 
+def test_variables_for_reward_workers_are_names_without_values():
+    message = problem("worker.reward.env=[HF_TOKEN, KEY=secret]")
+    assert "worker.reward.env has 'KEY', but takes names of environment variables without values" in message
+    assert "secret" not in message
+    assert load_config(None, (*NEEDED, "worker.reward.env=A_KEY")).config.worker.reward.env == ("A_KEY",)
+
+
 def test_cpu_offload_needs_several_workers():
     assert "worker.actor.offload.offload_params=true" in problem("worker.actor.fsdp.enable_cpu_offload=true")
     load_config(None, (*NEEDED, "worker.actor.fsdp.enable_cpu_offload=true", "trainer.n_gpus_per_node=2"))

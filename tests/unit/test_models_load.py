@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trigon.errors import ModelError
-from trigon.models.load import copy_side_files, load_model, load_processors, model_folder
+from trigon.models.load import copy_side_files, load_model, load_processors, model_folder, require_weights
 
 TinyModel = Callable[..., Path]
 
@@ -47,6 +47,55 @@ def test_a_model_that_cannot_be_found_is_an_error(model_path: str) -> None:
 def test_a_folder_without_a_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"contains no config\.json"):
         model_folder(str(tmp_path))
+
+
+def test_a_folder_without_weights_is_an_error_that_says_so(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has a config\.json but no weights.* Use a folder written by"):
+        load_model(str(copied), dtype=torch.float32, device="cpu")
+    with pytest.raises(ModelError, match=r"no weights"):
+        require_weights(str(copied))
+
+
+def test_a_folder_of_a_checkpoint_is_an_error_that_names_the_export(copied: Path, tmp_path: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    checkpoint = tmp_path / "a run" / "global_step_5"
+    shutil.copytree(copied, checkpoint / "actor" / "huggingface")
+    for folder, exported in {
+        checkpoint / "actor" / "huggingface": checkpoint / "actor",
+        checkpoint / "actor": checkpoint / "actor",
+        checkpoint: checkpoint,
+        checkpoint.parent: checkpoint.parent,
+    }.items():
+        with pytest.raises(ModelError) as caught:
+            require_weights(str(folder))
+        assert f"`trigon export '{exported}'`" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"no weights", b"\x08" + bytes(7) + b"{}      "])
+def test_damaged_weights_are_an_error(copied: Path, content: bytes) -> None:
+    (copied / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"weights|model .*cannot be loaded"):
+        load_model(str(copied), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files", "message"),
+    [
+        ("qwen2_5_vl", ["tokenizer.json"], "no vocabulary for its tokenizer"),
+        ("qwen2_5_vl", ["tokenizer.json", "tokenizer_config.json"], "no vocabulary for its tokenizer"),
+        ("llama", ["tokenizer.json", "tokenizer_config.json"], "tokenizer .*cannot be loaded"),
+        ("qwen2_5_vl", ["processor_config.json"], "image processor .*cannot be loaded"),
+    ],
+)
+def test_missing_files_of_tokenizer_and_processors_are_errors(
+    tiny_model: TinyModel, tmp_path: Path, model_type: str, files: list[str], message: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(model_type), tmp_path / "model"))
+    for name in files:
+        (folder / name).unlink()
+    with pytest.raises(ModelError, match=message):
+        load_processors(str(folder))
 
 
 def test_processors_have_stop_tokens_and_banned_tokens(tiny_vlm: Path) -> None:

@@ -38,6 +38,16 @@ def folder(tmp_path):
         yield folder
 
 
+@pytest.mark.parametrize("place", ["file/run", "file", "read_only", "read_only/run", "/proc/trigon"])
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "read_only").mkdir(mode=0o500)
+    if place.startswith("read_only") and os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    with pytest.raises(ConfigError, match=r"cannot be written: .*Set trainer\.save_checkpoint_path"):
+        RunFolder(tmp_path / place)
+
+
 def test_metrics_are_one_sorted_json_line_per_step(folder):
     folder.append_metrics(1, {"b": 0.1, "a": 1.0})
     folder.append_metrics(2, {"a": float("nan"), "b": float("inf")})

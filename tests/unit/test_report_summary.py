@@ -11,9 +11,10 @@ from trigon.training.local import Sizes
 
 
 def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():
-    def suggestions(exported, step):
-        return " ".join(suggest_next_steps(Config(), Path("/runs/x"), exported, step))
+    def suggestions(exported, step, folder="/runs/x"):
+        return " ".join(suggest_next_steps(Config(), Path(folder), exported, step))
 
+    assert "trigon export '/my runs/x'" in suggestions(None, 5, "/my runs/x")
     assert "trigon export /runs/x" in suggestions(None, 5)
     assert "export" not in suggestions(Path("/model"), 5)
     assert "export" not in suggestions(None, 0)

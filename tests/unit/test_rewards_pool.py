@@ -81,7 +81,16 @@ def pool_of(tmp_path):
     """Return a function that makes a pool from a reward file's text, closed when the test ends."""
     pools = []
 
-    def make(text, *, function="main", num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0, **kwargs):
+    def make(
+        text,
+        *,
+        function="main",
+        num_workers=1,
+        timeout_seconds=20.0,
+        max_failed_fraction=1.0,
+        passed_variables=(),
+        **kwargs,
+    ):
         (tmp_path / "reward.py").write_text(text)
         pools.append(
             RewardPool(
@@ -90,6 +99,7 @@ def pool_of(tmp_path):
                 num_workers=num_workers,
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=max_failed_fraction,
+                passed_variables=passed_variables,
             )
         )
         return pools[-1]
@@ -203,11 +213,14 @@ def test_the_time_limit_is_for_each_completion_rather_than_the_chunk(pool_of):
 
 @pytest.mark.parametrize(
     ("response", "error"),
-    [("short", "returned a list of 0 for 1 completions"), ("number", "returned 1.0, expected a list of 1 dicts")],
+    [
+        ("short", "returned a list of 3 for 4 completions; scored again alone: returned a list of 0 for 1 completions"),
+        ("number", "returned 1.0, expected a list of 4 dicts; scored again alone: returned 1.0, expected a list of 1 "),
+    ],
 )
 def test_a_chunk_with_a_list_of_the_wrong_length_is_retried_singly(pool_of, response, error):
-    scores = pool_of(BATCH).score(requests("good", response, "better", "best"))
-    assert [score.overall for score in scores] == [4.0, 0.0, 6.0, 4.0]
+    scores = pool_of(BATCH).score(requests("good", response, *["better"] * 14))  # in chunks of four
+    assert [score.overall for score in scores] == [4.0, 0.0, *[6.0] * 14]
     assert scores[1].error.startswith(error)
 
 
@@ -268,6 +281,55 @@ def test_an_unusable_function_is_an_error_before_anything_is_scored(pool_of, tex
         assert message in str(caught.value)
 
 
+CHECKED = {
+    "batch": "def compute_score(inputs: list):\n    return [misbehave(single['ground_truth']) for single in inputs]\n",
+    "sequential": "def compute_score(reward_input):\n    return misbehave(reward_input['ground_truth'])\n",
+    "legacy": "def compute_score(predict_str, ground_truth):\n    return misbehave(ground_truth)\n",
+}
+
+
+@pytest.mark.parametrize("contract", CHECKED)
+def test_a_check_on_dummy_completions_raises_what_is_wrong(pool_of, contract):
+    pool = pool_of(MISBEHAVE + CHECKED[contract], function="compute_score", timeout_seconds=0.5)
+    for ground_truth, message in {
+        "raise": r"KeyError: 'no such.*step' \(reward.py:10\).* raise KeyError",
+        "none": "returned None",
+        "nan": "returned nan for 'overall', expected a finite number",
+        "bare": "returned a dict without 'overall'",
+        "exit": "its worker exited with code 3",
+        "loop": "no score within 0.5 s",
+    }.items():
+        with pytest.raises(RewardError, match=rf"(?s)compute_score.* no score for the first row.*{message}"):
+            pool.check(requests("a", "bc", ground_truth=ground_truth), described="the first row")
+    pool.check(requests("a", "bc", ground_truth="good"), described="the first row")
+
+
+@pytest.mark.parametrize("returned", ["scores[1:]", "scores + scores", "scores[0]"])
+def test_a_check_raises_for_the_wrong_number_of_results(pool_of, returned):
+    text = f"def main(reward_inputs):\n  scores = [{{'overall': 1}} for _ in reward_inputs]\n  return {returned}"
+    with pytest.raises(RewardError, match=r"no score for the first row.*: returned .*; scored again alone: returned "):
+        pool_of(text).check(requests("a", "bc"), described="the first row")
+
+
+@pytest.mark.parametrize("text", [SEQUENTIAL, BATCH], ids=["sequential", "batch"])
+def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(pool_of, text):
+    pool = pool_of(text, timeout_seconds=0.2)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"(?s)reward.py timed out for 5 completions in a row .*in misbehave"):
+        pool.score(requests(*["loop"] * 200))  # all of them may fail, and would take 40 s
+    assert time.monotonic() - started < 10
+    scores = pool.score(requests(*["loop"] * 4, "good", *["loop"] * 4, "good"))
+    assert [score.outcome for score in scores].count("ok") == 2
+
+
+def test_timeouts_of_one_group_do_not_stop_the_scoring(pool_of):
+    pool = pool_of(SEQUENTIAL, timeout_seconds=0.2)
+    with pool.scoring(num_completions=8) as scoring:
+        scoring.add(0, requests(*["loop"] * 6))
+        scoring.add(6, requests("good", "good"))
+        assert [score.outcome for score in scoring.result()] == ["timeout"] * 6 + ["ok"] * 2
+
+
 def test_a_missing_file_and_arguments_that_json_cannot_represent_are_immediate_errors(pool_of):
     with pytest.raises(RewardError, match="there is no file"):
         RewardPool("nowhere.py:main", kwargs={}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)
@@ -293,6 +355,32 @@ def main(reward_input):
     assert pool_of(text).score(requests("a"))[0].parts == {"overall": 0.0, "secret": 0.0, "setting": 1.0}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nKEY = os.environ['OPENAI_API_KEY']\ndef main(reward_input): return {'overall': len(KEY)}",
+        "import os\ndef main(reward_input): return {'overall': len(os.environ['OPENAI_API_KEY'])}",
+        "import os\ndef main(reward_input):\n  if key := os.getenv('OPENAI_API_KEY'): return {'overall': len(key)}\n"
+        "  raise ValueError('set the OPENAI_API_KEY variable')",
+    ],
+    ids=["loading", "calling", "other error"],
+)
+def test_an_error_about_a_withheld_variable_names_the_option_that_passes_it(pool_of, monkeypatch, text):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-123")
+    with pytest.raises(RewardError, match=r"withheld from reward workers; worker\.reward\.env=\[OPENAI_API_KEY\]"):
+        pool_of(text).check(requests("a"), described="a row")
+    assert pool_of(text, passed_variables=["OPENAI_API_KEY"]).score(requests("a"))[0].overall == 6.0
+
+
+def test_a_secret_that_is_not_set_is_named(pool_of, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    text = "import os\ndef main(reward_input): return {'overall': len(os.environ['OPENAI_API_KEY'])}"
+    with pytest.raises(RewardError, match=r"worker\.reward\.env=\[OPENAI_API_KEY\]"):
+        pool_of(text).check(requests("a"), described="a row")
+    with pytest.raises(RewardError, match=r"worker\.reward\.env names OPENAI_API_KEY, which is not set"):
+        pool_of(text, passed_variables=["OPENAI_API_KEY"])
+
+
 def test_variables_that_look_like_secrets_are_removed():
     kept = {"PATH": "/bin", "HF_HOME": "/cache", "TOKENIZERS_PARALLELISM": "false", "HTTP_PROXY": "http://proxy:1"}
     secret = [
@@ -307,6 +395,8 @@ def test_variables_that_look_like_secrets_are_removed():
     secrets = dict.fromkeys(secret, "x") | {"DATABASE_URL": "postgres://me:pw@host/db"}
     added = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert child_environment(kept | secrets) == kept | added
+    passed = child_environment(kept | secrets, ["HF_TOKEN", "DATABASE_URL"])
+    assert passed == kept | added | {"HF_TOKEN": "x", "DATABASE_URL": "postgres://me:pw@host/db"}
 
 
 def test_printed_lines_are_sanitized():

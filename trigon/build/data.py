@@ -22,13 +22,14 @@ from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.evaluate import Evaluator
-from trigon.models.load import Processors, load_processors
+from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
 
 
 def open_processors(config: Config) -> Processors:
-    """Load the tokenizer and the image processor."""
+    """Load the tokenizer and the image processor, after checking that the model has weights."""
     model, data = config.worker.actor.model, config.data
+    require_weights(model_path(config))
     return load_processors(
         model_path(config),
         tokenizer_path=model.tokenizer_path,

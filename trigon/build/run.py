@@ -44,6 +44,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
+from trigon.rollout.collect import dummy_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def run_training(
         val_prompts = scan_datasets(config, val_files, (), builder, report) if val_files else None
         train_prompts = scan_datasets(config, train_files, config.data.train_weights, builder, report)
         shows_videos = train_prompts.shows_videos or (val_prompts is not None and val_prompts.shows_videos)
+        check_rewards(rewards, train_prompts)
         plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
@@ -138,7 +140,17 @@ def open_rewards(config: Config) -> RewardPool:
         num_workers=reward.num_cpus,
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,
+        passed_variables=reward.env,
     )
+
+
+def check_rewards(rewards: RewardPool, prompts: Prompts) -> None:
+    """Call the reward function on dummy completions of the first prompt, before the models load.
+
+    Raises: RewardError if it does not score them.
+    """
+    prompt = prompts[0]
+    rewards.check(dummy_requests(prompt), described=f"a dummy completion of {prompt.prompt_id}")
 
 
 def open_console(config: Config) -> Console:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trigon import __version__
@@ -29,6 +28,7 @@ from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files
+from trigon.models.weight_files import save_weights
 from trigon.names import DTYPE_ALIASES
 from trigon.training.checkpointing import ADAPTER_CONFIG
 from trigon.training.state import StoredTensor
@@ -117,8 +117,6 @@ def export_checkpoint(
 
 
 def _find(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
-    if path.resolve().name == "actor" and (path.resolve().parent / MANIFEST).is_file():
-        return open_checkpoint(path.resolve().parent, resumable=False)
     if (path / MANIFEST).is_file() or not any(path.glob("global_step_*")):
         return open_checkpoint(path, resumable=False)
     store = CheckpointStore(path, keep=-1, warn=warn)
@@ -260,7 +258,7 @@ def _write_file(weights: Weights, names: Sequence[str], file: Path, *, dtype: to
                 f"{name} in the checkpoint holds NaN or infinity as {_dtype_name(tensor.dtype)}: such a model cannot "
                 "be used. Export an earlier checkpoint, or choose a dtype of larger range"
             )
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_weights(tensors, file)
     return {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
 
 

@@ -331,7 +331,8 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     """Return the checkpoint in a folder that the user named, after verifying all its files.
 
     Args:
-        folder: named global_step_N, or holding a manifest under another name.
+        folder: named global_step_N, or holding a manifest under another name; or its actor folder,
+            which EasyR1's commands name.
         resumable: whether a run continues from it. If not, its optimizer state is neither required
             nor verified.
         verify: False if the hashes were compared already.
@@ -340,6 +341,9 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {folder}")
+    parent = folder.resolve().parent
+    if folder.resolve().name == "actor" and (parent / MANIFEST).is_file():
+        folder = parent
     name = _STEP.fullmatch(folder.resolve().name)
     if name is None and not (folder / MANIFEST).is_file():
         inside = sorted(entry.name for entry in folder.iterdir() if _STEP.fullmatch(entry.name))

@@ -1,11 +1,8 @@
-"""`trigon export CHECKPOINT`: writes a Hugging Face model, or a LoRA adapter for peft.
-
-`trigon merge --local_dir .../global_step_N/actor` is the same command by the name of EasyR1's
-script.
-"""
+"""`trigon export CHECKPOINT`: writes a Hugging Face model, or a LoRA adapter for peft."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +12,14 @@ from trigon.report.console import Console
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status. Raises TrigonError."""
-    options = _parser().parse_args(arguments)
+    return export(make_parser("trigon export").parse_args(arguments))
+
+
+def export(options: Namespace) -> int:
+    """Export a checkpoint, and return the exit status. options: parsed by make_parser's parser.
+
+    Raises TrigonError.
+    """
     # Imported here, so that errors of the command line do not wait for heavy libraries.
     from trigon.checkpoint.export import export_checkpoint
 
@@ -34,9 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
+def make_parser(command: str) -> ArgumentParser:
+    """Return the parser of the arguments. command: its name in the help."""
     parser = ArgumentParser(
-        prog="trigon export",
+        prog=command,
         description="Write a checkpoint as a Hugging Face model, and verify that its tensors and logits are equal. "
         "LoRA adapters are merged into the base model.",
     )

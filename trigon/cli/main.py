@@ -19,7 +19,7 @@ COMMANDS = {
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
-    "merge": ("trigon.cli.export", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
+    "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
 }
 
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0: done, 1: failed with a TrigonError, 2: wrong usage, 130: interrupted. `trigon train` adds
-    EXIT_STOPPED.
+    EXIT_STOPPED, and returns 2 if --print-config finds an error in the configuration.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trigon.config.load import LoadedConfig, dump_config, load_config, split_arguments
+from trigon.errors import ConfigError
 from trigon.terminal import sanitize
 
 HELP = """\
@@ -19,7 +20,7 @@ Train with the options of CONFIG.yaml; key=value overrides an option, for exampl
 docs/configuration.md explains every option. Configuration files and command lines of EasyR1 work unchanged;
 config=CONFIG.yaml is accepted too.
 
-  --print-config   print the resolved configuration and exit
+  --print-config   print the resolved configuration and exit; with status 2 if it has errors
 """
 
 EXIT_STOPPED = 143
@@ -33,14 +34,23 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     print_only = "--print-config" in arguments
-    path, overrides = split_arguments([argument for argument in arguments if argument != "--print-config"])
-    loaded = load_config(path, overrides)
+    arguments = [argument for argument in arguments if argument != "--print-config"]
     if print_only:
-        for warning in loaded.warnings:
-            print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
-        print(dump_config(loaded.config), end="")
-        return 0
-    return train(loaded)
+        return print_config(arguments)
+    return train(load_config(*split_arguments(arguments)))
+
+
+def print_config(arguments: Sequence[str]) -> int:
+    """Print the resolved configuration, or its errors, and return the exit status."""
+    try:
+        loaded = load_config(*split_arguments(arguments))
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {sanitize(str(error), max_characters=5000)}", file=sys.stderr)
+        return 2
+    for warning in loaded.warnings:
+        print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
+    print(dump_config(loaded.config), end="")
+    return 0
 
 
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:

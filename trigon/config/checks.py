@@ -227,6 +227,12 @@ def _check_required(config: Config) -> list[str]:
             "worker.reward.reward_function is not set; give file.py:function, or one of the shipped "
             f"{', '.join(SHIPPED_REWARDS)}"
         )
+    for name in config.worker.reward.env:
+        if not name.isidentifier():
+            problems.append(
+                f"worker.reward.env has {name.partition('=')[0]!r}, but takes names of environment variables "
+                "without values; export the variable, and give its name only, for example OPENAI_API_KEY"
+            )
     if not config.data.train_files:
         problems.append("data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder")
     if not config.data.val_files and (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):

@@ -65,6 +65,9 @@ DtypeOption = Annotated[Dtype, BeforeValidator(_short_dtype)]
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Datasets. A single one may be written without the brackets of a list."""
 
+Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Names of environment variables. A single one may be written without the brackets of a list."""
+
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
 
 
@@ -576,6 +579,10 @@ class RewardConfig(Section):
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the reward function."""
 
+    env: Variables = ()
+    """Environment variables that reward workers get although they look like secrets, by name:
+    `[OPENAI_API_KEY]`. Trigon only."""
+
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""
 
@@ -675,7 +682,7 @@ class TrainerConfig(Section):
     """Run folder; null: checkpoints/project_name/experiment_name."""
 
     load_checkpoint_path: str | None = None
-    """Checkpoint to resume from (its global_step folder); null: find_last_checkpoint applies."""
+    """Checkpoint to resume from: its global_step or actor folder; null: find_last_checkpoint decides."""
 
     find_last_checkpoint: bool = True
     """Resume from the last checkpoint in the run folder, if there is one."""

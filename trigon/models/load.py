@@ -7,13 +7,16 @@ This is the only module that calls `from_pretrained` for models, tokenizers and 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trigon.config.paths import local_path
 from trigon.errors import ModelError
@@ -67,10 +70,45 @@ def model_folder(model_path: str) -> Path:
         folder = modelscope_folder(model_path, "model") if uses_modelscope() else _download(model_path)
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} contains no config.json, so it is not a Hugging Face model. Use a folder written by "
-            "`save_pretrained` or `trigon export`."
+            f"{folder} contains no config.json, so it is not a Hugging Face model. {_suggest_export(folder)}"
         )
     return folder
+
+
+def require_weights(model_path: str) -> None:
+    """Raise ModelError if a model's folder has no weights; they are not read."""
+    folder = model_folder(model_path)
+    if not any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir()):
+        raise ModelError(f"{folder} has a config.json but no weights (*.safetensors, *.bin). {_suggest_export(folder)}")
+
+
+def _suggest_export(folder: Path) -> str:
+    """Return what to do about an incomplete model folder: a checkpoint has to be exported."""
+    if folder.parts[-2:] == ("actor", "huggingface"):
+        return (
+            "It belongs to a checkpoint, whose weights are in another format: "
+            f"`trigon export {shlex.quote(str(folder.parent))}` writes the weights into this folder."
+        )
+    if any((folder / place).is_dir() for place in ("huggingface", "actor/huggingface")) or any(
+        folder.glob("global_step_*")
+    ):
+        return (
+            f"It is a checkpoint: run `trigon export {shlex.quote(str(folder))}`, and set model_path to the folder "
+            "that it writes."
+        )
+    return "Use a folder written by `save_pretrained` or `trigon export`, or download the model again."
+
+
+@contextmanager
+def _explain_errors(what: str, folder: Path) -> Iterator[None]:
+    """Turn the errors of transformers for missing and damaged files into a ModelError."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        message = " ".join(str(error).split())[:500]
+        raise ModelError(
+            f"The {what} in {folder} cannot be loaded: {message}. Check its files, or download the model again."
+        ) from error
 
 
 def _download(model_path: str) -> Path:
@@ -102,8 +140,9 @@ def load_processors(
         chat_template: Jinja text that replaces the tokenizer's template.
         min_pixels, max_pixels: the processor enlarges or shrinks images to this area; None for the
             model's own limits. No effect on a family that takes tiles.
-    Raises: ModelError if the model is not found or not supported, if it has no stop token or no
-        chat template, or if min_pixels exceeds max_pixels.
+    Raises: ModelError if the model is not found or not supported, if files of its tokenizer or
+        processors are missing or damaged, if it has no stop token or no chat template, or if
+        min_pixels exceeds max_pixels.
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
@@ -147,9 +186,9 @@ def load_model(
         override_config: values that replace those of the model's config, nested like the config.
         attention_kernel: of group attention, see kernels.py.
     Returns: a transformers PreTrainedModel.
-    Raises: ModelError if the model is not found or not supported (supported.py), if a weight is
-        missing, unexpected or has another shape, or if override_config has a key that the config
-        does not have.
+    Raises: ModelError if the model is not found or not supported (supported.py), if its files
+        cannot be read, if a weight is missing, unexpected or has another shape, or if
+        override_config has a key that the config does not have.
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
@@ -162,14 +201,16 @@ def load_model(
         with device:
             model = auto_class(family).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
-        model, report = auto_class(family).from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, with missing and unexpected weights
-            output_loading_info=True,
-        )
+        require_weights(model_path)
+        with _explain_errors("model", folder):
+            model, report = auto_class(family).from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # reported below, with missing and unexpected weights
+                output_loading_info=True,
+            )
         _require_complete_weights(folder, report)
     family.language_model(model).config.use_cache = False
     patch_model(model, family, attention_kernel)
@@ -231,7 +272,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _explain_errors("config", folder):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -243,7 +285,14 @@ def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _explain_errors("tokenizer", folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    # Without tokenizer files, transformers returns a tokenizer that has only special tokens.
+    if len(set(tokenizer(_TOKENIZER_TEST_TEXT, add_special_tokens=False)["input_ids"])) < 2:
+        raise ModelError(
+            f"{folder} has no vocabulary for its tokenizer (tokenizer.json, or files such as vocab.json with "
+            "merges.txt). Download the model again, or set worker.actor.model.tokenizer_path to a folder that has one."
+        )
     if _matches_tokenizer_json(tokenizer, folder):
         return tokenizer
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -272,13 +321,15 @@ def _load_image_processor(folder: Path, family: ModelFamily, min_pixels: int | N
     from transformers import AutoImageProcessor
 
     if family.tiles:
-        return AutoImageProcessor.from_pretrained(folder)  # resizes to whole tiles
+        with _explain_errors("image processor", folder):
+            return AutoImageProcessor.from_pretrained(folder)  # resizes to whole tiles
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     # Passed at loading, both become the `size` of the processor; passed at each call, they are
     # deprecated.
-    processor = AutoImageProcessor.from_pretrained(
-        folder, **{name: value for name, value in limits.items() if value is not None}
-    )
+    with _explain_errors("image processor", folder):
+        processor = AutoImageProcessor.from_pretrained(
+            folder, **{name: value for name, value in limits.items() if value is not None}
+        )
     smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
     if smallest > largest:
         raise ModelError(
@@ -291,7 +342,8 @@ def _load_image_processor(folder: Path, family: ModelFamily, min_pixels: int | N
 def _load_video_processor(folder: Path) -> Any:
     from transformers import AutoVideoProcessor
 
-    processor = AutoVideoProcessor.from_pretrained(folder)
+    with _explain_errors("video processor", folder):
+        processor = AutoVideoProcessor.from_pretrained(folder)
     if hasattr(processor, "cap_pixels_per_frame"):
         processor.cap_pixels_per_frame = False  # if not set, it warns that its default will change
     return processor

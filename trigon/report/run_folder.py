@@ -15,6 +15,7 @@ A number that is not finite is written as null, since JSON has no nan.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -102,13 +103,21 @@ def rollout_rows(groups: Iterable[RolloutGroup]) -> list[RolloutRow]:
 class RunFolder:
     """The folder of a run, locked until close().
 
-    Raises: ConfigError if another run has locked it.
+    Raises: ConfigError if another run has locked it, or if it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(path / LOCK)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "it is not writable")
+            self._lock = _lock(path / LOCK)
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {path} cannot be written: {error.strerror or error}. Set "
+                "trainer.save_checkpoint_path to a folder that can, or change its permissions"
+            ) from error
         _remove_incomplete_line(path / METRICS)
 
     def write_config(self, text: str) -> None:

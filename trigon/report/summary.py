@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,6 +70,6 @@ def suggest_next_steps(config: Config, folder: Path, exported: Path | None, step
     """
     steps = [f"read the completions: {folder / 'rollouts'}/*.jsonl"]
     if exported is None and step > 0:
-        steps.append(f"export the model: trigon export {folder}")
+        steps.append(f"export the model: trigon export {shlex.quote(str(folder))}")
     steps.append("continue: run the same command with a larger trainer.max_steps or trainer.total_epochs")
     return steps

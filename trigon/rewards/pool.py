@@ -31,7 +31,7 @@ from typing import Any, cast
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import find_source
-from trigon.rewards.process import ChildProcess, describe_exit
+from trigon.rewards.process import ChildProcess, check_passed_variables, describe_exit, withheld_variable
 from trigon.rewards.scoring import Scoring
 from trigon.types import Score
 
@@ -40,6 +40,11 @@ LOAD_SECONDS = 300.0
 
 MAX_CHUNK_SIZE = 32
 """Maximum number of completions that are sent to a worker at a time."""
+
+MIN_TIMEOUTS_TO_STOP = 5
+"""The run stops after this many timeouts in a row, unless all are of one group. With more than two
+workers it is twice their number, because a short outage can make all of them time out at once.
+"""
 
 _GRACE_SECONDS = 0.1
 """How long a worker lives after its time limit, to print its stack."""
@@ -56,14 +61,17 @@ class RewardPool:
         num_workers: int,
         timeout_seconds: float,
         max_failed_fraction: float,
+        passed_variables: Sequence[str] = (),
     ) -> None:
         """Start the workers, which load the function; ready() waits for them.
 
         Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword
         arguments of the function.
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
-        completions of one scoring that may fail.
-        Raises: RewardError if there is no such file, or if JSON cannot represent kwargs.
+        completions of one scoring that may fail. passed_variables: environment variables that the
+        workers get although they look like secrets.
+        Raises: RewardError if there is no such file, if one of the variables is not set, or if JSON
+        cannot represent kwargs.
         """
         source = find_source(spec)
         setup = {"file": source.file, "module": source.module, "function": source.function}
@@ -74,6 +82,8 @@ class RewardPool:
                 f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
                 "use only text, numbers, lists and dicts"
             ) from error
+        check_passed_variables(passed_variables)
+        self._passed_variables = tuple(passed_variables)
         self._where = source.where
         self._name = Path(source.file).name if source.file else spec
         self._timeout_seconds = timeout_seconds
@@ -82,6 +92,7 @@ class RewardPool:
         self._max_chunk_size = MAX_CHUNK_SIZE
         self._lock = threading.Lock()
         self._warned_columns: set[str] = set()
+        self._timeouts: list[object] = []  # the groups of the completions that timed out since the last other result
         self._fatal_error = ""
         self._selector = selectors.DefaultSelector()
         self._wake_sender, self._wake_receiver = socket.socketpair()  # ends a select() of the pool's thread
@@ -101,16 +112,35 @@ class RewardPool:
         with self._lock:
             self._contract()
 
+    def check(self, requests: Sequence[RewardRequest], *, described: str) -> None:
+        """Call the function on dummy completions, so that an error is found before training.
+
+        described: the completions in the error message.
+        Raises: RewardError if the function cannot be loaded, or does not return a score for each.
+        """
+        with self._open_scoring(num_completions=len(requests), chunk_size=len(requests), max_failed_fraction=1.0) as s:
+            s.add(0, requests)
+            s.result()
+        self._timeouts.clear()
+        if s.first_failure is None:
+            return
+        error, traceback = s.first_failure
+        raise RewardError(
+            f"{self._where} has no score for {described}, on which it is called once before training: {error}. It must "
+            f"return a score for any text that a model may write\n{traceback}".rstrip()
+        )
+
     def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
         """Return a score for each request, in the order of requests.
 
         A completion for which the function failed or timed out has the outcome "failed" or
         "timeout". The function may be called more than once for a completion.
-        Raises: RewardError if the function cannot be loaded, or once more than max_failed_fraction
-        have failed.
+        Raises: RewardError if the function cannot be loaded, once more than max_failed_fraction
+        have failed, or after too many timeouts in a row.
         """
         with self.scoring(num_completions=len(requests)) as scoring:
-            scoring.add(0, requests)
+            for index, request in enumerate(requests):  # each is a group of its own
+                scoring.add(index, [request])
             return scoring.result()
 
     @contextlib.contextmanager
@@ -121,12 +151,22 @@ class RewardPool:
         whenever completions are added. Leaving the context stops all scoring.
         Raises: as ready; add() and result() of the Scoring raise as score does.
         """
+        with self._open_scoring(
+            num_completions=num_completions,
+            chunk_size=self._chunk_size(num_completions),
+            max_failed_fraction=self._max_failed_fraction,
+        ) as scoring:
+            yield scoring
+
+    @contextlib.contextmanager
+    def _open_scoring(self, *, num_completions: int, chunk_size: int, max_failed_fraction: float) -> Iterator[Scoring]:
+        """See scoring. chunk_size: of a batch function."""
         with self._lock:
             is_batch = self._contract() == "batch"
             scoring = Scoring(
                 num_completions=num_completions,
-                fixed_chunk_size=self._chunk_size(num_completions) if is_batch else None,
-                max_failed_fraction=self._max_failed_fraction,
+                fixed_chunk_size=chunk_size if is_batch else None,
+                max_failed_fraction=max_failed_fraction,
                 name=self._name,
                 wake_pool=self._wake,
                 warn_omitted=self._warn_omitted,
@@ -183,7 +223,7 @@ class RewardPool:
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
     def _start_worker(self, number: int) -> None:
-        worker = _Worker(number, ChildProcess(f"reward {number}"))
+        worker = _Worker(number, ChildProcess(f"reward {number}", passed_variables=self._passed_variables))
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
         self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))
@@ -282,7 +322,7 @@ class RewardPool:
         """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
         if worker.contract is None:
             if "load_error" in message:
-                self._fatal_error = str(message["load_error"])
+                self._fatal_error = self._explain(str(message["load_error"]))
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
             return
@@ -293,9 +333,11 @@ class RewardPool:
             raise ValueError("unexpected message from a reward worker")
         worker.num_results += 1
         if "retry_singly" in message:
+            scoring.set_chunk_error(worker.pending, str(message["error"]))
             scoring.requeue(worker.pending, singly=True)
             worker.pending.clear()
             return
+        self._timeouts.clear()
         index = worker.pending[0]
         error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
         if not error:
@@ -306,7 +348,17 @@ class RewardPool:
         worker.pending.popleft()
         worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         if error:
-            scoring.fail(index, "failed", error, traceback)
+            scoring.fail(index, "failed", self._explain(error), traceback)
+
+    def _explain(self, error: str) -> str:
+        """Return the error, with a hint if it names an environment variable that was withheld."""
+        name = withheld_variable(error, self._passed_variables)
+        if name is None:
+            return error
+        return (
+            f"{error.rstrip()} (environment variables that look like secrets are withheld from reward workers; "
+            f"worker.reward.env=[{name}] passes {name})"
+        )
 
     def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""
@@ -330,8 +382,27 @@ class RewardPool:
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
             scoring.fail(failed_index, "timeout", error, worker.process.tail)
+            self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
         else:
+            self._timeouts.clear()
             scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", worker.process.tail)
+
+    def _stop_if_hanging(self, group: object, output: str) -> None:
+        """Count a timeout.
+
+        The completions of a group are alike: a function may hang for all of them and for no others.
+        Raises: RewardError after too many timeouts in a row, unless all are of one group.
+        """
+        self._timeouts.append(group)
+        if len(self._timeouts) < max(MIN_TIMEOUTS_TO_STOP, 2 * self._num_workers) or len(set(self._timeouts)) == 1:
+            return
+        num_timeouts = len(self._timeouts)
+        self._timeouts.clear()
+        raise RewardError(
+            f"{self._name} timed out for {num_timeouts} completions in a row (no score within "
+            f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. Correct "
+            f"it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
+        )
 
 
 class _Worker:

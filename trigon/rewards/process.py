@@ -18,9 +18,10 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trigon.child_python import python_command
+from trigon.errors import RewardError
 from trigon.terminal import sanitize
 
 MAX_LINE_BYTES = 1 << 20
@@ -39,6 +40,7 @@ _MAIN = "from trigon.rewards.worker import main; main(int(sys.argv[1]))"
 _SECRET_WORDS = {"APIKEY", "AUTH", "KEY", "KEYS", "PASSWD", "PASSWORD", "SECRET", "SECRETS", "TOKEN", "TOKENS"}
 _SECRET_WORDS |= {"CREDENTIAL", "CREDENTIALS"}
 _SECRET_PREFIXES = ("AWS_", "AZURE_", "WANDB_", "SWANLAB_", "MLFLOW_TRACKING_")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{2,}")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
@@ -49,8 +51,11 @@ class ChildProcess:
     invalid message. The caller should then kill it.
     """
 
-    def __init__(self, name: str) -> None:
-        """Start a child. name: prefix of its output in the log."""
+    def __init__(self, name: str, *, passed_variables: Sequence[str] = ()) -> None:
+        """Start a child.
+
+        name: prefix of its output in the log. passed_variables: as in child_environment.
+        """
         self.name = name
         self.ended = False
         self.channel, child_channel = socket.socketpair()
@@ -58,7 +63,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 python_command(_MAIN, str(child_channel.fileno())),
                 bufsize=0,
-                env=child_environment(os.environ),
+                env=child_environment(os.environ, passed_variables),
                 pass_fds=(child_channel.fileno(),),
                 start_new_session=True,
                 stdin=subprocess.PIPE,
@@ -137,22 +142,46 @@ class ChildProcess:
         self._bytes_to_show -= len(text)
 
 
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def child_environment(environment: Mapping[str, str], passed_variables: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment without variables that look like tokens, keys or passwords.
 
     It also sets a fixed hash seed, so that sets iterate in the same order in every child, limits
     numeric libraries to one thread, and hides the GPUs, whose memory the model needs.
+    passed_variables: names of variables that are passed unchanged, whatever their names are.
     """
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if not (
-            _SECRET_WORDS & set(name.upper().split("_"))
-            or name.upper().startswith(_SECRET_PREFIXES)
-            or _URL_WITH_PASSWORD.search(value)
-        )
-    }
-    return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = {name: value for name, value in environment.items() if not _is_secret(name, value)}
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | fixed | {name: environment[name] for name in passed_variables if name in environment}
+
+
+def check_passed_variables(names: Sequence[str]) -> None:
+    """Raise RewardError if one of the variables of worker.reward.env is not set."""
+    for name in names:
+        if name not in os.environ:
+            raise RewardError(f"worker.reward.env names {name}, which is not set; export it, or leave it out")
+
+
+def withheld_variable(error: str, passed_variables: Sequence[str]) -> str | None:
+    """Return the variable that an error of a child names and that was withheld from it, if any.
+
+    That is one that is set here and was removed, or one of a KeyError that looks like a secret.
+    """
+    for match in _NAME.finditer(error):
+        name = match.group()
+        if name in passed_variables:
+            continue
+        is_removed = name in os.environ and _is_secret(name, os.environ[name])
+        if is_removed or (f"KeyError: '{name}'" in error and _is_secret(name, "")):
+            return name
+    return None
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(
+        _SECRET_WORDS & set(name.upper().split("_"))
+        or name.upper().startswith(_SECRET_PREFIXES)
+        or _URL_WITH_PASSWORD.search(value)
+    )
 
 
 def describe_exit(code: int) -> str:

@@ -60,23 +60,28 @@ class Scoring:
         self._is_closed = False
         self._indices: set[int] = set()
         self._encoded: dict[int, str] = {}
+        self._groups: dict[int, object] = {}
         self._has_fixed_chunks = fixed_chunk_size is not None
         self._chunk_size = fixed_chunk_size or 1
         self._incomplete_chunks: dict[int, list[_EncodedRequest]] = {}  # by first index
         self._queue: deque[list[int]] = deque()  # the indices of each complete chunk
         self._scores: dict[int, Score] = {}
         self._tracebacks: dict[int, str] = {}  # of failed requests
+        self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
 
     # -- for the caller --
 
     def add(self, first_index: int, requests: Sequence[RewardRequest]) -> None:
-        """Add requests with consecutive indices from first_index. Each index may be added once.
+        """Add the requests of a group, with consecutive indices from first_index.
+
+        Each index may be added once.
 
         Raises: RewardError if more than max_failed_fraction of num_completions have failed so far.
         """
         if self.outcome.done():
             self.outcome.result()
-        self._added.put([self._encode(first_index + offset, request) for offset, request in enumerate(requests)])
+        group = object()
+        self._added.put([self._encode(first_index + offset, request, group) for offset, request in enumerate(requests)])
         self._wake_pool()
 
     def result(self) -> list[Score]:
@@ -90,15 +95,15 @@ class Scoring:
         self._wake_pool()
         return self.outcome.result()
 
-    def _encode(self, index: int, request: RewardRequest) -> _EncodedRequest:
+    def _encode(self, index: int, request: RewardRequest, group: object) -> _EncodedRequest:
         try:
             text, omitted = encode_request(request)
         except RewardError as error:
-            return _EncodedRequest(index, "", str(error))
+            return _EncodedRequest(index, "", group, str(error))
         self._warn_omitted(omitted)
         if len(text) > MAX_REQUEST_BYTES:
-            return _EncodedRequest(index, "", f"the completion and its row have {len(text)} bytes")
-        return _EncodedRequest(index, text, "")
+            return _EncodedRequest(index, "", group, f"the completion and its row have {len(text)} bytes")
+        return _EncodedRequest(index, text, group, "")
 
     # -- for the pool --
 
@@ -138,6 +143,7 @@ class Scoring:
 
     def _enqueue(self, chunk: list[_EncodedRequest]) -> None:
         for request in chunk:
+            self._groups[request.index] = request.group
             if request.error:
                 self.fail(request.index, "failed", request.error, "")
             else:
@@ -181,12 +187,22 @@ class Scoring:
         """Return requests as a JSON list."""
         return f"[{', '.join(self._encoded[index] for index in indices)}]"
 
+    def group_of(self, index: int) -> object:
+        """Return an object that identifies the group of a request."""
+        return self._groups[index]
+
     def succeed(self, index: int, scores: dict[str, float]) -> None:
         """Store the scores of a request."""
         self._scores[index] = Score(overall=scores["overall"], parts=scores, outcome="ok", error="")
 
+    def set_chunk_error(self, indices: Sequence[int], error: str) -> None:
+        """Store why a chunk is scored again, one by one; "" if the next errors will say more."""
+        self._chunk_errors.update(dict.fromkeys(indices, error))
+
     def fail(self, index: int, outcome: ScoreOutcome, error: str, traceback: str) -> None:
         """Store the failure of a request. Raises: RewardError if too many have failed."""
+        if chunk_error := self._chunk_errors.get(index):
+            error = f"{chunk_error}; scored again alone: {error}"
         self._scores[index] = Score(overall=0.0, parts={}, outcome=outcome, error=error)
         self._tracebacks[index] = traceback
         self._check_failures()
@@ -194,6 +210,12 @@ class Scoring:
     def ordered_scores(self) -> list[Score]:
         """Return all scores in the order of the indices."""
         return [self._scores[index] for index in sorted(self._scores)]
+
+    @property
+    def first_failure(self) -> tuple[str, str] | None:
+        """The error and the traceback of the first failed request by index; None if none failed."""
+        first = min(self._tracebacks, default=None)
+        return None if first is None else (self._scores[first].error, self._tracebacks[first])
 
     def _check_failures(self) -> None:
         max_failed = int(self._max_failed_fraction * self._num_completions + 1e-9)  # 0.29 * 100 is slightly below 29
@@ -211,8 +233,12 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedRequest:
-    """text: the request as JSON. error: why it cannot be sent to a reward worker; "" if it can."""
+    """text: the request as JSON. group: identifies the requests that were added together.
+
+    error: why it cannot be sent to a reward worker; "" if it can.
+    """
 
     index: int
     text: str
+    group: object
     error: str

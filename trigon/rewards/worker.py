@@ -9,7 +9,8 @@ of JSON:
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
     <- {"scores": {"overall": 1.0}, ...}            for each reward_input, in order, or
        {"error": "...", "traceback": "...", ...}    if the function failed for this one, or
-       {"retry_singly": true, ...}                  once, if it failed for several at once
+       {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; error is
+                                                    "" unless the number of results is wrong
 
 Results also contain "chunk" and "number", their position within the chunk.
 """
@@ -86,6 +87,10 @@ def _serve(setup: Mapping[str, Any], lines: Iterator[bytes]) -> Iterator[Result]
             yield {**result, "chunk": chunk["chunk"], "number": number}
 
 
+class _WrongLength(RewardError):
+    """A batch function returned no list, or one of another length than its argument."""
+
+
 def score_chunk(
     reward_inputs: list[RewardInput],
     function: Callable[..., object],
@@ -100,7 +105,11 @@ def score_chunk(
                 with _time_limit(timeout_seconds):
                     returned = _check_length(function(reward_inputs), len(reward_inputs))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-                yield {"retry_singly": True} if len(reward_inputs) > 1 else _failure(error)
+                if len(reward_inputs) > 1:
+                    # Another error is that of one completion, which is found by scoring each alone.
+                    yield {"retry_singly": True, "error": str(error) if isinstance(error, _WrongLength) else ""}
+                else:
+                    yield _failure(error)
                 return
             for value in returned:
                 yield _score(_identity, value, timeout_seconds=timeout_seconds)
@@ -133,9 +142,9 @@ def _call_legacy(function: Callable[..., object], reward_input: RewardInput) -> 
 
 def _check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
     if not isinstance(returned, list | tuple):
-        raise RewardError(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
+        raise _WrongLength(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
     if len(returned) != length:
-        raise RewardError(f"returned a list of {len(returned)} for {length} completions")
+        raise _WrongLength(f"returned a list of {len(returned)} for {length} completions")
     return returned
 
 

@@ -55,6 +55,26 @@ def collect(
     ]
 
 
+def dummy_requests(prompt: Prompt) -> list[RewardRequest]:
+    """Return two different dummy completions of a prompt, on which a reward function is checked.
+
+    Two, because a batch function may return the wrong number of results.
+    """
+    return [
+        _request(
+            prompt,
+            Completion(
+                token_ids=(0,) * length,
+                sampling_logprobs=(0.0,) * length,
+                finish_reason="stop",
+                text=text,
+                policy_version=0,
+            ),
+        )
+        for text, length in (("A dummy completion that checks the reward function.", 9), ("Another one.", 3))
+    ]
+
+
 def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
     return RewardRequest(
         response=completion.text,

@@ -78,12 +78,12 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
     """
     import torch
     from pyarrow.parquet import read_table
-    from safetensors.torch import save_file
 
     from trigon.data.prompts import PromptBuilder
     from trigon.models.load import load_model, load_processors
     from trigon.models.policy import Policy
     from trigon.models.positions import positions_of
+    from trigon.models.weight_files import save_weights
     from trigon.tiny.warm_start import Example, warm_start
     from trigon.training.optim import Schedule
 
@@ -127,8 +127,4 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
             on_progress=lambda _: advance(1),
         )
     console.print(f"accuracy after the warm start: {accuracy:.0%}")
-    save_file(
-        {name: weight.contiguous() for name, weight in policy.named_weights()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, assert_never, get_args
 
 import torch
-from safetensors.torch import save_file
 
 from trigon.errors import ModelError
 from trigon.models.families import ModelFamily, family_named
+from trigon.models.weight_files import save_weights, set_default_mode
 from trigon.tiny.model_types import TinyModelType
 from trigon.tiny.tokenizer import CHAT_TEMPLATE, train_tokenizer
 from trigon.torchvision_stub import declare_operators
@@ -64,6 +64,7 @@ def make_tiny(
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
     )
     model.save_pretrained(folder)
+    set_default_mode(list(folder.glob("*.safetensors")))
     _save_as_published(folder, model, family)
     return folder
 
@@ -76,7 +77,7 @@ def _save_as_published(folder: Path, model: Any, family: ModelFamily) -> None:
             for parameter_name, parameter in model.named_parameters()
             for name, tensor in family.checkpoint_tensors(parameter_name, parameter)
         }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_weights(tensors, folder / "model.safetensors")
 
 
 def _save_processors(folder: Path, tokenizer: Any, model_type: TinyModelType) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trigon.errors import CheckpointError
+from trigon.models.weight_files import save_weights
 
 FILE_BYTES = 4 * 10**9
 """Approximate size of one file. While a file is written, host memory holds its content twice."""
@@ -147,7 +147,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
     planner = _SafetensorsPlanner()
     if not tensors:  # torch would write no file
         if group is None or dist.get_rank(group) == 0:
-            save_file({}, folder / "shard-00001-model-00001-of-00001.safetensors", metadata={"format": "pt"})
+            save_weights({}, folder / "shard-00001-model-00001-of-00001.safetensors")
     elif group is None:
         # The steps of torch's save(), which warns in a single process.
         planner.set_up_planner(dict(tensors), is_coordinator=True)

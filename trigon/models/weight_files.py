@@ -1,0 +1,35 @@
+"""Writes safetensors files that other users can read where the umask allows it.
+
+safetensors (0.7) creates its files for their owner only (mode 0600), whatever the umask is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write contiguous tensors as a safetensors file that PyTorch libraries accept."""
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    set_default_mode([file])
+
+
+def set_default_mode(files: list[Path]) -> None:
+    """Give files of one folder the mode of new files there, 0666 without the bits of the umask."""
+    if not files:
+        return
+    # The umask can only be read by changing it, for all threads at once; a new file shows it.
+    folder = Path(mkdtemp(dir=files[0].parent, prefix=".mode_"))
+    new_file = folder / "file"
+    new_file.touch()
+    mode = new_file.stat().st_mode & 0o777
+    new_file.unlink()
+    folder.rmdir()
+    for file in files:
+        os.chmod(file, mode)
