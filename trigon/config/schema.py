@@ -70,7 +70,8 @@ class DataConfig(Section):
     """Validation datasets, written like train_files."""
 
     prompt_key: str = "prompt"
-    """Column of the question; each `<image>` in it stands for one image of the row, in order."""
+    """Column of the question; each `<image>` in it stands for one image of the row, in order.
+    As in the next three, dots reach into structs: `reward_model.ground_truth`."""
 
     answer_key: str = "answer"
     """Column of the ground truth, which is passed to the reward function."""

@@ -109,7 +109,7 @@ class PromptSet:
     max_bad_row_fraction: float
     fingerprint: str
     builder: PromptBuilder
-    _rows: Any
+    _source: Source
 
     def __len__(self) -> int:
         return len(self.row_indices)
@@ -117,7 +117,7 @@ class PromptSet:
     @property
     def shows_videos(self) -> bool:
         """See Prompts."""
-        return self.builder.video_key in self._rows.column_names
+        return self._source.has_column(self.builder.video_key)
 
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""
@@ -129,7 +129,7 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
         row_index = self.row_indices[index]
-        return self.builder.build(self._rows[row_index], f"{self.name}:{row_index}")
+        return self.builder.build(self._source.rows[row_index], f"{self.name}:{row_index}")
 
     @property
     def prompts_per_epoch(self) -> int:
@@ -163,7 +163,7 @@ def open_prompts(
     """
     source = open_source(spec)
     builder = builder.with_default_image_dir(source.folder)
-    builder.check_columns(source.rows.column_names)
+    builder.check_columns(source.columns)
     _check_media_columns(source, builder)
     results = _scan_rows(source, builder, num_workers=num_workers, on_progress=on_progress)
     usable = [(index, result) for index, result in enumerate(results) if result.problem is None]
@@ -188,7 +188,7 @@ def open_prompts(
         max_bad_row_fraction=max_bad_row_fraction,
         fingerprint=digest.hexdigest()[:32],
         builder=builder,
-        _rows=source.rows,
+        _source=source,
     )
 
 
@@ -262,7 +262,7 @@ def _check_media_columns(source: Source, builder: PromptBuilder) -> None:
         ("image", builder.image_key, source.image_columns, builder.image_processor is not None),
         ("video", builder.video_key, source.video_columns, builder.video_processor is not None),
     ):
-        if is_supported and columns and key not in source.rows.column_names:
+        if is_supported and columns and not source.has_column(key):
             found = " and ".join(repr(column) for column in columns)
             raise DataError(
                 f"the dataset has no column {key!r}, but {kind}s in {found}; "

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from jinja2 import TemplateError
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import file_name
@@ -96,7 +97,8 @@ class PromptBuilder:
 
         Args:
             prompt_key: the column of the question, a text or a list of chat messages
-                ({"role", "content"}).
+                ({"role", "content"}). A dotted name reaches into structs, as for the other columns
+                (columns.py).
             answer_key: the column of the ground truth.
             image_key: the column of the images, a list or a single one; it may be missing, empty or
                 None.
@@ -153,10 +155,14 @@ class PromptBuilder:
         return builder
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise DataError, with the existing columns, if prompt_key or answer_key is missing."""
+        """Raise DataError, with the existing columns, if prompt_key or answer_key is missing.
+
+        columns: the names of all columns and structs' fields (columns.column_names).
+        """
         for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
             if key not in columns:
-                column = nearest(key, columns, cutoff=0.4)
+                fields = [column for column in columns if column.endswith(f".{key}")]
+                column = nearest(key, fields or columns, cutoff=0.0 if fields else 0.4)
                 hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
                 raise DataError(f"the dataset has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
@@ -204,8 +210,8 @@ class PromptBuilder:
             token_ids=tokens.token_ids,
             vision=vision,
             text=tokens.text,
-            ground_truth=row[self.answer_key],
-            row={key: value for key, value in row.items() if key not in (self.image_key, self.video_key)},
+            ground_truth=column_value(row, self.answer_key),
+            row=without_column(without_column(row, self.image_key), self.video_key),
             image_refs=media.names,
         )
 
@@ -247,7 +253,7 @@ class PromptBuilder:
 
     def _media(self, row: Mapping[str, Any], name: str) -> _Media:
         """Return the images or videos of a row. Raises: as build."""
-        images, videos = _as_list(row.get(self.image_key)), _as_list(row.get(self.video_key))
+        images, videos = (_as_list(column_value(row, key)) for key in (self.image_key, self.video_key))
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
@@ -346,11 +352,11 @@ class PromptBuilder:
 
     def _messages(self, row: Mapping[str, Any], name: str) -> list[Message]:
         """Return the row's chat messages, with format_prompt applied to the last one."""
-        if self.prompt_key not in row or self.answer_key not in row:
-            self.check_columns(row.keys())
-        if row[self.answer_key] is None:
+        if not has_column(row, self.prompt_key) or not has_column(row, self.answer_key):
+            self.check_columns(column_names(row))
+        if column_value(row, self.answer_key) is None:
             raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
-        messages = read_messages(row[self.prompt_key], f"{name}: column {self.prompt_key!r}")
+        messages = read_messages(column_value(row, self.prompt_key), f"{name}: column {self.prompt_key!r}")
         if self._format is not None:
             try:
                 content = self._format.render(content=messages[-1].content)
@@ -376,8 +382,8 @@ class PromptBuilder:
             counts = f"{marker} markers in the text: {num_markers}, {kind}s: {num_media}"
             if num_markers == 0:
                 hint = f"; put {marker} into the text where each belongs"
-            elif key not in row:
-                hint = f"; there is no column {key!r}, only {', '.join(sorted(row))}: set data.{kind}_key"
+            elif not has_column(row, key):
+                hint = f"; there is no column {key!r}, only {', '.join(sorted(column_names(row)))}: set data.{kind}_key"
             else:
                 hint = ""
             raise UnusableRow("markers", f"{name}: {counts}{hint}")
