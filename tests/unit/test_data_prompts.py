@@ -372,8 +372,10 @@ def test_a_missing_column_is_named_with_its_nearest(processors):
         DataError, match=r"no column 'problems', only answer, images, problem; did you mean data.prompt_key=problem\?"
     ):
         make_builder(processors, prompt_key="problems").build(row(), "train:0")
-    with pytest.raises(DataError, match=r"no column 'ground_truth', only answer, images, problem; set data.answer_key"):
-        make_builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"])
+    with pytest.raises(
+        DataError, match=r"x\.jsonl has no column 'ground_truth', only answer, images, problem; set data.answer_key"
+    ):
+        make_builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"], "x.jsonl")
 
 
 def test_images_for_a_text_model_are_an_error_of_the_dataset(text_processors):

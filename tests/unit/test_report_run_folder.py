@@ -48,6 +48,20 @@ def test_metrics_are_one_sorted_json_line_per_step(folder):
     assert math.isnan(second.metrics["a"])
 
 
+def test_skipped_rows_are_listed_and_replace_those_of_an_earlier_start(tmp_path):
+    file = tmp_path / "skipped_rows.jsonl"
+    with RunFolder(tmp_path) as folder:
+        folder.write_skipped_rows("a.jsonl", [(3, "markers", "a:3: no marker")])
+        assert folder.write_skipped_rows("b.jsonl@test", [(0, "overlong", "b:0: long")]) == file
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"dataset": "a.jsonl", "row": 3, "reason": "markers", "message": "a:3: no marker"},
+        {"dataset": "b.jsonl@test", "row": 0, "reason": "overlong", "message": "b:0: long"},
+    ]
+    with RunFolder(tmp_path) as folder:
+        folder.write_skipped_rows("a.jsonl", [])
+    assert not file.exists()
+
+
 def test_an_incomplete_last_line_is_not_read_and_is_removed_before_appending(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.append_metrics(1, {"a": 1.0})

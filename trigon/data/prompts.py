@@ -154,17 +154,18 @@ class PromptBuilder:
         builder.image_dir = folder if self.image_dir is None else self.image_dir
         return builder
 
-    def check_columns(self, columns: Collection[str]) -> None:
+    def check_columns(self, columns: Collection[str], where: str) -> None:
         """Raise DataError, with the existing columns, if prompt_key or answer_key is missing.
 
         columns: the names of all columns and structs' fields (columns.column_names).
+        where: the name of the dataset, for the error.
         """
         for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
             if key not in columns:
                 fields = [column for column in columns if column.endswith(f".{key}")]
                 column = nearest(key, fields or columns, cutoff=0.0 if fields else 0.4)
                 hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
-                raise DataError(f"the dataset has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
+                raise DataError(f"{where} has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
     def count(self, row: Mapping[str, Any]) -> int:
         """Return the number of prompt tokens of a row, image and video tokens included.
@@ -353,7 +354,7 @@ class PromptBuilder:
     def _messages(self, row: Mapping[str, Any], name: str) -> list[Message]:
         """Return the row's chat messages, with format_prompt applied to the last one."""
         if not has_column(row, self.prompt_key) or not has_column(row, self.answer_key):
-            self.check_columns(column_names(row))
+            self.check_columns(column_names(row), name)
         if column_value(row, self.answer_key) is None:
             raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
         messages = read_messages(column_value(row, self.prompt_key), f"{name}: column {self.prompt_key!r}")

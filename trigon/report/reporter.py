@@ -126,6 +126,13 @@ class Reporter:
             return {}
         return {"perf/mfu_actor": Mean(work.value / (seconds * self._num_devices * peak.value))}
 
+    def skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
+        """Write the rows of a dataset that are not used into the run folder, and return the file.
+
+        rows: (index, reason, message) of each.
+        """
+        return self._folder.write_skipped_rows(dataset, rows)
+
     def rollouts(self, step: int, groups: Sequence[RolloutGroup], split: Split) -> None:
         """Write the rollouts of a step into the run folder."""
         self._folder.write_rollouts(step, split, rollout_rows(groups))

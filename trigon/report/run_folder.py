@@ -3,6 +3,7 @@
     root/
       config.yaml                       the resolved configuration
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
       rollouts/step_000012.jsonl        the rollouts of step 12, one per line
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
@@ -37,6 +38,7 @@ Split = Literal["train", "validation"]
 
 METRICS = "metrics.jsonl"
 BUDGETS = "auto_micro_batch.json"
+SKIPPED_ROWS = "skipped_rows.jsonl"
 LOCK = "run.lock"
 
 _ROLLOUTS = re.compile(r"(step|validation)_(\d+)\.jsonl")
@@ -108,6 +110,7 @@ class RunFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(path / LOCK)
+        self._skipped_rows: list[bytes] = []
         _remove_incomplete_line(path / METRICS)
 
     def write_config(self, text: str) -> None:
@@ -135,6 +138,23 @@ class RunFolder:
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} contains no budgets; remove it to measure them again")
         return content
+
+    def write_skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
+        """Add rows of a dataset to skipped_rows.jsonl, and return the file.
+
+        The first call replaces the file of an earlier start; where no row is skipped there is none.
+        dataset: as in data.train_files. rows: (index, reason, message) of each.
+        """
+        self._skipped_rows += [
+            _json({"dataset": dataset, "row": row, "reason": reason, "message": message})
+            for row, reason, message in rows
+        ]
+        path = self.path / SKIPPED_ROWS
+        if self._skipped_rows:
+            _replace(path, b"".join(self._skipped_rows))
+        else:
+            path.unlink(missing_ok=True)
+        return path
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step, and flush it to the disk."""
