@@ -1,5 +1,6 @@
 """The files of a run folder, its lock, and what a resumed run leaves in it."""
 
+import datetime
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -159,6 +161,9 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "policy_version": 11,
         "images": ["train:17/images/0 (a.png)"],
         "ground_truth": "4",
+        "ground_truth_type": "str",
+        "row": {},
+        "filtered": "",
     }
     assert second["sample"] == 1
 
@@ -176,6 +181,15 @@ def test_any_text_stays_on_one_line_and_is_read_back_unchanged(folder, text):
     lines = path.read_bytes().split(b"\n")
     assert len(lines) == 3
     assert json.loads(lines[0])["response"] == text
+
+
+def test_a_record_has_the_columns_of_the_row_and_the_type_of_the_ground_truth(folder):
+    made = group(ground_truth=datetime.date(2026, 1, 2))
+    row = {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": b"x" * 1000}}
+    made = replace(made, prompt=replace(made.prompt, row=row))
+    record = json.loads(folder.write_rollouts(1, "train", rollout_rows([made])).read_text().splitlines()[0])
+    assert record["row"] == {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": "1000 bytes"}}
+    assert (record["ground_truth"], record["ground_truth_type"]) == ("2026-01-02", "date")
 
 
 def test_numbers_that_are_not_finite_and_ground_truths_of_any_type_are_valid_json(folder):
