@@ -73,7 +73,7 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("rewards/", "report/sinks.py")
+SWALLOW = ("data/templates.py", "rewards/", "report/sinks.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 PRINT = ("cli/", "report/", "scripts/configuration_page.py")
 

@@ -61,6 +61,7 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         process_images=num_workers(config) == 1,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
+        allow_special_tokens=data.allow_special_tokens,
     )
 
 

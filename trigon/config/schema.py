@@ -118,6 +118,10 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message before each question; null: the chat template's default. Trigon only."""
 
+    allow_special_tokens: bool = False
+    """Special tokens in a row's text, such as `<|im_start|>`, act as such; false: they are text.
+    Trigon only."""
+
     override_chat_template: str | None = None
     """Jinja chat template that replaces the model's.
     Either a file, or the template itself (contains `{{` or `{%`)."""
