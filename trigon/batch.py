@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from trigon.algorithms.group_filter import classify_groups
+from trigon.algorithms.group_filter import GroupClass, classify_groups
 from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
 from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RolloutRow, rollout_rows
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_groups
 from trigon.suggestions import did_you_mean
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+
+_FILTERED: tuple[Literal["low", "high", "unscored"], ...] = ("low", "high", "unscored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +91,21 @@ class Sampler:
             return self._make_batch(groups, [], metrics, count_response_tokens(groups), step)
         kept_groups = list(kept)
         metrics = {}
+        filtered: list[RolloutRow] = []  # not the groups, whose images would stay in memory
         rounds = num_sampled_tokens = 0
         while len(kept_groups) < num_groups and not 0 < group_filter.max_rounds <= rounds:
             rounds += 1
             groups, round_metrics = self._sample_round(group_filter.prompts_per_round, step, drawn)
             num_sampled_tokens += count_response_tokens(groups)
-            passed, fractions = _filter(groups, group_filter)
-            kept_groups += passed
+            by_label, fractions = _filter(groups, group_filter)
+            kept_groups += by_label["kept"]
+            for label in _FILTERED:
+                filtered += rollout_rows(by_label[label], filtered=label)
             metrics = merge(metrics, round_metrics, fractions)
         # No more than the next step uses, so that no group becomes older than one step.
         surplus = kept_groups[num_groups : 2 * num_groups] if group_filter.keep_surplus else []
         used = min(len(kept_groups), num_groups) + len(surplus)
+        self.report.filtered_rollouts(step, [*filtered, *rollout_rows(kept_groups[used:], filtered="surplus")])
         counts = {
             "filter/rounds": Sum(float(rounds)),
             "filter/groups": Sum(float(len(kept_groups))),
@@ -188,8 +195,10 @@ def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
     return prompt
 
 
-def _filter(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[list[RolloutGroup], Metrics]:
-    """Return the groups that pass the filter, and the fractions of those that do not."""
+def _filter(
+    groups: Sequence[RolloutGroup], group_filter: GroupFilter
+) -> tuple[dict[GroupClass, list[RolloutGroup]], Metrics]:
+    """Return the groups by class ("kept" ones pass the filter), and the fraction of each."""
     values = torch.tensor(
         [[rollout.score.parts.get(group_filter.key, torch.nan) for rollout in group.rollouts] for group in groups],
         dtype=torch.float64,  # so that a bound of 0.1 equals the 0.1 that a reward function returns
@@ -199,7 +208,10 @@ def _filter(groups: Sequence[RolloutGroup], group_filter: GroupFilter) -> tuple[
     if bool((valid & values.isnan()).any()):
         raise RewardError(_unknown_key(groups, group_filter.key))
     labels = classify_groups(values, valid, low=group_filter.low, high=group_filter.high)
-    return [group for group, label in zip(groups, labels, strict=True) if label == "kept"], {
+    by_label: dict[GroupClass, list[RolloutGroup]] = {"kept": [], "low": [], "high": [], "unscored": []}
+    for group, label in zip(groups, labels, strict=True):
+        by_label[label].append(group)
+    return by_label, {
         "filter/kept_fraction": mean_of(float(label == "kept") for label in labels),
         "filter/low_fraction": mean_of(float(label == "low") for label in labels),
         "filter/high_fraction": mean_of(float(label == "high") for label in labels),

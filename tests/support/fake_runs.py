@@ -290,7 +290,7 @@ def full_settings(steps: int) -> dict[str, Any]:
 
 def learned_rewards(folder: Path) -> list[list[float]]:
     """Return the rewards of each group that was learned from, in step order."""
-    rows = [row for rows in rollouts_of(folder).values() for row in rows]
+    rows = [row for name, rows in rollouts_of(folder).items() if name.startswith("step") for row in rows]
     return [[row["reward"] for row in rows[i : i + 3]] for i in range(0, len(rows), 3)]
 
 

@@ -74,6 +74,31 @@ def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, com
         assert "(a str) and the completion 'no'" in printed
 
 
+def test_filtered_groups_are_recorded_in_files_of_their_own(parts, tmp_path):
+    with open_run(parts, tmp_path, group_filter=FILTER, complete=mixed_by_prompt) as run:
+        train(run, None)
+        sampled = [event.split() for event in record_of(run).events if event.startswith("sample")]
+    rows = {
+        step: [
+            row
+            for prefix in ("step", "filtered")
+            for row in rollouts_of(tmp_path).get(f"{prefix}_{step:06d}.jsonl", [])
+        ]
+        for step in lines_of(tmp_path)
+    }
+    for step, line in lines_of(tmp_path).items():
+        num_prompts = sum(int(count) for _, count, _, at in sampled if int(at) == step)
+        assert len(rows[step]) == num_prompts * SAMPLING.n  # everything that was sampled
+        kinds = [row["filtered"] for row in rows[step]]
+        for kind in ("low", "high"):
+            assert kinds.count(kind) / len(kinds) == pytest.approx(line[f"filter/{kind}_fraction"])
+        assert kinds.count("surplus") == line["filter/dropped_groups"] * SAMPLING.n
+    recorded = [row for step in rows.values() for row in step]
+    assert {row["filtered"] for row in recorded} >= {"", "low", "high", "surplus"}
+    assert all(row["row"]["answer"] == row["ground_truth"] for row in recorded)
+    assert {row["ground_truth_type"] for row in recorded} == {"str"}
+
+
 def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):
     with (
         open_run(parts, tmp_path, group_filter=replace(FILTER, max_rounds=3), complete=lambda p, v, s: "no") as run,
@@ -81,6 +106,8 @@ def test_a_round_without_groups_counts_towards_max_rounds(parts, tmp_path):
     ):
         train(run, None)
     assert record_of(run).events.count("sample 4 for 1") == 3
+    [(name, rows)] = rollouts_of(tmp_path).items()
+    assert (name, len(rows), {row["filtered"] for row in rows}) == ("filtered_000001.jsonl", 12 * SAMPLING.n, {"low"})
 
 
 def test_a_step_with_too_few_groups_learns_from_those_it_has(parts, tmp_path):

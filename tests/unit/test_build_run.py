@@ -4,13 +4,15 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 
 from trigon.build.data import open_evaluator
 from trigon.build.run import TrackerEnvironment, make_tracker_settings, run_training
+from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.schema import Config
-from trigon.errors import RewardError
+from trigon.errors import CheckpointError, DataError, RewardError
 
 
 def test_trackers_get_the_resolved_configuration():
@@ -26,7 +28,7 @@ def test_without_validation_prompts_there_is_no_evaluator():
     assert open_evaluator(Config(trainer={"val_freq": 5}), None, None) is None
 
 
-def run(folder: Path, *, model: Path, reward: str) -> None:
+def start_run(folder: Path, *, model: Path, reward: str) -> None:
     """Start a run on two rows. It can only fail: its reward function or its model is of no use."""
     rows = [{"problem": f"What is {n} + 0?", "answer": str(n)} for n in range(4)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -70,4 +72,97 @@ def damaged_model(tiny_model, tmp_path) -> Path:
 def test_a_reward_function_that_fails_is_an_error_before_the_model_is_loaded(tmp_path, damaged_model):
     reward = "def compute_score(predict_str, ground_truth):\n    return None\n"
     with pytest.raises(RewardError, match=r"no score for a dummy completion of rows:0, .*: returned None for"):
-        run(tmp_path, model=damaged_model, reward=reward)
+        start_run(tmp_path, model=damaged_model, reward=reward)
+
+
+@pytest.fixture
+def run(tiny_vlm, tmp_path, monkeypatch):
+    """Return a function that starts a run whose model has unreadable weights: loading it fails."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model = shutil.copytree(tiny_vlm, tmp_path / "model")
+    for weights in model.glob("*.safetensors"):
+        weights.write_bytes(b"nothing")
+    (tmp_path / "reward.py").write_text("def compute_score(predict_str, ground_truth):\n    return 0.0\n")
+
+    def start(rows, *, lora_rank=0, **data):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = Config(
+            data={
+                "train_files": (str(path),),
+                "prompt_key": "problem",
+                "rollout_batch_size": 2,
+                "min_pixels": None,
+                "max_pixels": None,
+                **data,
+            },
+            worker={
+                "actor": {"model": {"model_path": str(model), "lora": {"rank": lora_rank}}, "global_batch_size": 2},
+                "reward": {"reward_function": f"{tmp_path}/reward.py:compute_score", "num_cpus": 1},
+            },
+            trainer={"save_checkpoint_path": str(tmp_path / "run"), "device": "cpu", "val_freq": -1},
+        )
+        environment = TrackerEnvironment(None, None, None, None)
+        run_training(config, warnings=(), trackers=environment, should_stop=lambda: True, export_to=None)
+
+    return start
+
+
+def rows(*numbers):
+    return [{"problem": f"{number} + 1?", "answer": str(number + 1)} for number in numbers]
+
+
+def save_checkpoint(folder, *, part, prompts):
+    """Write the checkpoint of an earlier run, whose tensors are never read."""
+
+    def write(actor):
+        for name in (part, "optimizer"):
+            (actor / name).mkdir()
+            (actor / name / "x.safetensors").write_bytes(b"x")
+        (actor / "state.json").write_text('{"updates": 1, "strategy": "adamw"}')
+        if part == "adapter":
+            (actor / "adapter_config.json").write_text('{"r": 8}')
+
+    CheckpointStore(folder, keep=-1).save(1, write=write, progress={"prompts": prompts}, score=None)
+
+
+PROMPTS = {
+    "epoch": 0,
+    "offset": 2,
+    "taken": 2,
+    "set_aside": [],
+    "datasets": [{"spec": "old.jsonl", "num_prompts": 3, "fingerprint": "f", "weight": 1.0}],
+    "num_prompts": 3,
+    "fingerprint": "f",
+    "shuffle": True,
+    "seed": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "lora_rank", "expected"),
+    [
+        ("weights", 0, r"other training data: data\.train_files was old\.jsonl, and is now \S+train\.jsonl; restore"),
+        ("weights", 8, "all weights of a run without LoRA, and this run trains LoRA adapters; set .*lora.rank=0"),
+        ("adapter", 0, "LoRA adapters of a run with .*lora.rank=8, and this run trains all weights; set .*rank=8"),
+        ("adapter", 4, "LoRA adapters of rank 8, and worker.actor.model.lora.rank is 4; set it to 8"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_rejected_before_the_model_loads(run, tmp_path, part, lora_rank, expected):
+    save_checkpoint(tmp_path / "run", part=part, prompts=PROMPTS)
+    with pytest.raises(CheckpointError, match=expected):
+        run(rows(1, 2, 3), lora_rank=lora_rank)
+
+
+def test_skipped_rows_are_listed_in_the_run_folder(run, tmp_path):
+    bad = [{"problem": "", "answer": "1"}, {"problem": "<image>?", "answer": "1"}]
+    listing = tmp_path / "run" / "skipped_rows.jsonl"
+    with pytest.raises(DataError) as caught:
+        run([*bad, *rows(1, 2)], max_bad_row_fraction=0.25)
+    assert f"all skipped rows are listed in {listing}" in str(caught.value)
+    assert [
+        (line["dataset"], line["row"], line["reason"]) for line in map(json.loads, listing.read_text().splitlines())
+    ] == [
+        (str(tmp_path / "train.jsonl"), 0, "prompt"),
+        (str(tmp_path / "train.jsonl"), 1, "markers"),
+    ]

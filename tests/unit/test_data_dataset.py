@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -57,7 +59,16 @@ def good(number):
     return [png(56 + number, 56, seed=number)], f"<image>What is {number}?", str(number)
 
 
-def scan(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction=0.0, on_progress=None, **changes):
+def scan(
+    spec,
+    processors,
+    *,
+    filter_overlong_prompts=True,
+    max_bad_row_fraction=0.0,
+    on_progress=None,
+    on_skipped=None,
+    **changes,
+):
     return open_prompts(
         str(spec),
         make_builder(processors, **changes),
@@ -65,6 +76,7 @@ def scan(spec, processors, *, filter_overlong_prompts=True, max_bad_row_fraction
         max_bad_row_fraction=max_bad_row_fraction,
         num_workers=2,
         on_progress=on_progress,
+        on_skipped=on_skipped,
     )
 
 
@@ -175,13 +187,15 @@ def test_chat_messages_are_read_from_parquet(processors, tmp_path):
 
 def test_a_missing_column_is_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [good(0)])
-    with pytest.raises(DataError, match=r"no column 'prompt', only answer, images, problem; did you mean"):
+    with pytest.raises(DataError, match=r"x\.parquet has no column 'prompt', only answer, images, problem; did you"):
         scan(path, processors, prompt_key="prompt")
 
 
 def test_images_in_another_column_are_an_error(processors, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([png()], "What is it?", "1")])
-    with pytest.raises(DataError, match=r"no column 'image', but images in 'images'; set data\.image_key=images"):
+    with pytest.raises(
+        DataError, match=r"x\.parquet has no column 'image', but images in 'images'; set data\.image_key=images"
+    ):
         scan(path, processors, image_key="image")
 
 
@@ -246,3 +260,49 @@ def test_bad_videos_are_skipped_and_counted(processors, tmp_path):
     assert prompts.row_indices == (0, 4)
     assert prompts.num_skipped == {"video_unreadable": 1, "video_missing": 1, "video_outside": 1}
     assert prompts.builder.video_processor.calls == 0
+
+
+def write_paths(folder, paths):
+    """Write a dataset with these image paths into its own folder, and the images."""
+    folder.mkdir()
+    for path in paths:
+        if path.is_absolute():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png())
+    rows = [{"problem": "<image>?", "answer": "1", "images": [str(path)]} for path in paths]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "train.jsonl"
+
+
+def test_absolute_image_paths_propose_a_value_that_works(processors, tmp_path):
+    images = tmp_path / "images"
+    for name, paths, proposed in (
+        ("one", [images / "a" / "1.png"], images / "a"),
+        ("many", [images / "a" / "1.png", images / "b" / "c" / "2.png", images / "a" / "3.png"], images),
+    ):
+        path = write_paths(tmp_path / name, paths)
+        with pytest.raises(DataError) as caught:
+            scan(path, processors)
+        assert re.findall(r"data\.image_dir=(\S+)", str(caught.value))[-1] == str(proposed)
+        assert len(scan(path, processors, image_dir=proposed)) == len(paths)
+
+
+def test_relative_paths_out_of_the_folder_propose_no_value(processors, tmp_path):
+    with pytest.raises(DataError, match=r"write their paths relative to it, and set data\.image_dir to it") as caught:
+        scan(write_paths(tmp_path / "data", [Path("../../1.png")]), processors)
+    assert "data.image_dir=" not in str(caught.value)
+
+
+def test_skipped_rows_are_passed_on_even_if_there_are_too_many(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [good(0), ([png()], "no marker", "1"), ([], "x" * 2000, "1")])
+    for allowed in (0.5, 0.0):
+        skipped = []
+        try:
+            scan(path, processors, max_bad_row_fraction=allowed, on_skipped=skipped.extend)
+        except DataError:
+            assert allowed == 0.0
+        assert [(row.row, row.reason) for row in skipped] == [(1, "markers"), (2, "overlong")]
+        assert (
+            skipped[0].message
+            == "x:1: <image> markers in the text: 0, images: 1; put <image> into the text where each belongs"
+        )

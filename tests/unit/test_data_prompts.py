@@ -1,5 +1,6 @@
 """Rows become prompts: counts equal built lengths, and images replace their markers."""
 
+import copy
 import hashlib
 import io
 from dataclasses import replace
@@ -10,6 +11,7 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.videos import make_video
+from trigon.data import templates
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.videos import FrameSampling
 from trigon.errors import ConfigError, DataError
@@ -372,8 +374,10 @@ def test_a_missing_column_is_named_with_its_nearest(processors):
         DataError, match=r"no column 'problems', only answer, images, problem; did you mean data.prompt_key=problem\?"
     ):
         make_builder(processors, prompt_key="problems").build(row(), "train:0")
-    with pytest.raises(DataError, match=r"no column 'ground_truth', only answer, images, problem; set data.answer_key"):
-        make_builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"])
+    with pytest.raises(
+        DataError, match=r"x\.jsonl has no column 'ground_truth', only answer, images, problem; set data.answer_key"
+    ):
+        make_builder(processors, answer_key="ground_truth").check_columns(["problem", "images", "answer"], "x.jsonl")
 
 
 def test_images_for_a_text_model_are_an_error_of_the_dataset(text_processors):
@@ -508,3 +512,54 @@ def test_videos_for_a_family_without_them_are_an_error_of_the_dataset(processors
 
 def test_a_video_marker_is_text_for_a_text_model(text_processors):
     assert "<video>?" in decoded(text_processors, make_builder(text_processors).build(row("<video>?", []), "train:0"))
+
+
+# Errors and limits of templates
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GIGANTIC = "{% for i in range(99999) %}{{ content * 1000 }}{% endfor %}"
+DOUBLING = "{% set ns = namespace(x=content) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ content }}{{ 1 / 0 }}", "not a usable Jinja template: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}{{ content }}", "its macros call each other without end"),
+        (ENDLESS + "{{ content }}", "it takes more than 0.2 seconds; does it loop without end"),
+        (GIGANTIC, "it writes more than 10,000,000 characters"),
+        (DOUBLING, "10,000,000"),
+        (DOUBLING.replace("~", "+"), "10,000,000"),
+        ("{{ content }}{{ 10 ** 10 ** 10 }}", r"line 1 uses the operator \*\*"),
+        ("{{ content | center(10000000000) }}", "the number 10000000000; 10,000,000 is the largest"),
+        ("{{ content }}{{ range(99999999) }}", "the number 99999999"),
+    ],
+)
+def test_templates_are_bounded(processors, monkeypatch, template, expected):
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=expected):
+        make_builder(processors, format_prompt=template)
+    if "line 1" not in expected and "the number" not in expected:
+        chat = template.replace("content", "messages[0].content")
+        own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
+        own.tokenizer.chat_template = chat
+        if "more than" in expected or "10,000" in expected:
+            with pytest.raises(ConfigError, match=f"the chat template .* cannot be used: .*{expected[-10:]}"):
+                make_builder(own)
+        else:
+            reason, message = rejection(make_builder(own), row("Hello", []))
+            assert reason == "prompt"
+            assert f"the chat template raises an error: {expected.rpartition(': ')[2]}" in message
+
+
+def test_a_format_prompt_that_fails_on_some_rows_skips_them(processors):
+    builder = make_builder(processors, format_prompt="{{ content }}{{ 1 / (content | length - 2) }}")
+    assert rejection(builder, row("Hi", [])) == ("prompt", "train:7: format_prompt fails: division by zero")
+    assert builder.build(row("Hello", []), "train:0").text == "Hello0.3333333333333333"
+
+
+def test_a_chat_template_with_a_power_is_a_config_error(processors):
+    own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
+    own.tokenizer.chat_template = "{{ messages }}{{ 9 ** 9 ** 9 }}"
+    with pytest.raises(ConfigError, match=r"data\.override_chat_template.* uses the operator"):
+        make_builder(own)

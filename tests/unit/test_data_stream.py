@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from support.builders import make_builder
 from trigon.data.dataset import open_prompts
+from trigon.data.mixture import mix
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import values
@@ -155,14 +157,32 @@ def test_a_resumed_stream_continues_with_identical_prompts(ten, open_stream, tak
 def test_a_position_in_other_data_is_an_error(ten, processors, tmp_path, open_stream):
     state = open_stream(ten).state()
     nine = scan(write(tmp_path, 9), processors)
-    with pytest.raises(CheckpointError, match="its num_prompts is 10, here it is 9"):
-        open_stream(nine).load_state(state)
-    with pytest.raises(CheckpointError, match="its seed is 1, here it is 2"):
+    with pytest.raises(CheckpointError, match=r"saved with data\.seed=1, here it is 2; set data\.seed=1"):
         open_stream(ten, seed=2).load_state(state)
-    with pytest.raises(CheckpointError, match="its shuffle is True, here it is False"):
+    with pytest.raises(CheckpointError, match=r"saved with data\.shuffle=true, here it is false"):
         open_stream(ten, shuffle=False).load_state(state)
-    with pytest.raises(CheckpointError, match="its fingerprint is 'another'"):
-        open_stream(ten).load_state(state | {"fingerprint": "another"})
+    old = {key: value for key, value in state.items() if key != "datasets"}
+    with pytest.raises(CheckpointError, match=r"10 usable rows then, 9 now in \S+rows\.jsonl; restore the files"):
+        open_stream(nine).load_state(old)
+    open_stream(ten).load_state(old)
+
+
+def test_a_position_in_other_data_names_the_files(ten, processors, tmp_path, open_stream):
+    def problem(prompts):
+        state = json.loads(json.dumps(open_stream(ten).state()))
+        with pytest.raises(CheckpointError) as caught:
+            open_stream(prompts).check_state(state)
+        assert ten.fingerprint not in str(caught.value)
+        return str(caught.value)
+
+    nine = scan(write(tmp_path, 9), processors)
+    assert f"data.train_files was {ten.spec}, and is now {nine.spec};" in problem(nine)
+    assert f"data.train_files was {ten.spec}, and is now {ten.spec}, {nine.spec};" in problem(mix([ten, nine], []))
+    changed = replace(nine, spec=ten.spec)
+    assert f"{ten.spec} has other rows (10 usable ones then, 9 now);" in problem(changed)
+    assert "data.train_weights was [1.0], and is now [2.0];" in problem(mix([ten], [2]))
+    moved = scan(write(tmp_path, 10), processors)
+    open_stream(moved).check_state(open_stream(ten).state())
 
 
 # Rows that become unusable

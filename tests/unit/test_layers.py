@@ -84,6 +84,9 @@ ENVIRONMENT = (
 )
 SWALLOW = ("rewards/", "report/sinks.py")
 PRINT = ("cli/", "report/")
+SWALLOW = ("data/templates.py", "rewards/", "report/sinks.py")
+# scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
+PRINT = ("cli/", "report/", "scripts/configuration_page.py")
 
 
 class Import(NamedTuple):

@@ -167,6 +167,9 @@ def test_completions_are_shown_with_prompt_ground_truth_and_reward(stream):
         policy_version=7,
         images=(),
         ground_truth=4,
+        ground_truth_type="int",
+        row={},
+        filtered="",
     )
     Console(stream=stream).completions("validation after step 5", [row])
     assert stream.getvalue() == (

@@ -1,5 +1,6 @@
 """The files of a run folder, its lock, and what a resumed run leaves in it."""
 
+import datetime
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -56,6 +58,20 @@ def test_metrics_are_one_sorted_json_line_per_step(folder):
     first, second = folder.read_metrics()
     assert first == StepMetrics(1, {"a": 1.0, "b": 0.1})
     assert math.isnan(second.metrics["a"])
+
+
+def test_skipped_rows_are_listed_and_replace_those_of_an_earlier_start(tmp_path):
+    file = tmp_path / "skipped_rows.jsonl"
+    with RunFolder(tmp_path) as folder:
+        folder.write_skipped_rows("a.jsonl", [(3, "markers", "a:3: no marker")])
+        assert folder.write_skipped_rows("b.jsonl@test", [(0, "overlong", "b:0: long")]) == file
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"dataset": "a.jsonl", "row": 3, "reason": "markers", "message": "a:3: no marker"},
+        {"dataset": "b.jsonl@test", "row": 0, "reason": "overlong", "message": "b:0: long"},
+    ]
+    with RunFolder(tmp_path) as folder:
+        folder.write_skipped_rows("a.jsonl", [])
+    assert not file.exists()
 
 
 def test_an_incomplete_last_line_is_not_read_and_is_removed_before_appending(tmp_path):
@@ -155,6 +171,9 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "policy_version": 11,
         "images": ["train:17/images/0 (a.png)"],
         "ground_truth": "4",
+        "ground_truth_type": "str",
+        "row": {},
+        "filtered": "",
     }
     assert second["sample"] == 1
 
@@ -172,6 +191,15 @@ def test_any_text_stays_on_one_line_and_is_read_back_unchanged(folder, text):
     lines = path.read_bytes().split(b"\n")
     assert len(lines) == 3
     assert json.loads(lines[0])["response"] == text
+
+
+def test_a_record_has_the_columns_of_the_row_and_the_type_of_the_ground_truth(folder):
+    made = group(ground_truth=datetime.date(2026, 1, 2))
+    row = {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": b"x" * 1000}}
+    made = replace(made, prompt=replace(made.prompt, row=row))
+    record = json.loads(folder.write_rollouts(1, "train", rollout_rows([made])).read_text().splitlines()[0])
+    assert record["row"] == {"level": 3, "extra": {"source": "book"}, "sound": {"bytes": "1000 bytes"}}
+    assert (record["ground_truth"], record["ground_truth_type"]) == ("2026-01-02", "date")
 
 
 def test_numbers_that_are_not_finite_and_ground_truths_of_any_type_are_valid_json(folder):

@@ -42,6 +42,9 @@ ROW = RolloutRow(
     policy_version=7,
     images=(),
     ground_truth=4,
+    ground_truth_type="int",
+    row={},
+    filtered="",
 )
 
 

@@ -15,12 +15,13 @@ from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
-from trigon.data.dataset import Prompts, PromptSet, open_prompts
+from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.mixture import mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
+from trigon.errors import DataError
 from trigon.evaluate import Evaluator
 from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
@@ -61,6 +62,7 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         process_images=num_workers(config) == 1,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
+        allow_special_tokens=data.allow_special_tokens,
     )
 
 
@@ -75,8 +77,13 @@ def scan_datasets(
 
 
 def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
-    """Open a dataset, check each of its rows, and warn about the rows that are skipped."""
+    """Open a dataset, check each of its rows, and warn about the rows that are skipped.
+
+    They are written into the run folder, also if there are too many.
+    Raises: DataError.
+    """
     data = config.data
+    listing = ""
     with report.phase(f"scan {spec}") as advance:
         done = 0
 
@@ -85,16 +92,27 @@ def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Repo
             advance(rows_done - done)
             done = rows_done
 
-        prompts = open_prompts(
-            spec,
-            builder,
-            filter_overlong_prompts=data.filter_overlong_prompts,
-            max_bad_row_fraction=data.max_bad_row_fraction,
-            num_workers=count_data_threads(config),
-            on_progress=on_progress,
-        )
+        def on_skipped(rows: Sequence[SkippedRow]) -> None:
+            nonlocal listing
+            path = report.skipped_rows(spec, rows)
+            listing = f"all skipped rows are listed in {path}" if rows else ""
+
+        try:
+            prompts = open_prompts(
+                spec,
+                builder,
+                filter_overlong_prompts=data.filter_overlong_prompts,
+                max_bad_row_fraction=data.max_bad_row_fraction,
+                num_workers=count_data_threads(config),
+                on_progress=on_progress,
+                on_skipped=on_skipped,
+            )
+        except DataError as error:
+            raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error
     for reason, count in prompts.num_skipped.items():
         report.warn(f"{spec}: {count} of {prompts.num_rows} rows skipped ({reason}): {prompts.examples[reason][0]}")
+    if listing:
+        report.warn(f"{spec}: {listing}")
     return prompts
 
 

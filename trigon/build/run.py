@@ -45,6 +45,7 @@ from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.training.checkpointing import check_lora_rank, read_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ def run_training(
         plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
         prompts = open_stream(config, train_prompts)
         stack.callback(prompts.close)
+        if checkpoint is not None:
+            prompts.check_state(checkpoint.progress["prompts"])
 
         if worker_group is None:
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
@@ -170,11 +173,28 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     """Return the checkpoint to resume from, or None to start from the beginning.
 
     It is trainer.load_checkpoint_path, or the last one of the run folder with find_last_checkpoint.
+    Raises: CheckpointError, also if it belongs to a run with LoRA and this one has none, or the
+    other way round.
     """
     trainer = config.trainer
     if trainer.load_checkpoint_path is not None:
-        return open_checkpoint(Path(trainer.load_checkpoint_path), resumable=True)
-    return store.latest() if trainer.find_last_checkpoint else None
+        checkpoint: Checkpoint | None = open_checkpoint(Path(trainer.load_checkpoint_path), resumable=True)
+    else:
+        checkpoint = store.latest() if trainer.find_last_checkpoint else None
+    if checkpoint is not None:
+        check_trained_parts(config, checkpoint)
+    return checkpoint
+
+
+def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a checkpoint's weights are not those that the run trains.
+
+    The train engine would find it too, after the models are loaded.
+    """
+    rank = config.worker.actor.model.lora.rank
+    read_updates(checkpoint.actor, has_adapters=rank > 0, strategy=config.worker.actor.optim.strategy)
+    if rank > 0:
+        check_lora_rank(checkpoint.actor, rank)
 
 
 def open_reporter(config: Config, folder: RunFolder, console: Console, trackers: TrackerEnvironment) -> Reporter:

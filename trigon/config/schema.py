@@ -86,7 +86,8 @@ class DataConfig(Section):
     """Validation datasets, written like train_files."""
 
     prompt_key: str = "prompt"
-    """Column of the question; each `<image>` in it stands for one image of the row, in order."""
+    """Column of the question; each `<image>` in it stands for one image of the row, in order.
+    As in the next three, dots reach into structs: `reward_model.ground_truth`."""
 
     answer_key: str = "answer"
     """Column of the ground truth, which is passed to the reward function."""
@@ -132,6 +133,10 @@ class DataConfig(Section):
 
     system_prompt: str | None = None
     """System message before each question; null: the chat template's default. Trigon only."""
+
+    allow_special_tokens: bool = False
+    """Special tokens in a row's text, such as `<|im_start|>`, act as such; false: they are text.
+    Trigon only."""
 
     override_chat_template: str | None = None
     """Jinja chat template that replaces the model's.
@@ -682,7 +687,7 @@ class TrainerConfig(Section):
     """Run folder; null: checkpoints/project_name/experiment_name."""
 
     load_checkpoint_path: str | None = None
-    """Checkpoint to resume from: its global_step or actor folder; null: find_last_checkpoint decides."""
+    """Checkpoint to resume from, a global_step or actor folder; null: see find_last_checkpoint."""
 
     find_last_checkpoint: bool = True
     """Resume from the last checkpoint in the run folder, if there is one."""

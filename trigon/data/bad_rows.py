@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from trigon.errors import BadRow
@@ -45,8 +46,12 @@ class UnusableRow(BadRow):
     """One row cannot be used, for the given reason.
 
     The message begins with the row or image it is about.
+
+    folder: the folder that data.image_dir has to be for a file that is outside of it; None for
+    other reasons, and where no folder would help.
     """
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, *, folder: Path | None = None) -> None:
         super().__init__(message)
         self.reason: Reason = reason
+        self.folder = folder

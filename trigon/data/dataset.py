@@ -7,9 +7,11 @@ prompts are in other modules.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trigon.data.bad_rows import Reason, UnusableRow
@@ -30,6 +32,28 @@ class DrawnPrompt(NamedTuple):
 
     prompt_index: int
     occurrence: int
+
+
+class SkippedRow(NamedTuple):
+    """A row that cannot be used. row: its index. message: begins with its name, "train:17"."""
+
+    row: int
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetContent:
+    """What a checkpoint keeps of a dataset, so that a resumed run can name what has changed.
+
+    spec: as in data.train_files. num_prompts: usable ones. fingerprint: as PromptSet's.
+    weight: as in data.train_weights.
+    """
+
+    spec: str
+    num_prompts: int
+    fingerprint: str
+    weight: float
 
 
 class Prompts(Protocol):
@@ -74,6 +98,11 @@ class Prompts(Protocol):
         ...
 
     @property
+    def contents(self) -> Sequence[DatasetContent]:
+        """The datasets, in order, by their content."""
+        ...
+
+    @property
     def prompts_per_epoch(self) -> int:
         """How many prompts an epoch draws, before it is cut into complete batches."""
         ...
@@ -92,6 +121,7 @@ class PromptSet:
 
     `prompts[i]` builds a prompt, including its images.
 
+    name: begins the ids of its prompts. spec: what it was opened by.
     num_rows: rows in the dataset, usable or not. row_indices: the row of each prompt.
     prompt_lengths: the tokens of each prompt, including image tokens.
     num_skipped: how many rows were skipped when the dataset was opened, by reason.
@@ -101,6 +131,7 @@ class PromptSet:
     """
 
     name: str
+    spec: str
     num_rows: int
     row_indices: tuple[int, ...]
     prompt_lengths: tuple[int, ...]
@@ -109,7 +140,7 @@ class PromptSet:
     max_bad_row_fraction: float
     fingerprint: str
     builder: PromptBuilder
-    _rows: Any
+    _source: Source
 
     def __len__(self) -> int:
         return len(self.row_indices)
@@ -117,7 +148,7 @@ class PromptSet:
     @property
     def shows_videos(self) -> bool:
         """See Prompts."""
-        return self.builder.video_key in self._rows.column_names
+        return self._source.has_column(self.builder.video_key)
 
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""
@@ -129,7 +160,12 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
         row_index = self.row_indices[index]
-        return self.builder.build(self._rows[row_index], f"{self.name}:{row_index}")
+        return self.builder.build(self._source.rows[row_index], f"{self.name}:{row_index}")
+
+    @property
+    def contents(self) -> Sequence[DatasetContent]:
+        """See Prompts."""
+        return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0),)
 
     @property
     def prompts_per_epoch(self) -> int:
@@ -149,6 +185,7 @@ def open_prompts(
     max_bad_row_fraction: float,
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
+    on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
 ) -> PromptSet:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
@@ -159,27 +196,33 @@ def open_prompts(
             reasons.
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
+        on_skipped: called once with all rows that cannot be used, before an error about them.
     Raises: DataError.
     """
     source = open_source(spec)
     builder = builder.with_default_image_dir(source.folder)
-    builder.check_columns(source.rows.column_names)
-    _check_media_columns(source, builder)
+    builder.check_columns(source.columns, spec)
+    _check_media_columns(spec, source, builder)
     results = _scan_rows(source, builder, num_workers=num_workers, on_progress=on_progress)
     usable = [(index, result) for index, result in enumerate(results) if result.problem is None]
+    problems = [(index, result.problem) for index, result in enumerate(results) if result.problem is not None]
+    if on_skipped is not None:
+        on_skipped([SkippedRow(index, problem.reason, str(problem)) for index, problem in problems])
     num_skipped: dict[Reason, int] = {}
     examples: dict[Reason, tuple[str, ...]] = {}
-    for result in results:
-        if result.problem is not None:
-            reason = result.problem.reason
-            num_skipped[reason] = num_skipped.get(reason, 0) + 1
-            examples[reason] = (*examples.get(reason, ()), str(result.problem))[:_NUM_EXAMPLES]
-    _check_skipped(spec, num_skipped, examples, len(results), filter_overlong_prompts, max_bad_row_fraction)
+    for _, problem in problems:
+        reason = problem.reason
+        num_skipped[reason] = num_skipped.get(reason, 0) + 1
+        examples[reason] = (*examples.get(reason, ()), str(problem))[:_NUM_EXAMPLES]
+    folders = {problem.folder for _, problem in problems if problem.folder is not None}
+    hint = _image_dir_hint(folders) if len(folders) > 1 else ""
+    _check_skipped(spec, num_skipped, examples, len(results), filter_overlong_prompts, max_bad_row_fraction, hint)
     digest = hashlib.sha256()
     for index, result in usable:
         digest.update(b"%d:%s" % (index, result.digest))
     return PromptSet(
         name=source.name,
+        spec=spec,
         num_rows=len(results),
         row_indices=tuple(index for index, _ in usable),
         prompt_lengths=tuple(result.num_tokens for _, result in usable),
@@ -188,7 +231,7 @@ def open_prompts(
         max_bad_row_fraction=max_bad_row_fraction,
         fingerprint=digest.hexdigest()[:32],
         builder=builder,
-        _rows=source.rows,
+        _source=source,
     )
 
 
@@ -256,16 +299,16 @@ def _update_digest(digest: Any, value: Any) -> None:
             digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
 
 
-def _check_media_columns(source: Source, builder: PromptBuilder) -> None:
+def _check_media_columns(spec: str, source: Source, builder: PromptBuilder) -> None:
     """Raise DataError for images or videos in a column that the configuration does not name."""
     for kind, key, columns, is_supported in (
         ("image", builder.image_key, source.image_columns, builder.image_processor is not None),
         ("video", builder.video_key, source.video_columns, builder.video_processor is not None),
     ):
-        if is_supported and columns and key not in source.rows.column_names:
+        if is_supported and columns and not source.has_column(key):
             found = " and ".join(repr(column) for column in columns)
             raise DataError(
-                f"the dataset has no column {key!r}, but {kind}s in {found}; "
+                f"{spec} has no column {key!r}, but {kind}s in {found}; "
                 f"set data.{kind}_key={columns[0]}, or drop them to train on text"
             )
 
@@ -277,8 +320,9 @@ def _check_skipped(
     num_rows: int,
     filter_overlong_prompts: bool,
     max_bad_row_fraction: float,
+    hint: str,
 ) -> None:
-    """Raise DataError if too many rows were skipped, or all of them."""
+    """Raise DataError if too many rows were skipped, or all of them. hint: a last line, or ""."""
     num_overlong = num_skipped.get("overlong", 0)
     if num_overlong and not filter_overlong_prompts:
         raise DataError(
@@ -290,7 +334,16 @@ def _check_skipped(
         for reason, count in num_skipped.items()
         for example in examples[reason][:1]
     ]
+    messages += [hint] if hint else []
     num_bad = sum(num_skipped.values()) - num_overlong
     check_bad_fraction(num_bad, num_rows, max_bad_row_fraction, [spec, *messages])
     if num_bad + num_overlong == num_rows:
         raise DataError("\n  ".join([f"{spec}: none of its {num_rows} rows can be used:", *messages]))
+
+
+def _image_dir_hint(folders: Collection[Path]) -> str:
+    """Return the value of data.image_dir under which all of these folders are."""
+    common = os.path.commonpath(folders)
+    if common == os.sep:
+        return "the absolute paths have no folder in common: move the files into one, and set data.image_dir to it"
+    return f"all absolute paths are below data.image_dir={common}"

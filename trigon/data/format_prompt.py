@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import SandboxedEnvironment
 
 from trigon.config.paths import is_inline_template
+from trigon.data.templates import TemplateFailure, bounded_rendering, check_template
 from trigon.errors import ConfigError
 from trigon.suggestions import nearest
 
@@ -22,18 +23,21 @@ def load_format_prompt(format_prompt: str) -> Template:
     source, where = format_prompt, "data.format_prompt"
     if not is_inline_template(format_prompt):
         source, where = _read(format_prompt), f"data.format_prompt={format_prompt}"
+    check_template(source, where)
     environment = SandboxedEnvironment(undefined=StrictUndefined)
     try:
-        variables = meta.find_undeclared_variables(environment.parse(source))
+        with bounded_rendering():
+            variables = meta.find_undeclared_variables(environment.parse(source))
+            template = environment.from_string(source.strip())
         if variables != {"content"}:
             found = ", ".join(sorted(variables)) or "no variable"
             raise ConfigError(
                 f"{where} uses {found}; it must use the one variable {{{{ content }}}}, the row's question"
             )
-        template = environment.from_string(source.strip())
-        template.render(content="question")
-    except (TemplateError, TypeError, ValueError) as error:
-        line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+        with bounded_rendering():
+            template.render(content="question")
+    except TemplateFailure as error:
+        line = "" if error.line is None else f" in line {error.line}"
         raise ConfigError(f"{where} is not a usable Jinja template: {error}{line}") from error
     return template
 

@@ -98,7 +98,11 @@ def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None
             reasons.outside, f"{where}: {reference[:80]!r} is a URL; download the {kind}s and set data.image_dir"
         )
     if image_dir is None:
-        raise UnusableRow(reasons.outside, f"{where}: the path {reference!r} needs data.image_dir to be set")
+        folder = Path(reference).parent if Path(reference).is_absolute() else None
+        hint = "to be set" if folder is None else f"to be set: data.image_dir={folder}"
+        raise UnusableRow(
+            reasons.outside, f"{where}: the path {reference!r} needs data.image_dir {hint}", folder=folder
+        )
     try:
         folder = image_dir.resolve()
         path = (folder / reference).resolve()
@@ -106,7 +110,9 @@ def _resolve(reference: str, kind: MediaKind, where: str, image_dir: Path | None
         message = f"{where}: {reference[:80]!r} is not a path: {in_one_line(error)}"
         raise UnusableRow(reasons.missing, message) from error
     if not path.is_relative_to(folder):
-        raise UnusableRow(
-            reasons.outside, f"{where}: {reference!r} leads to {path}, outside {folder}; set data.image_dir"
-        )
+        message = f"{where}: {reference!r} leads to {path}, outside {folder}"
+        if not Path(reference).is_absolute():
+            hint = f"move the {kind}s into one folder, write their paths relative to it, and set data.image_dir to it"
+            raise UnusableRow(reasons.outside, f"{message}; {hint}")
+        raise UnusableRow(reasons.outside, f"{message}; set data.image_dir={path.parent}", folder=path.parent)
     return path

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from trigon.data.bad_rows import Reason
-from trigon.data.dataset import DrawnPrompt, PromptSet
+from trigon.data.dataset import DatasetContent, DrawnPrompt, PromptSet
 from trigon.data.orders import permutation
 from trigon.errors import DataError
 from trigon.types import Prompt
@@ -76,6 +76,14 @@ class MixedPrompts:
         """Equal for the same usable rows with the same content and weights, in the same order."""
         pairs = ((part.fingerprint, weight) for part, weight in zip(self.parts, self.weights, strict=True))
         return hashlib.sha256(repr(tuple(pairs)).encode()).hexdigest()[:32]
+
+    @property
+    def contents(self) -> Sequence[DatasetContent]:
+        """See Prompts."""
+        return tuple(
+            replace(part.contents[0], weight=float(weight))
+            for part, weight in zip(self.parts, self.weights, strict=True)
+        )
 
     @property
     def prompts_per_epoch(self) -> int:

@@ -20,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
-from jinja2 import TemplateError
-
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import file_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
+from trigon.data.special_tokens import MaskedTokens, SpecialTokens
+from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
 from trigon.data.videos import (
     DEFAULT_SAMPLING,
     FRAMES_PER_PATCH,
@@ -91,12 +92,14 @@ class PromptBuilder:
         process_images: bool = True,
         video_key: str = "videos",
         video_sampling: FrameSampling = DEFAULT_SAMPLING,
+        allow_special_tokens: bool = False,
     ) -> None:
         """Load the template and the processors.
 
         Args:
             prompt_key: the column of the question, a text or a list of chat messages
-                ({"role", "content"}).
+                ({"role", "content"}). A dotted name reaches into structs, as for the other columns
+                (columns.py).
             answer_key: the column of the ground truth.
             image_key: the column of the images, a list or a single one; it may be missing, empty or
                 None.
@@ -113,7 +116,9 @@ class PromptBuilder:
             video_key: the column of the videos, like image_key. A row has images or videos, not
                 both.
             video_sampling: which frames of a video are sampled.
-        Raises: ConfigError if format_prompt cannot be used.
+            allow_special_tokens: special tokens in a row's text are special; False: they are
+                tokenized as text (special_tokens.py).
+        Raises: ConfigError if format_prompt or the chat template cannot be used.
         """
         family, hf_config = processors.family, processors.hf_config
         self.prompt_key = prompt_key
@@ -141,10 +146,14 @@ class PromptBuilder:
         self._process_images = process_images
         self._video_sampling = video_sampling
         self._tokenizer = processors.tokenizer
+        check_chat_template(self._tokenizer)
         self._media_tokens = tuple(self._tokenizer.convert_ids_to_tokens(family.media_token_ids(hf_config)))
         # The first call resets the truncation and padding that a tokenizer was saved with, which is
         # not thread-safe.
         self._tokenize("")
+        ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
+        self._special_tokens = SpecialTokens(self._tokenizer, tokenize=self._tokenize, ignore=ignore)
+        self._allow_special_tokens = allow_special_tokens
 
     def with_default_image_dir(self, folder: Path) -> PromptBuilder:
         """Return this builder with relative paths starting from folder, unless image_dir is set."""
@@ -152,13 +161,18 @@ class PromptBuilder:
         builder.image_dir = folder if self.image_dir is None else self.image_dir
         return builder
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raise DataError, with the existing columns, if prompt_key or answer_key is missing."""
+    def check_columns(self, columns: Collection[str], where: str) -> None:
+        """Raise DataError, with the existing columns, if prompt_key or answer_key is missing.
+
+        columns: the names of all columns and structs' fields (columns.column_names).
+        where: the name of the dataset, for the error.
+        """
         for option, key in (("prompt_key", self.prompt_key), ("answer_key", self.answer_key)):
             if key not in columns:
-                column = nearest(key, columns, cutoff=0.4)
+                fields = [column for column in columns if column.endswith(f".{key}")]
+                column = nearest(key, fields or columns, cutoff=0.0 if fields else 0.4)
                 hint = f"; did you mean data.{option}={column}?" if column else f"; set data.{option}"
-                raise DataError(f"the dataset has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
+                raise DataError(f"{where} has no column {key!r}, only {', '.join(sorted(columns))}{hint}")
 
     def count(self, row: Mapping[str, Any]) -> int:
         """Return the number of prompt tokens of a row, image and video tokens included.
@@ -204,8 +218,8 @@ class PromptBuilder:
             token_ids=tokens.token_ids,
             vision=vision,
             text=tokens.text,
-            ground_truth=row[self.answer_key],
-            row={key: value for key, value in row.items() if key not in (self.image_key, self.video_key)},
+            ground_truth=column_value(row, self.answer_key),
+            row=without_column(without_column(row, self.image_key), self.video_key),
             image_refs=media.names,
         )
 
@@ -247,7 +261,7 @@ class PromptBuilder:
 
     def _media(self, row: Mapping[str, Any], name: str) -> _Media:
         """Return the images or videos of a row. Raises: as build."""
-        images, videos = _as_list(row.get(self.image_key)), _as_list(row.get(self.video_key))
+        images, videos = (_as_list(column_value(row, key)) for key in (self.image_key, self.video_key))
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
@@ -286,18 +300,19 @@ class PromptBuilder:
 
     def _tokens(self, row: Mapping[str, Any], media: _Media, sizes: Sequence[MediaSize], name: str) -> _Tokens:
         """Tokenize a row with images or videos of these sizes; all token ids are made here."""
-        messages = self._messages(row, name)
+        messages, masked = self._messages(row, name)
         self._check_markers(row, messages, media, name)
         try:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": message.role, "content": self._content(message)} for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except TemplateError as error:
+            with bounded_rendering():
+                text = self._tokenizer.apply_chat_template(
+                    [{"role": message.role, "content": self._content(message)} for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+        except TemplateFailure as error:
             raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
 
-        template_ids = self._tokenize(text)
+        template_ids = self._tokenize(text) if masked is None else masked.tokenize(text)
         placeholder = self._placeholders.get(media.kind)
         num_placeholders = template_ids.count(placeholder) if placeholder is not None else 0
         if num_placeholders != len(sizes):
@@ -314,7 +329,8 @@ class PromptBuilder:
             limit = f"max_prompt_length={self.max_prompt_length}"
             raise UnusableRow("overlong", f"{name}: {len(token_ids)} tokens{share}, more than {limit}")
         media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
-        return _Tokens(tuple(token_ids), media_tokens, messages_as_text(messages))
+        prompt_text = messages_as_text(messages)
+        return _Tokens(tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text))
 
     def _expand_placeholder(self, size: MediaSize) -> list[int]:
         """Return the tokens that replace the placeholder of an image or a video."""
@@ -344,22 +360,31 @@ class PromptBuilder:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _messages(self, row: Mapping[str, Any], name: str) -> list[Message]:
-        """Return the row's chat messages, with format_prompt applied to the last one."""
-        if self.prompt_key not in row or self.answer_key not in row:
-            self.check_columns(row.keys())
-        if row[self.answer_key] is None:
+    def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:
+        """Return the row's chat messages, with format_prompt applied to the last one.
+
+        Special tokens in the row's own text are masked; the second value is None if there are none.
+        """
+        if not has_column(row, self.prompt_key) or not has_column(row, self.answer_key):
+            self.check_columns(column_names(row), name)
+        if column_value(row, self.answer_key) is None:
             raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
-        messages = read_messages(row[self.prompt_key], f"{name}: column {self.prompt_key!r}")
+        messages = read_messages(column_value(row, self.prompt_key), f"{name}: column {self.prompt_key!r}")
+        masked = None
+        if not self._allow_special_tokens:
+            masked = self._special_tokens.find([message.content for message in messages])
+        if masked is not None:
+            messages = [Message(message.role, masked.mask(message.content)) for message in messages]
         if self._format is not None:
             try:
-                content = self._format.render(content=messages[-1].content)
-            except TemplateError as error:
+                with bounded_rendering():
+                    content = self._format.render(content=messages[-1].content)
+            except TemplateFailure as error:
                 raise UnusableRow("prompt", f"{name}: format_prompt fails: {error}") from error
             messages[-1] = Message("user", content)
         if self._system_prompt is not None and messages[0].role != "system":
             messages.insert(0, Message("system", self._system_prompt))
-        return messages
+        return messages, masked
 
     def _check_markers(self, row: Mapping[str, Any], messages: Sequence[Message], media: _Media, name: str) -> None:
         """Raise UnusableRow unless each image or video has a marker, and none a special token.
@@ -376,8 +401,8 @@ class PromptBuilder:
             counts = f"{marker} markers in the text: {num_markers}, {kind}s: {num_media}"
             if num_markers == 0:
                 hint = f"; put {marker} into the text where each belongs"
-            elif key not in row:
-                hint = f"; there is no column {key!r}, only {', '.join(sorted(row))}: set data.{kind}_key"
+            elif not has_column(row, key):
+                hint = f"; there is no column {key!r}, only {', '.join(sorted(column_names(row)))}: set data.{kind}_key"
             else:
                 hint = ""
             raise UnusableRow("markers", f"{name}: {counts}{hint}")

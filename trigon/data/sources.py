@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trigon.config.paths import local_path, split_dataset
+from trigon.data.columns import column_names, column_value
 from trigon.errors import DataError
 from trigon.models.hub import modelscope_folder, uses_modelscope
 from trigon.suggestions import nearest
 
 _LOADERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+_NUM_JSON_ROWS = 100
 
 _SPLIT_WORDS = {
     "train": "train",
@@ -38,14 +41,20 @@ class Source:
     name: prefix of the prompt ids of its rows: "train".
     rows: a datasets.Dataset with undecoded media and at least one row.
     folder: relative image paths start here, and no path may lead outside it.
-    image_columns, video_columns: the columns whose feature type is an image, or a video.
+    columns: the names of all columns and structs' fields; fields with dots (columns.py).
+    image_columns, video_columns: the columns or fields whose feature type is an image, or a video.
     """
 
     name: str
     rows: Any
     folder: Path
+    columns: tuple[str, ...]
     image_columns: tuple[str, ...]
     video_columns: tuple[str, ...]
+
+    def has_column(self, name: str) -> bool:
+        """Return whether the table has a column or a field of this name."""
+        return name in self.columns
 
 
 def open_source(spec: str) -> Source:
@@ -182,11 +191,34 @@ def _source(where: str, rows: Any, name: str, folder: Path) -> Source:
     for column, feature in rows.features.items():
         # Not cast(), which would copy the stored bytes.
         rows.info.features[column] = _undecoded(feature)
+    columns = column_names(rows.features)
     image_columns, video_columns = (
-        tuple(column for column, feature in rows.features.items() if isinstance(_inner(feature), kind))
+        tuple(column for column in columns if isinstance(_inner(column_value(rows.features, column)), kind))
         for kind in (datasets.Image, datasets.Video)
     )
-    return Source(name=name, rows=rows, folder=folder, image_columns=image_columns, video_columns=video_columns)
+    columns = tuple(dict.fromkeys((*columns, *_names_in_json_columns(rows))))
+    return Source(
+        name=name,
+        rows=rows,
+        folder=folder,
+        columns=columns,
+        image_columns=image_columns,
+        video_columns=video_columns,
+    )
+
+
+def _names_in_json_columns(rows: Any) -> list[str]:
+    """Return the names of fields of columns that the table keeps as JSON, from its first rows.
+
+    Structs whose fields have several types are such columns; their features do not name the fields.
+    """
+    import datasets
+
+    columns = [column for column, feature in rows.features.items() if isinstance(feature, datasets.Json)]
+    if not columns:
+        return []
+    first = rows.select_columns(columns).select(range(min(len(rows), _NUM_JSON_ROWS)))
+    return [name for row in first for name in column_names(row)]
 
 
 def _undecoded(feature: Any) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.data.dataset import DrawnPrompt, Prompts, check_bad_fraction
+from trigon.data.dataset import DatasetContent, DrawnPrompt, Prompts, check_bad_fraction
 from trigon.data.orders import permutation
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import Max, Metric
@@ -159,23 +159,36 @@ class PromptStream:
             "offset": self._position.offset,
             "taken": self._position.taken,
             "set_aside": [[index, reason] for index, reason in self._skipped.items()],
+            "datasets": [asdict(content) for content in self._prompts.contents],
             **self._identity(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        Raises: CheckpointError if that stream drew from other prompts or in another order.
+        Raises: as check_state.
         """
-        for key, value in self._identity().items():
-            if state[key] != value:
-                raise CheckpointError(
-                    f"the saved position belongs to other training data: its {key} is {state[key]!r}, here it is "
-                    f"{value!r}; restore the dataset and the data.* settings of the saved run, or start a new one"
-                )
+        self.check_state(state)
         self._cancel_futures()
         self._position = _Position(state["epoch"], state["offset"], state["taken"])
         self._skipped = dict(state["set_aside"])
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a saved stream drew from other prompts or in another order."""
+        identity = self._identity()
+        if state["fingerprint"] != identity["fingerprint"] or state["num_prompts"] != identity["num_prompts"]:
+            saved = [DatasetContent(**content) for content in state.get("datasets", ())]
+            problem = _changed_content(saved, self._prompts.contents, state["num_prompts"], len(self._prompts))
+            raise CheckpointError(
+                f"the checkpoint was saved with other training data: {problem}; restore the files of the saved run, or "
+                "start a new one with another trainer.experiment_name"
+            )
+        for key in ("shuffle", "seed"):
+            if state[key] != identity[key]:
+                raise CheckpointError(
+                    f"the checkpoint was saved with data.{key}={_yaml(state[key])}, here it is {_yaml(identity[key])}; "
+                    f"set data.{key}={_yaml(state[key])}, or start a new run with another trainer.experiment_name"
+                )
 
     def close(self) -> None:
         """Stop building and wait for the threads. The stream cannot be used afterwards."""
@@ -233,3 +246,31 @@ class PromptStream:
         if not self._shuffle:
             return drawn
         return [drawn[number] for number in permutation(len(drawn), f"{self._seed}:{epoch}")]
+
+
+def _changed_content(
+    saved: Sequence[DatasetContent], present: Sequence[DatasetContent], num_saved: int, num_present: int
+) -> str:
+    """Return in which files, rows or weights a saved run and this one differ.
+
+    saved: empty in checkpoints of earlier versions. num_saved, num_present: usable rows in all.
+    """
+    present_specs = ", ".join(content.spec for content in present)
+    if not saved:
+        return f"{num_saved} usable rows then, {num_present} now in {present_specs}"
+    if [content.fingerprint for content in saved] == [content.fingerprint for content in present]:
+        then, now = ([content.weight for content in contents] for contents in (saved, present))
+        return f"data.train_weights was {then}, and is now {now}"
+    if len(saved) == len(present):
+        changed = [
+            f"{old.spec} has other rows ({old.num_prompts} usable ones then, {new.num_prompts} now)"
+            for old, new in zip(saved, present, strict=True)
+            if old.fingerprint != new.fingerprint and old.spec == new.spec
+        ]
+        if changed:
+            return ", ".join(changed)
+    return f"data.train_files was {', '.join(content.spec for content in saved)}, and is now {present_specs}"
+
+
+def _yaml(value: bool | int) -> str:
+    return str(value).lower()

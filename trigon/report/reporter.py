@@ -18,7 +18,7 @@ from types import TracebackType
 
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, format_duration, format_number
-from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
+from trigon.report.run_folder import RolloutRow, RunFolder, Split, StepMetrics, rollout_rows
 from trigon.report.sinks import Sink, Trackers
 from trigon.types import RolloutGroup
 
@@ -126,9 +126,21 @@ class Reporter:
             return {}
         return {"perf/mfu_actor": Mean(work.value / (seconds * self._num_devices * peak.value))}
 
+    def skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
+        """Write the rows of a dataset that are not used into the run folder, and return the file.
+
+        rows: (index, reason, message) of each.
+        """
+        return self._folder.write_skipped_rows(dataset, rows)
+
     def rollouts(self, step: int, groups: Sequence[RolloutGroup], split: Split) -> None:
         """Write the rollouts of a step into the run folder."""
         self._folder.write_rollouts(step, split, rollout_rows(groups))
+
+    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        """Write what was sampled for a step, and no step learns from, into the run folder."""
+        if rows:
+            self._folder.write_rollouts(step, "filtered", rows)
 
     def validation(
         self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, shown: int

@@ -3,8 +3,10 @@
     root/
       config.yaml                       the resolved configuration
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
-      rollouts/step_000012.jsonl        the rollouts of step 12, one per line
+      rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line
+      rollouts/filtered_000012.jsonl    those sampled for it that no step learns from, if any
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
@@ -35,13 +37,17 @@ from trigon.json_files import write_json
 from trigon.terminal import sanitize
 from trigon.types import RolloutGroup
 
-Split = Literal["train", "validation"]
+Split = Literal["train", "filtered", "validation"]
+Filtered = Literal["", "low", "high", "unscored", "surplus"]
+
+_FILE_PREFIX: dict[Split, str] = {"train": "step", "filtered": "filtered", "validation": "validation"}
 
 METRICS = "metrics.jsonl"
 BUDGETS = "auto_micro_batch.json"
+SKIPPED_ROWS = "skipped_rows.jsonl"
 LOCK = "run.lock"
 
-_ROLLOUTS = re.compile(r"(step|validation)_(\d+)\.jsonl")
+_ROLLOUTS = re.compile(r"(step|filtered|validation)_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,11 @@ class RolloutRow:
     Texts are raw: pass them through terminal.sanitize before printing them.
     sample: index within the group. reward: Score.overall; parts, outcome and error are those of
     Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
-    dataset.
+    dataset; ground_truth_type: its Python type, which JSON may not keep.
+    row: the columns of the dataset's row without images and videos, as passed to the reward
+    function.
+    filtered: why no step learns from its group; empty if one does, and for validations. low, high,
+    unscored: by online filtering. surplus: it passed, but there were more groups than needed.
     """
 
     prompt_id: str
@@ -75,10 +85,13 @@ class RolloutRow:
     policy_version: int
     images: tuple[str, ...]
     ground_truth: Any
+    ground_truth_type: str
+    row: Mapping[str, Any]
+    filtered: Filtered
 
 
-def rollout_rows(groups: Iterable[RolloutGroup]) -> list[RolloutRow]:
-    """Return one row per rollout, in order."""
+def rollout_rows(groups: Iterable[RolloutGroup], *, filtered: Filtered = "") -> list[RolloutRow]:
+    """Return one row per rollout, in order. filtered: of all groups."""
     return [
         RolloutRow(
             prompt_id=group.prompt.prompt_id,
@@ -94,6 +107,9 @@ def rollout_rows(groups: Iterable[RolloutGroup]) -> list[RolloutRow]:
             policy_version=rollout.completion.policy_version,
             images=group.prompt.image_refs,
             ground_truth=group.prompt.ground_truth,
+            ground_truth_type=type(group.prompt.ground_truth).__name__,
+            row=group.prompt.row,
+            filtered=filtered,
         )
         for group in groups
         for sample, rollout in enumerate(group.rollouts)
@@ -118,6 +134,7 @@ class RunFolder:
                 f"the run folder {path} cannot be written: {error.strerror or error}. Set "
                 "trainer.save_checkpoint_path to a folder that can, or change its permissions"
             ) from error
+        self._skipped_rows: list[bytes] = []
         _remove_incomplete_line(path / METRICS)
 
     def write_config(self, text: str) -> None:
@@ -146,6 +163,23 @@ class RunFolder:
             raise CheckpointError(f"{path} contains no budgets; remove it to measure them again")
         return content
 
+    def write_skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
+        """Add rows of a dataset to skipped_rows.jsonl, and return the file.
+
+        The first call replaces the file of an earlier start; where no row is skipped there is none.
+        dataset: as in data.train_files. rows: (index, reason, message) of each.
+        """
+        self._skipped_rows += [
+            _json({"dataset": dataset, "row": row, "reason": reason, "message": message})
+            for row, reason, message in rows
+        ]
+        path = self.path / SKIPPED_ROWS
+        if self._skipped_rows:
+            _replace(path, b"".join(self._skipped_rows))
+        else:
+            path.unlink(missing_ok=True)
+        return path
+
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step, and flush it to the disk."""
         line = _json({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
@@ -162,7 +196,7 @@ class RunFolder:
         """Write the rollouts of a step and return the file. It is replaced atomically."""
         folder = self.path / "rollouts"
         folder.mkdir(exist_ok=True)
-        path = folder / f"{'step' if split == 'train' else 'validation'}_{step:06d}.jsonl"
+        path = folder / f"{_FILE_PREFIX[split]}_{step:06d}.jsonl"
         _replace(path, b"".join(_json({name: getattr(row, name) for name in RolloutRow.__slots__}) for row in rows))
         return path
 
@@ -272,7 +306,10 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _to_json(value: Any) -> Any:
-    """Return value in JSON types: numbers that are not finite as None, other objects as str."""
+    """Return value in JSON types: numbers that are not finite as None, other objects as str.
+
+    Bytes, such as a column of sounds, are replaced by their number.
+    """
     match value:
         case None | bool() | int() | str():
             return value
@@ -282,6 +319,8 @@ def _to_json(value: Any) -> Any:
             return {str(key): _to_json(item) for key, item in value.items()}
         case list() | tuple():
             return [_to_json(item) for item in value]
+        case bytes():
+            return f"{len(value)} bytes"
         case _:
             return str(value)
 

@@ -77,17 +77,31 @@ def stage_state(
     return write
 
 
-def read_updates(policy: Policy, folder: Path, *, strategy: OptimizerStrategy) -> int:
+def read_updates(folder: Path, *, has_adapters: bool, strategy: OptimizerStrategy) -> int:
     """Return the number of updates of a saved state, without loading any tensor.
 
-    Raises: CheckpointError if a run with this policy and strategy cannot resume from the folder.
+    has_adapters: whether the run trains LoRA adapters.
+    Raises: CheckpointError if a run with these settings cannot resume from the folder.
     """
-    for name in (_weights_folder(policy), OPTIMIZER_FOLDER, STATE_FILE):
+    saved_adapters, saved_weights = (folder / ADAPTER_FOLDER).exists(), (folder / WEIGHTS_FOLDER).exists()
+    own_rank = "worker.actor.model.lora.rank"
+    start = "start a new run with another trainer.experiment_name, or with trainer.find_last_checkpoint=false"
+    if has_adapters and saved_weights and not saved_adapters:
+        raise CheckpointError(
+            f"{folder} holds all weights of a run without LoRA, and this run trains LoRA adapters; set {own_rank}=0 to "
+            f"resume it, or export it, set worker.actor.model.model_path to the export, and {start}"
+        )
+    if not has_adapters and saved_adapters and not saved_weights:
+        rank = read_adapter_rank(folder)
+        raise CheckpointError(
+            f"{folder} holds the LoRA adapters of a run with {own_rank}={rank}, and this run trains all weights; set "
+            f"{own_rank}={rank} to resume it, or {start}"
+        )
+    for name in (ADAPTER_FOLDER if has_adapters else WEIGHTS_FOLDER, OPTIMIZER_FOLDER, STATE_FILE):
         if not (folder / name).exists():
             raise CheckpointError(
                 f"{folder} has no {name}. A checkpoint saved with trainer.save_model_only=true cannot be resumed; "
-                "export it and set worker.actor.model.model_path to the result. A run with LoRA cannot resume from "
-                "a checkpoint without LoRA, nor the other way round"
+                "export it and set worker.actor.model.model_path to the result"
             )
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     # adamw could be used for weights in bfloat16; its states can be continued by adamw_bf16.
@@ -97,6 +111,21 @@ def read_updates(policy: Policy, folder: Path, *, strategy: OptimizerStrategy) -
             f"to {state['strategy']}, or export the checkpoint and set worker.actor.model.model_path to the result"
         )
     return int(state["updates"])
+
+
+def check_lora_rank(folder: Path, rank: int) -> None:
+    """Raise CheckpointError if the adapters in the folder have another rank."""
+    saved = read_adapter_rank(folder)
+    if saved != rank:
+        raise CheckpointError(
+            f"{folder} holds LoRA adapters of rank {saved}, and worker.actor.model.lora.rank is {rank}; set it to "
+            f"{saved}, or start a new run with another trainer.experiment_name"
+        )
+
+
+def read_adapter_rank(folder: Path) -> int:
+    """Return the rank of the LoRA adapters in the folder."""
+    return int(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"])
 
 
 def load_policy_and_optimizer(

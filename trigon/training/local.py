@@ -268,7 +268,7 @@ class LocalTrainEngine:
     def load_state(self, folder: Path) -> None:
         """See TrainEngine. Any number of ranks may have written it."""
         strategy = self._settings.strategy
-        updates = checkpointing.read_updates(self._policy, folder, strategy=strategy)
+        updates = checkpointing.read_updates(folder, has_adapters=self._policy.has_adapters, strategy=strategy)
         self._wake(optimizer=True)
         checkpointing.load_policy_and_optimizer(
             self._policy, self._optimizer, folder, strategy=strategy, process_group=self._process_group

@@ -1,0 +1,68 @@
+"""Finds the columns of a row by name; a dotted name reaches into structs.
+
+    {"reward_model": {"style": "rule", "ground_truth": "48"}}    reward_model.ground_truth -> "48"
+
+A name that a mapping has as it is, dots included, is preferred to a nested one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def has_column(row: Mapping[str, Any], name: str) -> bool:
+    """Return whether a row has a column, or one in which a field of this name would be."""
+    return any(column == name or name.startswith(f"{column}.") for column in row)
+
+
+def column_value(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column; None if there is none, or if a struct on the way is null."""
+    value: Any = row
+    for key in _path(row, name) or ():
+        value = None if value is None else value[key]
+    return None if value is row else value
+
+
+def without_column(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a row without a column; structs that lead to it are copied too."""
+    path = _path(row, name)
+    return dict(row) if path is None else _without(row, path)
+
+
+def column_names(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of all columns, each followed by those of its fields, which have dots.
+
+    columns: a row, or the types of a table's columns, in which a struct is a mapping too.
+    """
+    return tuple(_names(columns))
+
+
+def _path(row: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+    """Return the keys that lead to a column, or None if there is no such column.
+
+    A null struct ends the search: whether it has the field, other rows know.
+    """
+    if name in row:
+        return (name,)
+    for position in reversed([index for index, character in enumerate(name) if character == "."]):
+        key, rest = name[:position], name[position + 1 :]
+        if key in row and row[key] is None:
+            return (key,)
+        if isinstance(row.get(key), Mapping) and (path := _path(row[key], rest)) is not None:
+            return (key, *path)
+    return None
+
+
+def _without(row: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    key, *rest = path
+    if not rest:
+        return {other: value for other, value in row.items() if other != key}
+    return {other: _without(value, tuple(rest)) if other == key else value for other, value in row.items()}
+
+
+def _names(columns: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in columns.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{field}" for field in _names(value))

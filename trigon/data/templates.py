@@ -1,0 +1,135 @@
+"""Bounds the time and the output of Jinja templates, whose loops and products may be endless.
+
+Templates come from configurations and model repositories, and are rendered once for every row.
+Jinja's sandbox limits what a template can reach, not how long it takes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jinja2
+from jinja2 import Environment, TemplateSyntaxError
+
+from trigon.errors import ConfigError
+
+MAX_SECONDS = 5.0
+"""The longest that one rendering may take."""
+
+MAX_CHARACTERS = 10_000_000
+"""The longest text that a rendering may write, and the longest template."""
+
+MAX_NUMBER = 10_000_000
+"""The largest number that may be written in a template."""
+
+_TEMPLATE = "<template>"
+"""The name of the file that Jinja compiles a text as."""
+
+_JINJA = str(Path(jinja2.__file__).parent)
+
+
+class TemplateFailure(Exception):
+    """A template raised an error, whose first line is the message.
+
+    line: of the template, or None.
+    """
+
+    def __init__(self, message: str, *, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class TemplateLimitError(TemplateFailure):
+    """A rendering took too long or wrote too much."""
+
+
+def check_template(source: str, where: str) -> None:
+    """Raise ConfigError for a template that is too long, or that computes with powers or with
+    numbers so large that a single operation could fill the memory.
+
+    A syntax error is left to the compiler. where: the option or file, for errors.
+    """
+    if len(source) > MAX_CHARACTERS:
+        raise ConfigError(f"{where} has {len(source):,} characters, more than the {MAX_CHARACTERS:,} of any template")
+    try:
+        tokens = list(Environment(autoescape=False).lex(source))
+    except TemplateSyntaxError:
+        return
+    for line, kind, text in tokens:
+        if kind == "operator" and text == "**":
+            raise ConfigError(f"{where}: line {line} uses the operator **, which can take forever; write the result")
+        if kind == "integer" and (len(text) > 30 or int(text.replace("_", ""), 0) > MAX_NUMBER):
+            raise ConfigError(f"{where}: line {line} has the number {text[:30]}; {MAX_NUMBER:,} is the largest allowed")
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Raise ConfigError if a Hugging Face tokenizer's chat template exceeds the limits.
+
+    Other errors of the template depend on the messages, and are those of rows.
+    """
+    where = "the chat template (data.override_chat_template replaces it)"
+    if isinstance(tokenizer.chat_template, str):
+        check_template(tokenizer.chat_template, where)
+    try:
+        with bounded_rendering():
+            tokenizer.apply_chat_template([{"role": "user", "content": "question"}], tokenize=False)
+    except TemplateLimitError as error:
+        raise ConfigError(f"{where} cannot be used: {error}") from error
+    except TemplateFailure:
+        return
+
+
+@contextmanager
+def bounded_rendering() -> Iterator[None]:
+    """Raise TemplateLimitError in the context when a template takes too long or writes too much,
+    and TemplateFailure for any other error.
+
+    For templates compiled from text, in this thread. A trace function sees each line of their
+    code, the pieces of text that they yield, their variables, and what Jinja's functions get and
+    return.
+    """
+    deadline = time.monotonic() + MAX_SECONDS
+    num_characters = num_lines = 0
+
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal num_characters, num_lines
+        if time.monotonic() > deadline:
+            raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} seconds; does it loop without end?")
+        file = frame.f_code.co_filename
+        if event == "return":
+            num_characters += len(value) if file == _TEMPLATE and isinstance(value, str) else 0
+            if num_characters > MAX_CHARACTERS or _is_too_long(value):
+                raise TemplateLimitError(f"it writes more than {MAX_CHARACTERS:,} characters")
+            return trace
+        is_own = file == _TEMPLATE
+        if not is_own and not file.startswith(_JINJA):
+            return None
+        num_lines += is_own
+        # A line can double a text; every fourth one is soon enough.
+        if (event == "call" or (is_own and num_lines % 4 == 0)) and any(map(_is_too_long, frame.f_locals.values())):
+            raise TemplateLimitError(f"it makes a text or a list of more than {MAX_CHARACTERS:,} entries")
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    except TemplateFailure:
+        raise
+    except RecursionError as error:
+        raise TemplateFailure("its macros call each other without end") from error
+    except Exception as error:  # whatever a template computes
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TemplateFailure(message, line=getattr(error, "lineno", None)) from error
+    finally:
+        sys.settrace(previous)
+
+
+def _is_too_long(value: Any) -> bool:
+    return isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS
