@@ -7,7 +7,7 @@ process and on a cluster. take_steps is the loop itself; the rest of this module
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,6 +64,8 @@ class Run:
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
     should_stop: asked after each step; True saves and ends the run.
+    defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
+    True instead of ending the run.
     """
 
     plan: Plan
@@ -86,6 +88,7 @@ class Run:
     traced_steps: frozenset[int]
     tracer: Tracer
     should_stop: Callable[[], bool]
+    defer_interrupts: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +114,21 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, except for finishing a save that was in progress when an error was
     raised.
     """
-    last = run.plan.total_steps
     progress = restore(run, resume_from)
     if run.intervals.validate_only:
         validate(run, progress)
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.report.step(0, last, validate(run, progress))
-    sampler = open_sampler(run)
+        run.report.step(0, run.plan.total_steps, validate(run, progress))
+    with run.defer_interrupts():
+        return take_steps_from(run, progress)
 
-    for step in traced(range(progress.step + 1, last + 1), run.traced_steps, run.tracer):
+
+def take_steps_from(run: Run, progress: Progress) -> Progress:
+    """Do the steps after this progress, until the last one or until a stop is requested."""
+    sampler = open_sampler(run)
+    for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
         with awake(run, version=step - 1):
             batch = sampler.collect_batch(
@@ -174,11 +181,11 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     """Validate, report and save what is due after a step. Returns whether the run ends here."""
     step, last = progress.step, run.plan.total_steps
     run.report.rollouts(step, batch.groups, "train")
-    stopping = step == last or run.should_stop()
     score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         validation = validate(run, progress)
         metrics, score = merge(metrics, validation), validation["val/reward_score"].value
+    stopping = step == last or run.should_stop()
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
     run.report.step(

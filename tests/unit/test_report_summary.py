@@ -12,11 +12,23 @@ from trigon.training.local import Sizes
 
 def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():
     def suggestions(exported, step):
-        return " ".join(suggest_next_steps(Config(), Path("/runs/x"), exported, step))
+        return " ".join(suggest_next_steps(Config(), Path("/runs/x"), exported, step, stopped=False))
 
     assert "trigon export /runs/x" in suggestions(None, 5)
     assert "export" not in suggestions(Path("/model"), 5)
     assert "export" not in suggestions(None, 0)
+
+
+def test_after_a_stop_the_command_that_resumes_is_suggested():
+    def suggestion(**trainer):
+        return suggest_next_steps(Config(trainer=trainer), Path("/runs/x"), None, 5, stopped=True)[0]
+
+    assert suggestion() == "continue: the same command resumes after step 5"
+    elsewhere = (
+        "continue: the same command with trainer.load_checkpoint_path=/runs/x/global_step_5 resumes after step 5"
+    )
+    assert suggestion(find_last_checkpoint=False) == elsewhere
+    assert suggestion(load_checkpoint_path="/runs/other/global_step_2") == elsewhere
 
 
 def test_the_overview_has_the_arithmetic_of_a_step():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,13 +62,14 @@ def run_training(
     warnings: Sequence[str],
     trackers: TrackerEnvironment,
     should_stop: Callable[[], bool],
+    defer_interrupts: Callable[[], AbstractContextManager[None]],
     export_to: Path | None,
 ) -> None:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
-    checkpoint and ends the run. export_to: folder in which the last checkpoint is written as a
-    Hugging Face model; None: not exported.
+    checkpoint and ends the run. defer_interrupts: see Run. export_to: folder in which the last
+    checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -106,15 +107,27 @@ def run_training(
             console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
 
-        run = make_run(config, plan, engines, prompts, val_prompts, rewards, store, report, should_stop=should_stop)
+        run = make_run(
+            config,
+            plan,
+            engines,
+            prompts,
+            val_prompts,
+            rewards,
+            store,
+            report,
+            should_stop=should_stop,
+            defer_interrupts=defer_interrupts,
+        )
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
         progress = train(run, checkpoint)
         exported = None
-        if export_to is not None and progress.step > 0:
+        stopped = progress.step < plan.total_steps
+        if export_to is not None and progress.step > 0 and not stopped:
             exported = export_checkpoint(folder.path / f"global_step_{progress.step}", export_to, dtype=None)
-        next_steps = suggest_next_steps(config, folder.path, exported, progress.step)
+        next_steps = suggest_next_steps(config, folder.path, exported, progress.step, stopped=stopped)
         report.summary(exported=exported, next_steps=next_steps)
 
 
@@ -209,6 +222,7 @@ def make_run(
     report: Reporter,
     *,
     should_stop: Callable[[], bool],
+    defer_interrupts: Callable[[], AbstractContextManager[None]],
 ) -> Run:
     """Return the parts of the training loop."""
     return Run(
@@ -232,4 +246,5 @@ def make_run(
         traced_steps=frozenset(config.trainer.profile_steps),
         tracer=engines.tracer,
         should_stop=should_stop,
+        defer_interrupts=defer_interrupts,
     )

@@ -61,14 +61,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
 
 
-def suggest_next_steps(config: Config, folder: Path, exported: Path | None, step: int) -> list[str]:
+def suggest_next_steps(config: Config, folder: Path, exported: Path | None, step: int, *, stopped: bool) -> list[str]:
     """Return hints on what to do after a run, one line each.
 
     folder: the run folder. exported: the exported model, if any. step: the last one that the run
-    reached.
+    reached. stopped: by a signal, before its last step.
     """
     steps = [f"read the completions: {folder / 'rollouts'}/*.jsonl"]
     if exported is None and step > 0:
         steps.append(f"export the model: trigon export {folder}")
+    if stopped:
+        finds_it = config.trainer.find_last_checkpoint and config.trainer.load_checkpoint_path is None
+        checkpoint = "" if finds_it else f" with trainer.load_checkpoint_path={folder / f'global_step_{step}'}"
+        return [f"continue: the same command{checkpoint} resumes after step {step}", *steps]
     steps.append("continue: run the same command with a larger trainer.max_steps or trainer.total_epochs")
     return steps
