@@ -42,8 +42,8 @@ class SaveState(Protocol):
 class Intervals:
     """When to validate, save and show generations, in steps; 0 is never.
 
-    The last step validates if validate_last, and always saves. generations_shown: completions
-    printed per validation.
+    The last step validates if validate_last, and always saves. validate_only: validate the loaded
+    weights, and make no step. generations_shown: completions printed per validation.
     """
 
     validate_first: bool
@@ -58,6 +58,7 @@ class Intervals:
 class Run:
     """The parts of a training run, already built.
 
+    prompts: of the steps; None if the run only validates.
     reference: None where no term needs its log-probabilities.
     group_filter: None where every group is learned from.
     kl: the initial coefficient of a KL in the reward. needs_old_logprobs: see
@@ -71,7 +72,7 @@ class Run:
     plan: Plan
     intervals: Intervals
     sampling: SamplingParams
-    prompts: PromptStream
+    prompts: PromptStream | None
     rollout: RolloutEngine
     rewards: RewardPool
     trainer: TrainEngine
@@ -116,7 +117,8 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """
     progress = restore(run, resume_from)
     if run.intervals.validate_only:
-        validate(run, progress)
+        run.report.begin()
+        run.report.record(progress.step, validate(run, progress))
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
@@ -149,7 +151,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         )
         learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
-        metrics = merge(batch.metrics, parity, prepared.metrics, learned, run.prompts.metrics())
+        metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
         if finish_step(run, progress, batch, metrics):
             break
     return progress
@@ -158,7 +160,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
 def open_sampler(run: Run) -> Sampler:
     """Return what collects a step's groups."""
     return Sampler(
-        run.prompts,
+        training_prompts(run),
         run.rollout,
         run.rewards,
         run.sampling,
@@ -204,7 +206,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if checkpoint is None:
         return Progress(step=0, kl=run.kl, surplus=[])
     run.trainer.load_state(checkpoint.actor)
-    run.prompts.load_state(checkpoint.progress["prompts"])
+    if run.intervals.validate_only:
+        return Progress(step=checkpoint.step, kl=run.kl, surplus=[])
+    training_prompts(run).load_state(checkpoint.progress["prompts"])
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
@@ -212,7 +216,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
-    surplus = load_surplus(kept, run.prompts, n=run.sampling.n, warn=run.report.warn)
+    surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
     return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
 
 
@@ -238,7 +242,7 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
 def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
     """Return the part of a checkpoint that is not the engines', as JSON. Read by restore."""
     return {
-        "prompts": run.prompts.state(),
+        "prompts": training_prompts(run).state(),
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
     }
@@ -254,6 +258,12 @@ def validate(run: Run, progress: Progress) -> Metrics:
     metrics = describe_validation(groups)
     run.report.validation(progress.step, groups, values(metrics), shown=run.intervals.generations_shown)
     return metrics
+
+
+def training_prompts(run: Run) -> PromptStream:
+    """Return the prompts of a run that makes steps."""
+    assert run.prompts is not None, "a step needs training prompts"
+    return run.prompts
 
 
 def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[TrainGroup]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +109,43 @@ def test_ctrl_c_before_the_first_step_ends_the_run(made, tmp_path):
     assert process.wait(timeout=20) == 130
     assert "interrupted" in log_of(folder).read_text()
     assert list(folder.glob("global_step_*")) == []
+
+
+def test_val_only_needs_no_training_files_and_records_the_numbers_of_the_checkpoint(made, uninterrupted, tmp_path):
+    folder = tmp_path / "run"
+    process = start(
+        made,
+        folder,
+        "trainer.val_only=true",
+        "data.train_files=",
+        "trainer.logger=[console,file,tensorboard]",
+        f"trainer.load_checkpoint_path={uninterrupted / f'global_step_{STEPS}'}",
+    )
+    finish(process, folder)
+    [line] = lines(folder)
+    expected = lines(uninterrupted)[STEPS]["metrics"]
+    assert line["step"] == STEPS
+    assert line["metrics"] == {key: value for key, value in expected.items() if key.startswith("val")}
+    assert list((folder / "tensorboard").rglob("events.*"))
+    log = log_of(folder).read_text()
+    assert f"validating the weights of step {STEPS} from " in log
+    assert "trainer.val_only=false" in log
+    assert "max_steps" not in log
+    assert "optimizer" not in log
+    assert list(folder.glob("global_step_*")) == []
+
+
+def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uninterrupted, tmp_path):
+    loaded = uninterrupted / f"global_step_{STEPS}"
+    config = tmp_path / "config.yaml"
+    config.write_text((uninterrupted / "config.yaml").read_text())
+    overrides = [f"trainer.save_checkpoint_path={tmp_path / 'run'}", f"trainer.load_checkpoint_path={loaded}"]
+    script = (
+        "from pathlib import Path; from trigon.cli.train import train; from trigon.config.load import load_config;"
+        f"train(load_config(Path({str(config)!r}), {overrides!r}), export_to=Path({str(tmp_path / 'model')!r}))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=300)
+    assert json.loads((tmp_path / "model" / "trigon_export.json").read_text())["step"] == STEPS
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(made, uninterrupted, tmp_path):

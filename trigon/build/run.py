@@ -90,11 +90,17 @@ def run_training(
         builder = open_builder(config, processors)
         val_files, train_files = config.data.val_files, config.data.train_files
         val_prompts = scan_datasets(config, val_files, (), builder, report) if val_files else None
-        train_prompts = scan_datasets(config, train_files, config.data.train_weights, builder, report)
-        shows_videos = train_prompts.shows_videos or (val_prompts is not None and val_prompts.shows_videos)
-        plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
-        prompts = open_stream(config, train_prompts)
-        stack.callback(prompts.close)
+        train_prompts = (
+            None
+            if config.trainer.val_only
+            else scan_datasets(config, train_files, config.data.train_weights, builder, report)
+        )
+        shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
+        plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
+        prompts = None
+        if train_prompts is not None:
+            prompts = open_stream(config, train_prompts)
+            stack.callback(prompts.close)
 
         if worker_group is None:
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
@@ -104,7 +110,8 @@ def run_training(
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
         if checkpoint is not None:
-            console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+            action = "validating the weights of" if config.trainer.val_only else "resuming after"
+            console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
 
         run = make_run(
@@ -125,9 +132,14 @@ def run_training(
         progress = train(run, checkpoint)
         exported = None
         stopped = progress.step < plan.total_steps
+        last = folder.path / f"global_step_{progress.step}"
+        if checkpoint is not None and checkpoint.step == progress.step:
+            last = checkpoint.folder  # no step was left; perhaps of another run folder
         if export_to is not None and progress.step > 0 and not stopped:
-            exported = export_checkpoint(folder.path / f"global_step_{progress.step}", export_to, dtype=None)
-        next_steps = suggest_next_steps(config, folder.path, exported, progress.step, stopped=stopped)
+            exported = export_checkpoint(last, export_to, dtype=None)
+        next_steps = suggest_next_steps(
+            config, folder.path, last if progress.step > 0 else None, exported, stopped=stopped
+        )
         report.summary(exported=exported, next_steps=next_steps)
 
 
@@ -174,8 +186,8 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     """
     trainer = config.trainer
     if trainer.load_checkpoint_path is not None:
-        return open_checkpoint(Path(trainer.load_checkpoint_path), resumable=True)
-    return store.latest() if trainer.find_last_checkpoint else None
+        return open_checkpoint(Path(trainer.load_checkpoint_path), resumable=not trainer.val_only)
+    return store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
 
 
 def open_reporter(config: Config, folder: RunFolder, console: Console, trackers: TrackerEnvironment) -> Reporter:
@@ -215,7 +227,7 @@ def make_run(
     config: Config,
     plan: Plan,
     engines: Engines,
-    prompts: PromptStream,
+    prompts: PromptStream | None,
     val_prompts: Prompts | None,
     rewards: RewardPool,
     store: CheckpointStore,

@@ -636,7 +636,9 @@ class TrainerConfig(Section):
     """Validate before the first step."""
 
     val_only: bool = False
-    """Validate once and stop."""
+    """Validate the weights of the model or checkpoint, and stop. Needs no train_files; the numbers
+    are in metrics.jsonl and the trackers.
+    """
 
     val_generations_to_log: int = Field(default=0, ge=0)
     """Completions logged at each validation."""

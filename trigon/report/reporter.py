@@ -89,14 +89,24 @@ class Reporter:
         num_tokens: of all sequences of the step, prompts included; num_response_tokens: of their
         completions. 0: no throughput is reported.
         """
-        merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
-        plain = values(merged)
+        plain = self.record(step, metrics, num_tokens=num_tokens, num_response_tokens=num_response_tokens)
         self._recent.append(plain["timing_s/step"])
-        self._folder.append_metrics(step, plain)
         average = sum(self._recent) / len(self._recent)
         self._console.step(step, total_steps, plain, seconds_left=average * (total_steps - step) if step else None)
+
+    def record(
+        self, step: int, metrics: Metrics, *, num_tokens: int = 0, num_response_tokens: int = 0
+    ) -> dict[str, float]:
+        """Do what step() does, without a line on the console.
+
+        Returns: all numbers that were recorded.
+        """
+        merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
+        plain = values(merged)
+        self._folder.append_metrics(step, plain)
         self._trackers.log(step, plain)
         self.begin()
+        return plain
 
     def _measured(self, num_tokens: int, num_response_tokens: int) -> dict[str, Metric]:
         seconds = self._clock() - self._step_started
