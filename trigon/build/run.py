@@ -85,7 +85,7 @@ def run_training(
         processors = open_processors(config)
         worker_group = stack.enter_context(open_worker_group(config, folder.path)) if num_workers(config) > 1 else None
         rewards.ready()
-        report = stack.enter_context(open_reporter(config, folder, console, trackers))
+        report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint))
 
         builder = open_builder(config, processors)
         val_files, train_files = config.data.val_files, config.data.train_files
@@ -190,19 +190,32 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     return store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
 
 
-def open_reporter(config: Config, folder: RunFolder, console: Console, trackers: TrackerEnvironment) -> Reporter:
+def open_reporter(
+    config: Config,
+    folder: RunFolder,
+    console: Console,
+    trackers: TrackerEnvironment,
+    checkpoint: Checkpoint | None,
+) -> Reporter:
     """Open the trackers of trainer.logger, and return the reporter."""
-    sinks = open_sinks(config.trainer.logger, make_tracker_settings(config, trackers, folder.path))
+    sinks = open_sinks(config.trainer.logger, make_tracker_settings(config, trackers, folder.path, checkpoint))
     return Reporter(folder, console, sinks, num_devices=num_workers(config))
 
 
-def make_tracker_settings(config: Config, environment: TrackerEnvironment, folder: Path) -> TrackerSettings:
-    """Return the settings of the trackers. folder: the run folder."""
+def make_tracker_settings(
+    config: Config, environment: TrackerEnvironment, folder: Path, checkpoint: Checkpoint | None
+) -> TrackerSettings:
+    """Return the settings of the trackers.
+
+    folder: the run folder. checkpoint: the one that the run resumes from, if any.
+    """
+    first_step = 0 if checkpoint is None else checkpoint.step + 1
     return TrackerSettings(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
         config=config.model_dump(),
         folder=folder,
+        first_step=None if config.trainer.val_only else first_step,
         tensorboard_dir=environment.tensorboard_dir,
         swanlab_dir=environment.swanlab_dir,
         swanlab_mode=environment.swanlab_mode,

@@ -237,7 +237,9 @@ class Reporter:
 def _validation_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return the val/ metrics: accuracy, format, reward, then the others by name."""
     order = ("val/accuracy_reward", "val/format_reward", "val/reward_score")
-    rest = sorted(key for key in metrics if key.startswith("val/") and key not in (*order, "val/overall_reward"))
+    # overall_reward is reward_score by another name
+    rest = sorted(key for key in metrics if key.startswith("val/") and not key.endswith("/overall_reward"))
+    rest = [key for key in rest if key not in order]
     return [(key, metrics[key]) for key in (*order, *rest) if key in metrics]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from trigon.errors import ConfigError
 from trigon.installation import install_command
+from trigon.json_files import write_json
 from trigon.report.console import format_number, sanitize
 from trigon.report.run_folder import RolloutRow
 
@@ -36,7 +38,10 @@ class TrackerSettings:
     project, experiment: names of the run. config: the resolved configuration, nested, of JSON
     types. folder: the run folder; a run that resumes in it continues its curves where the tracker
     supports it.
-    tensorboard_dir: None: folder/tensorboard. swanlab_dir: None: folder/swanlab. swanlab_mode:
+    first_step: the first step that the run will report; what an earlier run reported from there on
+    is superseded. 0: it starts from the beginning. None: it supersedes nothing.
+    tensorboard_dir: of all experiments, each in project/experiment. None: folder/tensorboard.
+    swanlab_dir: None: folder/swanlab. swanlab_mode:
     None: SwanLab's default.
     swanlab_api_key: None: SwanLab is logged in already.
     """
@@ -45,6 +50,7 @@ class TrackerSettings:
     experiment: str
     config: Mapping[str, Any]
     folder: Path
+    first_step: int | None
     tensorboard_dir: Path | None
     swanlab_dir: Path | None
     swanlab_mode: str | None
@@ -158,7 +164,11 @@ class _TensorBoard:
     def __init__(self, settings: TrackerSettings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(settings.tensorboard_dir or settings.folder / "tensorboard"))
+        folder = settings.folder / "tensorboard"
+        if settings.tensorboard_dir is not None:
+            folder = settings.tensorboard_dir / settings.project / settings.experiment
+        # purge_step: TensorBoard hides earlier events from this step on.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=settings.first_step)
         self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in _flat(settings.config).items())), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -244,7 +254,14 @@ class _MLflow:
 
         self._mlflow: Any = mlflow
         mlflow.set_experiment(settings.project)
-        mlflow.start_run(run_name=settings.experiment)
+        # The id in the run folder lets a resumed run continue its curves.
+        record, server = settings.folder / "mlflow.json", mlflow.get_tracking_uri()
+        saved = json.loads(record.read_text(encoding="utf-8")) if record.exists() and settings.first_step != 0 else {}
+        if saved.get("tracking_uri") == server:
+            mlflow.start_run(run_id=saved["run_id"])
+            return  # MLflow rejects a parameter that has another value
+        run = mlflow.start_run(run_name=settings.experiment)
+        write_json(record, {"run_id": run.info.run_id, "tracking_uri": server})
         mlflow.log_params({key: str(value)[:500] for key, value in _flat(settings.config).items()})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
