@@ -34,6 +34,14 @@ def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_output_of_a_run_is_its_own(uninterrupted):
+    log = log_of(uninterrupted).read_text()
+    assert log.startswith("trigon ")
+    assert f"run folder: {uninterrupted}" in log
+    foreign = [word for word in ("Loading weights", "Generating train", "Triton", "NUMA", "PIL", "it/s") if word in log]
+    assert foreign == []
+
+
 def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder)

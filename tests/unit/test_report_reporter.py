@@ -252,6 +252,16 @@ def test_the_summary_includes_the_steps_before_a_resume(folder, stream, clock, t
         assert part in text
 
 
+def test_a_single_validation_has_a_single_column_in_the_summary(folder, stream, clock):
+    folder.append_metrics(1, {"timing_s/step": 8.0})
+    folder.append_metrics(2, {"val/accuracy_reward": 0.875, "val/reward_score": 0.9, "timing_s/step": 8.0})
+    reporter(folder, stream, clock).summary(exported=None, next_steps=[])
+    words = [line.split() for line in stream.getvalue().replace("│", " ").replace("┃", " ").splitlines()]
+    assert ["step", "2"] in words
+    assert ["accuracy", "0.875"] in words
+    assert "before" not in stream.getvalue()
+
+
 def test_the_summary_of_a_run_without_steps_shows_its_folder(folder, stream, clock):
     reporter(folder, stream, clock).summary(exported=None, next_steps=[])
     assert "Validation" not in stream.getvalue()

@@ -78,6 +78,7 @@ def run_training(
         stack.callback(rewards.close)
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
+        console.print(f"run folder: {folder.path}")
         for warning in warnings:
             console.warn(warning)
         store = open_store(config, folder, console)
@@ -102,6 +103,7 @@ def run_training(
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
 
+        console.print("loading the model and starting the rollout engine")
         if worker_group is None:
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
         else:

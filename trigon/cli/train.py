@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trigon import __version__
 from trigon.config.load import LoadedConfig, dump_config, load_config, split_arguments
 
 HELP = """\
@@ -50,8 +51,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
     """Train, and return the exit status. export_to: where to export the last checkpoint."""
+    print(f"trigon {__version__}: loading libraries", flush=True)
+    if loaded.config.trainer.device == "cpu":
+        # Read as torch is imported. vLLM's C++ code notes on which NUMA node its memory is.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported here, so that errors of the configuration do not wait for heavy libraries.
     from trigon.build.run import TrackerEnvironment, run_training
+    from trigon.data.images import ignore_pillow_warnings
+
+    ignore_pillow_warnings()
 
     trackers = TrackerEnvironment(
         tensorboard_dir=read_path("TENSORBOARD_DIR"),

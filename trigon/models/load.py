@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,19 +163,34 @@ def load_model(
         with device:
             model = auto_class(family).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
-        model, report = auto_class(family).from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, with missing and unexpected weights
-            output_loading_info=True,
-        )
+        with without_progress_bars():
+            model, report = auto_class(family).from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # reported below, with missing and unexpected weights
+                output_loading_info=True,
+            )
         _require_complete_weights(folder, report)
     family.language_model(model).config.use_cache = False
     patch_model(model, family, attention_kernel)
     model.name_or_path = model_path  # as given, not the folder of the downloaded copy
     return model.to(device).eval()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers. Those of downloads are shown before."""
+    from transformers.utils import logging
+
+    were_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            logging.enable_progress_bar()
 
 
 def patch_model(model: Any, family: ModelFamily, attention_kernel: Kernel = "sdpa") -> None:

@@ -186,30 +186,30 @@ class Reporter:
         validated = [line for line in lines if "val/reward_score" in line.metrics]
         if validated:
             first, last = validated[0], validated[-1]
-            self._console.table(
-                "Validation",
-                ("", f"before (step {first.step})", f"after (step {last.step})"),
-                [
-                    (_short_name(key), format_number(first.metrics.get(key, float("nan"))), format_number(value))
-                    for key, value in _validation_metrics(last.metrics)
-                ],
-            )
+            header = ["", f"before (step {first.step})", f"after (step {last.step})"]
+            rows: list[tuple[str, ...]] = [
+                (_short_name(key), format_number(first.metrics.get(key, float("nan"))), format_number(value))
+                for key, value in _validation_metrics(last.metrics)
+            ]
+            if len(validated) == 1:
+                header, rows = ["", f"step {last.step}"], [(name, value) for name, _before, value in rows]
+            self._console.table("Validation", header, rows)
         spent = _totals(lines, "timing_s/")
         all_seconds = spent.pop("step", 0.0)
         spent.pop("other", 0.0)  # computed below, as the last row
         tokens = _totals(lines, "perf/total_num_tokens").get("", 0.0)
-        rows = [
+        times = [
             (name, format_duration(seconds), f"{100 * seconds / all_seconds:.0f} %")
             for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
             if seconds > 0
         ]
-        if rows:
+        if times:
             other = max(all_seconds - sum(spent.values()), 0.0)
-            rows += [
+            times += [
                 ("other", format_duration(other), f"{100 * other / all_seconds:.0f} %"),
                 ("all", format_duration(all_seconds), "100 %"),
             ]
-            self._console.table("Time", ("phase", "time", "share"), rows)
+            self._console.table("Time", ("phase", "time", "share"), times)
         if tokens:
             rate = format_number(tokens / all_seconds)
             self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
