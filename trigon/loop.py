@@ -256,7 +256,13 @@ def validate(run: Run, progress: Progress) -> Metrics:
     with awake(run, version=progress.step):
         groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
-    run.report.validation(progress.step, groups, values(metrics), shown=run.intervals.generations_shown)
+    run.report.validation(
+        progress.step,
+        groups,
+        values(metrics),
+        shown=run.intervals.generations_shown,
+        read_images=run.evaluator.images,
+    )
     return metrics
 
 

@@ -1,5 +1,6 @@
 """The trackers: which are known, and what TensorBoard gets."""
 
+import io
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from trigon.errors import ConfigError
 from trigon.installation import install_command
@@ -82,7 +84,7 @@ def test_tensorboard_gets_metrics_and_completions_as_plain_text(tmp_path):
     (sink,) = open_sinks(["console", "tensorboard"], settings(tmp_path))
     sink.log(1, {"reward/overall": 0.5, "actor/lr": 1e-6})
     sink.log(2, {"reward/overall": 0.75})
-    sink.rollouts(2, [ROW])
+    sink.rollouts(2, [ROW], {"val:3": [Image.new("RGB", (6, 4), "red"), Image.new("RGB", (8, 8), "blue")]})
     sink.close()
     events = read_tensorboard(tmp_path / "tensorboard")
     assert [(event.step, event.value) for event in events.Scalars("reward/overall")] == [(1, 0.5), (2, 0.75)]
@@ -92,6 +94,13 @@ def test_tensorboard_gets_metrics_and_completions_as_plain_text(tmp_path):
     assert "    completion: ![pixel](http://evil/x.png)" in lines
     assert all(line.startswith("    ") for line in lines)  # a Markdown code block, in which nothing is rendered
     assert "\x1b" not in "".join(lines)
+    shown = {tag: events.Images(tag) for tag in events.Tags()["images"]}
+    assert {tag: [(image.step, image.width, image.height) for image in images] for tag, images in shown.items()} == {
+        "val/images/val-3-0": [(2, 6, 4)],
+        "val/images/val-3-1": [(2, 8, 8)],
+    }
+    with Image.open(io.BytesIO(shown["val/images/val-3-0"][0].encoded_image_string)) as red:
+        assert red.convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_tensorboard_writes_into_the_configured_folder(tmp_path):
@@ -126,7 +135,7 @@ class Mlflow(ModuleType):
     def __init__(self, uri="http://server"):
         super().__init__("mlflow")
         self.__spec__ = ModuleSpec("mlflow", None)
-        self.uri, self.runs, self.params, self.active = uri, [], [], None
+        self.uri, self.runs, self.params, self.artifacts, self.active = uri, [], [], [], None
 
     def get_tracking_uri(self):
         return self.uri
@@ -145,8 +154,23 @@ class Mlflow(ModuleType):
     def log_params(self, params):
         self.params.append(self.active)
 
+    def log_text(self, text, artifact_file):
+        self.artifacts.append(artifact_file)
+
+    def log_image(self, image, artifact_file):
+        assert isinstance(image, Image.Image)
+        self.artifacts.append(artifact_file)
+
     def end_run(self):
         self.active = None
+
+
+def test_mlflow_gets_the_images_beside_the_completions(tmp_path, monkeypatch):
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    (sink,) = open_sinks(["mlflow"], settings(tmp_path))
+    sink.rollouts(2, [ROW], {"val:3": [Image.new("RGB", (6, 4))]})
+    assert mlflow.artifacts == ["val_generations/step_000002.txt", "val_generations/step_000002/val-3-0.png"]
 
 
 @pytest.mark.parametrize(

@@ -641,7 +641,8 @@ class TrainerConfig(Section):
     """
 
     val_generations_to_log: int = Field(default=0, ge=0)
-    """Completions logged at each validation."""
+    """Completions shown at each validation, on the console and, with their images, in the trackers.
+    """
 
     save_freq: int = Field(default=-1, ge=-1)
     """Steps between checkpoints; 0 or -1: only after the last step."""

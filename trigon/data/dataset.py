@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from PIL import Image
+
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
@@ -42,6 +44,10 @@ class Prompts(Protocol):
 
         Raises: UnusableRow if its row has become unusable since the dataset was opened.
         """
+        ...
+
+    def images(self, index: int) -> list[Image.Image]:
+        """Return the decoded images of a prompt. Raises: as building it."""
         ...
 
     def index_of(self, prompt_id: str) -> int | None:
@@ -130,6 +136,11 @@ class PromptSet:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
         row_index = self.row_indices[index]
         return self.builder.build(self._rows[row_index], f"{self.name}:{row_index}")
+
+    def images(self, index: int) -> list[Image.Image]:
+        """See Prompts."""
+        row_index = self.row_indices[index]
+        return self.builder.images(self._rows[row_index], f"{self.name}:{row_index}")
 
     @property
     def prompts_per_epoch(self) -> int:

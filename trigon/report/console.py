@@ -180,7 +180,7 @@ class Console:
     def _print(self, text: Text) -> None:
         """Print text, wrapped between words on a terminal, and with unchanged lines elsewhere.
 
-        A word that is longer than a line, such as a path, gets no line break, so that it can be copied.
+        A word that is longer than a line, such as a path, is not broken, so that it can be copied.
         """
         if self._rich.is_terminal:
             text = _wrapped(text, self._rich.width)

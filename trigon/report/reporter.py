@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from PIL import Image
+
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.run_folder import RunFolder, Split, StepMetrics, rollout_rows
@@ -141,18 +143,27 @@ class Reporter:
         self._folder.write_rollouts(step, split, rollout_rows(groups))
 
     def validation(
-        self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, shown: int
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        metrics: Mapping[str, float],
+        *,
+        shown: int,
+        read_images: Callable[[Sequence[str]], Mapping[str, Sequence[Image.Image]]],
     ) -> None:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
         metrics: of the validation, for the console only; pass them to step() to record them.
+        read_images: returns the images of the prompts with these ids, for the trackers.
         """
         rows = rollout_rows(groups)
         self._folder.write_rollouts(step, "validation", rows)
         shown_rows = rows[:shown]
         if shown_rows:
             self._console.completions(f"validation after step {step}", shown_rows)
-            self._trackers.rollouts(step, shown_rows)
+            if self._trackers.any():
+                prompt_ids = list(dict.fromkeys(row.prompt_id for row in shown_rows))
+                self._trackers.rollouts(step, shown_rows, read_images(prompt_ids))
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 

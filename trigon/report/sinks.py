@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
 
 from trigon.errors import ConfigError
 from trigon.installation import install_command
@@ -28,6 +32,12 @@ _PACKAGES = {
     "tensorboard": "Set TENSORBOARD_DIR to a writable folder",
     "wandb": "Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline",
 }
+MAX_IMAGE_SIDE = 512
+"""Width and height in pixels to which the trackers' images are reduced."""
+
+Images = Mapping[str, Sequence[Image.Image]]
+"""The images of some prompts, by prompt id."""
+
 _BUILT_IN = ("console", "file")
 
 
@@ -66,8 +76,8 @@ class Sink(Protocol):
         """Record the metrics of a step."""
         ...
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Record some validation completions as plain text."""
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
+        """Record some validation completions as plain text, and the images of their prompts."""
         ...
 
     def close(self) -> None:
@@ -137,9 +147,14 @@ class Trackers:
         """Record the metrics of a step."""
         self._call(lambda sink: sink.log(step, metrics))
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Record some validation completions."""
-        self._call(lambda sink: sink.rollouts(step, rows))
+    def any(self) -> bool:
+        """Return whether there is a tracker that has not failed."""
+        return bool(self._sinks)
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
+        """Record some validation completions, and the images of their prompts, reduced."""
+        reduced = {prompt_id: [_reduced(image) for image in each] for prompt_id, each in images.items()}
+        self._call(lambda sink: sink.rollouts(step, rows, reduced))
 
     def close(self) -> None:
         """Close all trackers."""
@@ -176,8 +191,10 @@ class _TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         self._writer.add_text("val/generations", _as_code(_as_text(rows)), step)
+        for name, image in _named(images):
+            self._writer.add_image(f"val/images/{name}", np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
@@ -206,10 +223,13 @@ class _Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         header = ["prompt_id", "prompt", "response", "ground_truth", "reward"]
         cells = [[*_texts(row), row.reward] for row in rows]
-        self._run.log({"val/generations": self._wandb.Table(columns=header, data=cells)}, step=step)
+        media: dict[str, Any] = {"val/generations": self._wandb.Table(columns=header, data=cells)}
+        if images:
+            media["val/images"] = [self._wandb.Image(image, caption=name) for name, image in _named(images)]
+        self._run.log(media, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -236,11 +256,14 @@ class _SwanLab:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         texts = [
             self._swanlab.Text(_as_text([row]), caption=sanitize(row.prompt_id, max_characters=100)) for row in rows
         ]
-        self._swanlab.log({"val/generations": texts}, step=step)
+        media: dict[str, Any] = {"val/generations": texts}
+        if images:
+            media["val/images"] = [self._swanlab.Image(image, caption=name) for name, image in _named(images)]
+        self._swanlab.log(media, step=step)
 
     def close(self) -> None:
         self._swanlab.finish()
@@ -267,11 +290,29 @@ class _MLflow:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         self._mlflow.log_text(_as_text(rows), f"val_generations/step_{step:06d}.txt")
+        for name, image in _named(images):
+            self._mlflow.log_image(image, f"val_generations/step_{step:06d}/{name}.png")
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _named(images: Images) -> list[tuple[str, Image.Image]]:
+    """Return each image with a name of letters, digits and -, such as "test-17-0"."""
+    return [
+        (f"{re.sub(r'[^A-Za-z0-9]+', '-', prompt_id)}-{number}", image)
+        for prompt_id, each in images.items()
+        for number, image in enumerate(each)
+    ]
+
+
+def _reduced(image: Image.Image) -> Image.Image:
+    """Return an image of at most MAX_IMAGE_SIDE pixels in width and height."""
+    small = image.copy()
+    small.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    return small
 
 
 def _texts(row: RolloutRow) -> list[str]:

@@ -76,7 +76,7 @@ def import_vllm(device: VllmDevice) -> Any:
             # Each reload warns about a tied head, which weights.py packs again; each start about
             # LD_PRELOAD.
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-            # Logged before vLLM sets its level: that Triton has no CPU backend, which is so everywhere.
+            # Logged before vLLM sets its level: that Triton has no CPU backend.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
