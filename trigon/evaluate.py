@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from PIL import Image
 
 from trigon.data.dataset import Prompts
 from trigon.errors import BadRow
@@ -52,6 +54,18 @@ class Evaluator:
                 groups += collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
                 advance(len(indices))
         return groups
+
+    def images(self, prompt_ids: Sequence[str]) -> dict[str, list[Image.Image]]:
+        """Return the decoded images of some prompts; one that cannot be read is left out."""
+        images: dict[str, list[Image.Image]] = {}
+        for prompt_id in prompt_ids:
+            index = self.prompts.index_of(prompt_id)
+            assert index is not None, f"{prompt_id} is no validation prompt"
+            try:
+                images[prompt_id] = self.prompts.images(index)
+            except BadRow as error:
+                self.warn(f"the trackers do not get the images of {prompt_id}: {error}")
+        return images
 
     def _build(self, index: int) -> Prompt | None:
         try:

@@ -7,7 +7,7 @@ process and on a cluster. take_steps is the loop itself; the rest of this module
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,8 +43,8 @@ class SaveState(Protocol):
 class Intervals:
     """When to validate, save and show generations, in steps; 0 is never.
 
-    The last step validates if validate_last, and always saves. generations_shown: completions
-    printed per validation.
+    The last step validates if validate_last, and always saves. validate_only: validate the loaded
+    weights, and make no step. generations_shown: completions printed per validation.
     """
 
     validate_first: bool
@@ -59,18 +59,21 @@ class Intervals:
 class Run:
     """The parts of a training run, already built.
 
+    prompts: of the steps; None if the run only validates.
     reference: None where no term needs its log-probabilities.
     group_filter: None where every group is learned from.
     kl: the initial coefficient of a KL in the reward. needs_old_logprobs: see
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
     should_stop: asked after each step; True saves and ends the run.
+    defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
+    True instead of ending the run.
     """
 
     plan: Plan
     intervals: Intervals
     sampling: SamplingParams
-    prompts: PromptStream
+    prompts: PromptStream | None
     rollout: RolloutEngine
     rewards: RewardPool
     trainer: TrainEngine
@@ -87,6 +90,7 @@ class Run:
     traced_steps: frozenset[int]
     tracer: Tracer
     should_stop: Callable[[], bool]
+    defer_interrupts: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +116,22 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
 
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, without waiting for a save in progress when an error is raised."""
-    last = run.plan.total_steps
     progress = restore(run, resume_from)
     if run.intervals.validate_only:
-        validate(run, progress)
+        run.report.begin()
+        run.report.record(progress.step, validate(run, progress))
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.report.step(0, last, validate(run, progress))
-    sampler = open_sampler(run)
+        run.report.step(0, run.plan.total_steps, validate(run, progress))
+    with run.defer_interrupts():
+        return take_steps_from(run, progress)
 
-    for step in traced(range(progress.step + 1, last + 1), run.traced_steps, run.tracer):
+
+def take_steps_from(run: Run, progress: Progress) -> Progress:
+    """Do the steps after this progress, until the last one or until a stop is requested."""
+    sampler = open_sampler(run)
+    for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
         with awake(run, version=step - 1):
             batch = sampler.collect_batch(
@@ -143,7 +152,7 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         )
         learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
-        metrics = merge(batch.metrics, parity, prepared.metrics, learned, run.prompts.metrics())
+        metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
         if finish_step(run, progress, batch, metrics):
             break
     return progress
@@ -152,7 +161,7 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
 def open_sampler(run: Run) -> Sampler:
     """Return what collects a step's groups."""
     return Sampler(
-        run.prompts,
+        training_prompts(run),
         run.rollout,
         run.rewards,
         run.sampling,
@@ -175,11 +184,11 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     """Validate, report and save what is due after a step. Returns whether the run ends here."""
     step, last = progress.step, run.plan.total_steps
     run.report.rollouts(step, batch.groups, "train")
-    stopping = step == last or run.should_stop()
     score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         validation = validate(run, progress)
         metrics, score = merge(metrics, validation), validation["val/reward_score"].value
+    stopping = step == last or run.should_stop()
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
     run.report.step(
@@ -198,7 +207,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if checkpoint is None:
         return Progress(step=0, kl=run.kl, surplus=[])
     run.trainer.load_state(checkpoint.actor)
-    run.prompts.load_state(checkpoint.progress["prompts"])
+    if run.intervals.validate_only:
+        return Progress(step=checkpoint.step, kl=run.kl, surplus=[])
+    training_prompts(run).load_state(checkpoint.progress["prompts"])
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
@@ -206,7 +217,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
-    surplus = load_surplus(kept, run.prompts, n=run.sampling.n, warn=run.report.warn)
+    surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
     return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
 
 
@@ -234,7 +245,7 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
 def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
     """Return the part of a checkpoint that is not the engines', as JSON. Read by restore."""
     return {
-        "prompts": run.prompts.state(),
+        "prompts": training_prompts(run).state(),
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
     }
@@ -246,8 +257,20 @@ def validate(run: Run, progress: Progress) -> Metrics:
     with awake(run, version=progress.step):
         groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
-    run.report.validation(progress.step, groups, values(metrics), shown=run.intervals.generations_shown)
+    run.report.validation(
+        progress.step,
+        groups,
+        values(metrics),
+        shown=run.intervals.generations_shown,
+        read_images=run.evaluator.images,
+    )
     return metrics
+
+
+def training_prompts(run: Run) -> PromptStream:
+    """Return the prompts of a run that makes steps."""
+    assert run.prompts is not None, "a step needs training prompts"
+    return run.prompts
 
 
 def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[TrainGroup]]:

@@ -15,8 +15,9 @@ _CONTROLS = re.compile(
 
 
 def sanitize(text: str, *, max_characters: int) -> str:
-    r"""Return text with control characters shown as text, `\x1b` for escape, cut after
-    max_characters.
+    r"""Return text with control characters shown as text, `\x1b` for escape.
+
+    It is cut after max_characters.
     """
     num_cut = len(text) - max_characters
     shown = _CONTROLS.sub(_as_text, text[:max_characters].replace("\r\n", "\n"))

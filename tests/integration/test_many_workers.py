@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import assert_learned, finish, lines, log_of, num_lines, rollouts, start
+from support.runs import assert_learned, finish, lines, log_of, num_lines, press_ctrl_c, rollouts, start, wait_for
 
 pytestmark = pytest.mark.alone
 
@@ -175,6 +175,28 @@ def test_a_killed_worker_ends_the_run_in_any_phase_and_the_next_run_resumes_exac
     finish(train(made, folder, "trainer.n_gpus_per_node=2", "trainer.save_freq=1"), folder)
     assert_same(lines(folder), lines(two_workers))
     assert rollouts(folder) == rollouts(two_workers)
+
+
+def test_ctrl_c_reaches_the_driver_alone_and_a_second_one_ends_all_processes(made, tmp_path):
+    folder, mark = tmp_path / "run", secrets.token_hex(8)
+    options = ("trainer.n_gpus_per_node=2", "trainer.save_freq=-1")
+    process = train(made, folder, *options, environment={MARK: mark})
+    wait_for(lambda: num_lines(folder) >= 1, process, folder)
+    press_ctrl_c(process)
+    assert process.wait(timeout=120) == 130
+    assert len(list(folder.glob("global_step_*"))) == 1
+    assert "Traceback" not in log_of(folder).read_text()
+
+    process = train(made, folder, *options, steps=1000, environment={MARK: mark})
+    wait_for(lambda: num_lines(folder) >= 4, process, folder)
+    press_ctrl_c(process)
+    wait_for(lambda: log_of(folder).read_text().count("press Ctrl-C again") == 2, process, folder)
+    press_ctrl_c(process)
+    assert process.wait(timeout=30) == 130
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and marked(mark):
+        time.sleep(0.1)
+    assert marked(mark) == {}
 
 
 def assert_same(actual: list[dict], expected: list[dict]) -> None:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from support.runs import STEPS, assert_learned, finish, kill, lines, log_of, num_lines, rollouts, start, wait_for
+from support.runs import (
+    STEPS,
+    assert_learned,
+    finish,
+    kill,
+    lines,
+    log_of,
+    num_lines,
+    press_ctrl_c,
+    rollouts,
+    start,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +32,14 @@ def uninterrupted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [line["step"] for line in lines(folder)] == list(range(STEPS + 1))
     assert_learned(folder)
     return folder
+
+
+def test_the_output_of_a_run_is_its_own(uninterrupted):
+    log = log_of(uninterrupted).read_text()
+    assert log.startswith("trigon ")
+    assert f"run folder: {uninterrupted}" in log
+    foreign = [word for word in ("Loading weights", "Generating train", "Triton", "NUMA", "PIL", "it/s") if word in log]
+    assert foreign == []
 
 
 def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupted, tmp_path):
@@ -41,15 +64,96 @@ def test_starting_a_finished_run_again_changes_nothing(made, uninterrupted):
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
-def test_sigterm_saves_the_current_step_and_exits_with_status_143(made, uninterrupted, tmp_path):
+def test_ctrl_c_and_sigterm_save_the_current_step_and_the_next_run_resumes_after_it(made, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start(made, folder, "trainer.save_freq=-1")
     wait_for(lambda: num_lines(folder) >= 2, process, folder)
+    press_ctrl_c(process)
+    assert process.wait(timeout=120) == 130
+    step = saved_step(folder)
+    assert 1 <= step < STEPS
+    log = log_of(folder).read_text()
+    assert "Ctrl-C: finishing and saving the current step; press Ctrl-C again to stop at once" in log
+    assert f"the same command resumes after step {step}" in log
+    assert "Traceback" not in log
+
+    process = start(made, folder, "trainer.save_freq=-1")
+    wait_for(lambda: num_lines(folder) >= step + 2, process, folder)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 143
-    assert len(list(folder.glob("global_step_*"))) == 1
+    assert f"resuming after step {step} " in log_of(folder).read_text()
+    assert saved_step(folder) > step
+
     finish(start(made, folder, "trainer.save_freq=-1"), folder)
     assert lines(folder) == lines(uninterrupted)
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of the last checkpoint."""
+    return max(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
+
+
+def test_a_second_ctrl_c_stops_at_once(made, tmp_path):
+    folder = tmp_path / "run"
+    # A step of minutes, so that the run can only end in the middle of one.
+    sizes = ("data.rollout_batch_size=400", "worker.rollout.n=64")
+    process = start(made, folder, *sizes, "trainer.val_before_train=false")
+    wait_for(lambda: "gen  " in log_of(folder).read_text(), process, folder)
+    press_ctrl_c(process)
+    wait_for(lambda: "press Ctrl-C again" in log_of(folder).read_text(), process, folder)
+    press_ctrl_c(process)
+    assert process.wait(timeout=20) == 130
+    log = log_of(folder).read_text()
+    assert "stopped at once" in log
+    assert "Traceback" not in log
+    assert list(folder.glob("global_step_*")) == []
+
+
+def test_ctrl_c_before_the_first_step_ends_the_run(made, tmp_path):
+    folder = tmp_path / "run"
+    process = start(made, folder)
+    wait_for(lambda: (folder / "run.lock").exists(), process, folder)
+    press_ctrl_c(process)
+    assert process.wait(timeout=20) == 130
+    assert "interrupted" in log_of(folder).read_text()
+    assert list(folder.glob("global_step_*")) == []
+
+
+def test_val_only_needs_no_training_files_and_records_the_numbers_of_the_checkpoint(made, uninterrupted, tmp_path):
+    folder = tmp_path / "run"
+    process = start(
+        made,
+        folder,
+        "trainer.val_only=true",
+        "data.train_files=",
+        "trainer.logger=[console,file,tensorboard]",
+        f"trainer.load_checkpoint_path={uninterrupted / f'global_step_{STEPS}'}",
+    )
+    finish(process, folder)
+    [line] = lines(folder)
+    expected = lines(uninterrupted)[STEPS]["metrics"]
+    assert line["step"] == STEPS
+    assert line["metrics"] == {key: value for key, value in expected.items() if key.startswith("val")}
+    assert list((folder / "tensorboard").rglob("events.*"))
+    log = log_of(folder).read_text()
+    assert f"validating the weights of step {STEPS} from " in log
+    assert "trainer.val_only=false" in log
+    assert "max_steps" not in log
+    assert "optimizer" not in log
+    assert list(folder.glob("global_step_*")) == []
+
+
+def test_the_export_of_a_run_without_steps_is_of_the_loaded_checkpoint(made, uninterrupted, tmp_path):
+    loaded = uninterrupted / f"global_step_{STEPS}"
+    config = tmp_path / "config.yaml"
+    config.write_text((uninterrupted / "config.yaml").read_text())
+    overrides = [f"trainer.save_checkpoint_path={tmp_path / 'run'}", f"trainer.load_checkpoint_path={loaded}"]
+    script = (
+        "from pathlib import Path; from trigon.cli.train import train; from trigon.config.load import load_config;"
+        f"train(load_config(Path({str(config)!r}), {overrides!r}), export_to=Path({str(tmp_path / 'model')!r}))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=300)
+    assert json.loads((tmp_path / "model" / "trigon_export.json").read_text())["step"] == STEPS
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(made, uninterrupted, tmp_path):

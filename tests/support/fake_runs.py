@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -235,6 +235,7 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
             traced_steps=frozenset(),
             tracer=LocalTracer(folder / "profile", rank=None),
             should_stop=lambda: False,
+            defer_interrupts=nullcontext,
         )
         yield replace(run, **changes)
 

@@ -76,7 +76,19 @@ def start(
             text=True,
             start_new_session=True,
             env={**os.environ, **(environment or {})},
+            # A test process in the background may ignore SIGINT, which its children inherit.
+            preexec_fn=restore_sigint,
         )
+
+
+def restore_sigint() -> None:
+    """Make SIGINT end this process again. Runs in a child process before it is executed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def press_ctrl_c(process: subprocess.Popen[str]) -> None:
+    """Send SIGINT to the process group of a run, as a terminal does."""
+    os.killpg(process.pid, signal.SIGINT)
 
 
 def log_of(folder: Path) -> Path:

@@ -11,7 +11,7 @@ import yaml
 
 from trigon import __version__
 from trigon.cli.main import COMMANDS, main
-from trigon.cli.train import read_path, stop_on_sigterm
+from trigon.cli.train import StopSignals, read_path
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",
@@ -225,12 +225,28 @@ def test_an_empty_environment_variable_is_no_path(monkeypatch):
     assert read_path("TENSORBOARD_DIR") is None
 
 
-def test_the_first_sigterm_requests_a_stop_and_restores_the_old_handler(capsys):
-    before = signal.getsignal(signal.SIGTERM)
-    with stop_on_sigterm() as stopped:
-        assert not stopped()
-        signal.raise_signal(signal.SIGTERM)
-        assert stopped()
-        assert signal.getsignal(signal.SIGTERM) == before
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert "SIGTERM" in capsys.readouterr().err
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_requests_a_stop_and_restores_the_old_handlers(capfd, number):
+    def handlers():
+        return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+
+    before, stop = handlers(), StopSignals()
+    with stop.handled(signal.SIGTERM), stop.handled(signal.SIGINT):
+        assert not stop.requested()
+        signal.raise_signal(number)
+        assert stop.received is number
+        assert handlers() == before
+    assert handlers() == before
+    assert "finishing and saving the current step" in capfd.readouterr().err
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = StopSignals()
+        with stop.handled(signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+        assert not stop.requested()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

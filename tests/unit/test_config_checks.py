@@ -103,7 +103,9 @@ def test_grpo_needs_two_completions_but_validation_does_not():
 
 
 def test_max_model_len_must_hold_prompt_and_completion():
-    assert problem("worker.rollout.max_model_len=1000") == (
+    too_short = problem("worker.rollout.max_model_len=1000")
+    assert problem("worker.rollout.max_model_len=1000", "worker.rollout.name=transformers") == too_short
+    assert too_short == (
         "worker.rollout.max_model_len is 1000, but a prompt (512) and its completion can have 1024 tokens together; "
         "set it to at least 1024, or leave it out"
     )
@@ -145,6 +147,8 @@ def test_validation_prompts_are_required_only_if_validation_is_on():
 
 def test_training_prompts_are_required():
     assert "data.train_files is not set" in problem("data.train_files=")
+    assert warnings("data.train_files=", "trainer.val_only=true") == ()
+    assert warnings("data.train_files=missing/train.parquet", "trainer.val_only=true") == ()
 
 
 @pytest.mark.parametrize(
@@ -329,6 +333,12 @@ def test_an_adaptive_kl_weight_cannot_become_negative():
         *adaptive, "algorithm.kl_horizon=100"
     )
     assert warnings(*adaptive, "algorithm.kl_horizon=10000") == ()
+
+
+@pytest.mark.parametrize("other", ["algorithm.disable_kl=true", "algorithm.use_kl_loss=true", "algorithm.kl_coef=0"])
+def test_an_adaptive_kl_weight_that_is_not_used_is_not_checked(other):
+    adaptive = ("algorithm.kl_type=adaptive", "data.rollout_batch_size=512", "worker.actor.global_batch_size=128")
+    warnings(*adaptive, "algorithm.kl_horizon=100", other)  # raises nothing
 
 
 def test_overlong_filtering_conflicts_with_ignore_eos():

@@ -22,6 +22,8 @@ from trigon.algorithms.importance import Correction
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import values
+from trigon.rollout.statistics import describe_validation
+from trigon.types import Score
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 GPU_ONLY = {
@@ -81,6 +83,16 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
         keys |= values(engine.step(to_train(rollouts, old=old, ref=engine.logprobs(rollouts)))).keys()
     frozen = tiny_model("qwen2_5_vl")
     keys |= values(make_engine(frozen, freeze=True).step(to_train(make_rollouts(frozen)))).keys()
+    parts = {"overall": 1.0, "accuracy": 1.0}
+    datasets = [
+        replace(
+            group,
+            prompt=replace(group.prompt, prompt_id=f"{name}:0"),
+            rollouts=tuple(replace(each, score=Score(1.0, parts, "ok", "")) for each in group.rollouts),
+        )
+        for name, group in zip(("geometry", "charts"), rollouts, strict=False)
+    ]
+    keys |= describe_validation(datasets).keys()
     traffic = Traffic()
     for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
         traffic.count(phase, sent=1)

@@ -98,17 +98,21 @@ def test_validation_uses_the_weights_after_its_step_and_its_score_is_saved_with_
     assert scores == {1: None, 2: pytest.approx(lines_of(tmp_path)[2]["val/reward_score"]), 3: None}
 
 
-def test_val_only_validates_the_given_checkpoint_and_changes_nothing_else(parts, tmp_path):
+def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_else(parts, tmp_path):
     with open_run(parts, tmp_path, plan=plan_of(steps=4), intervals=replace(INTERVALS, save_every=2)) as run:
         train(run, None)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()
     checkpoint = latest_checkpoint(tmp_path)
-    with open_run(parts, tmp_path, intervals=replace(INTERVALS, validate_only=True)) as run:
+    with open_run(parts, tmp_path, intervals=replace(INTERVALS, validate_only=True), prompts=None) as run:
         assert train(run, checkpoint).step == 4
         assert run.trainer.updates == 4
         assert record_of(run).learned == []
         assert record_of(run).events == ["awake 4", "sample 2 for 0", "sample 1 for 0", "asleep"]
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    *unchanged, added = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert unchanged == before
+    line = json.loads(added)
+    assert line["step"] == 4
+    assert {"val/reward_score", "val_response_length/mean", "timing_s/validation"} <= line["metrics"].keys()
     assert saved_steps(tmp_path) == [2, 4]
     assert {row["policy_version"] for row in rollouts_of(tmp_path)["validation_000004.jsonl"]} == {4}
 

@@ -106,6 +106,13 @@ def test_a_step_is_one_line_of_its_metrics(stream):
     )
 
 
+def test_filter_rounds_and_failed_rewards_are_in_the_line_of_a_step(stream):
+    console = Console(stream=stream)
+    console.step(1, 1, {"filter/rounds": 3.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
+    console.step(1, 1, {"grader/failed": 1.0, "grader/timeout": 0.0}, seconds_left=None)
+    assert stream.getvalue() == "step 1/1  filter rounds 3  rewards timed out 2\nstep 1/1  rewards failed 1\n"
+
+
 def test_the_last_step_shows_no_time_left(stream):
     Console(stream=stream).step(60, 60, {"reward/overall": 1.0}, seconds_left=0.0)
     assert stream.getvalue() == "step 60/60  reward 1\n"
@@ -198,12 +205,13 @@ ON_A_TERMINAL = """
 """
 
 
-def test_on_a_terminal_progress_bars_are_nested_and_removed_at_the_end():
+def run_on_a_terminal(script: str, *, columns: int) -> str:
+    """Return what a Python script prints on a terminal of this width, without escape sequences."""
     master, slave = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(ON_A_TERMINAL)], stdout=slave, stderr=slave, env=environment
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=slave, stderr=slave, env=environment
     )
     os.close(slave)
     output = b""
@@ -214,7 +222,37 @@ def test_on_a_terminal_progress_bars_are_nested_and_removed_at_the_end():
         pass
     os.close(master)
     assert process.wait() == 0, output.decode()
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
+
+
+LONG_LINES = """
+    from trigon.report.console import Console
+    console = Console()
+    metrics = {
+        "reward/overall": 0.8125, "reward/accuracy": 0.75, "response_length/mean": 63.2, "actor/kl_loss": 0.0021,
+        "actor/entropy": 1.234, "actor/grad_norm": 0.567, "actor/lr": 1e-6, "filter/rounds": 2.0, "grader/timeout": 3.0,
+        "perf/throughput": 5123.4, "timing_s/step": 2.31,
+    }
+    console.step(12, 60, metrics, seconds_left=110.0)
+    console.warn("attention " * 30)
+    console.print("run: /" + "x" * 200)
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_on_a_terminal_wrap_between_words(columns):
+    lines = run_on_a_terminal(LONG_LINES, columns=columns).splitlines()
+    path = "/" + "x" * 200
+    assert any(line.rstrip().endswith(path) for line in lines)  # without a line break, so that it can be copied
+    assert max(len(line) for line in lines if path not in line) <= columns
+    parts = [part for line in lines for part in line.strip().split("  ")]
+    assert {"rewards timed out 3", "entropy 1.234", "seconds 2.31", "left 1 min 50 s"} <= set(parts)
+    words = " ".join(lines).split()
+    assert words.count("attention") == 30
+
+
+def test_on_a_terminal_progress_bars_are_nested_and_removed_at_the_end():
+    plain = run_on_a_terminal(ON_A_TERMINAL, columns=100)
     assert "outer [red]" in plain
     assert "2/4" in plain
     assert plain.count("between") == 2

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from PIL import Image
 
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
@@ -26,7 +27,7 @@ class MemorySink:
 
     def __init__(self, name="memory", *, failing=False):
         self.name, self.failing = name, failing
-        self.logged, self.shown, self.closed = [], [], False
+        self.logged, self.shown, self.sizes, self.closed = [], [], [], False
 
     def _maybe_fail(self):
         if self.failing:
@@ -36,9 +37,10 @@ class MemorySink:
         self._maybe_fail()
         self.logged.append((step, dict(metrics)))
 
-    def rollouts(self, step, rows):
+    def rollouts(self, step, rows, images):
         self._maybe_fail()
         self.shown.append((step, [row.prompt_id for row in rows]))
+        self.sizes.append({prompt_id: [image.size for image in each] for prompt_id, each in images.items()})
 
     def close(self):
         self._maybe_fail()
@@ -50,6 +52,10 @@ def group(prompt_id):
     completion = Completion((5, 6), (-0.5, -0.25), "stop", "\\boxed{4}", 0)
     score = Score(1.0, {"overall": 1.0, "accuracy": 1.0}, "ok", "")
     return RolloutGroup(prompt, (Rollout(completion, score),) * 2)
+
+
+def read_images(prompt_ids):
+    return {prompt_id: [Image.new("RGB", (1024, 256))] for prompt_id in prompt_ids}
 
 
 @pytest.fixture
@@ -191,7 +197,7 @@ def test_a_tracker_that_fails_is_reported_once_and_training_continues(folder, st
     bad, good = MemorySink("wandb", failing=True), MemorySink()
     report = reporter(folder, stream, clock, bad, good)
     if call == "rollouts":
-        report.validation(1, [group("val:1")], {}, shown=1)
+        report.validation(1, [group("val:1")], {}, shown=1, read_images=read_images)
     if call != "close":
         report.step(1, 2, {"a": Mean(1.0)})
         report.step(2, 2, {"a": Mean(1.0)})
@@ -217,10 +223,11 @@ def test_all_validation_completions_are_written_and_the_first_are_shown(folder, 
         "val/accuracy_reward": 0.85,
         "val_response_length/mean": 9,
     }
-    report.validation(5, [group("val:1"), group("val:2")], metrics, shown=3)
+    report.validation(5, [group("val:1"), group("val:2")], metrics, shown=3, read_images=read_images)
     written = (folder.path / "rollouts" / "validation_000005.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt_id"] for line in written] == ["val:1", "val:1", "val:2", "val:2"]
     assert sink.shown == [(5, ["val:1", "val:1", "val:2"])]
+    assert sink.sizes == [{"val:1": [(512, 128)], "val:2": [(512, 128)]}]  # reduced
     assert stream.getvalue().count("How many?") == 3
     assert stream.getvalue().endswith("validation after step 5: 4 completions  accuracy 0.85  format 1  reward 0.9\n")
 
@@ -250,6 +257,16 @@ def test_the_summary_includes_the_steps_before_a_resume(folder, stream, clock, t
     assert "tokens trained on: 10,000 (500 per second of the run)" in text
     for part in (f"run:      {folder.path}\n", f"model:    {tmp_path / 'model'}\n", "next:\n  trigon train more=1\n"):
         assert part in text
+
+
+def test_a_single_validation_has_a_single_column_in_the_summary(folder, stream, clock):
+    folder.append_metrics(1, {"timing_s/step": 8.0})
+    folder.append_metrics(2, {"val/accuracy_reward": 0.875, "val/reward_score": 0.9, "timing_s/step": 8.0})
+    reporter(folder, stream, clock).summary(exported=None, next_steps=[])
+    words = [line.split() for line in stream.getvalue().replace("│", " ").replace("┃", " ").splitlines()]
+    assert ["step", "2"] in words
+    assert ["accuracy", "0.875"] in words
+    assert "before" not in stream.getvalue()
 
 
 def test_the_summary_of_a_run_without_steps_shows_its_folder(folder, stream, clock):

@@ -11,13 +11,37 @@ from trigon.training.local import Sizes
 
 
 def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():
-    def suggestions(exported, step, folder="/runs/x"):
-        return " ".join(suggest_next_steps(Config(), Path(folder), exported, step))
+    def suggestions(checkpoint, exported, folder="/runs/x"):
+        return suggest_next_steps(Config(), Path(folder), checkpoint, exported, stopped=False)
 
-    assert "trigon export '/my runs/x'" in suggestions(None, 5, "/my runs/x")
-    assert "trigon export /runs/x" in suggestions(None, 5)
-    assert "export" not in suggestions(Path("/model"), 5)
-    assert "export" not in suggestions(None, 0)
+    here, elsewhere = Path("/runs/x/global_step_5"), Path("/runs/y/global_step_5")
+    assert "export the model: trigon export /runs/x" in suggestions(here, None)
+    assert "export the model: trigon export /runs/y/global_step_5" in suggestions(elsewhere, None)
+    quoted = suggestions(Path("/my runs/x/global_step_5"), None, "/my runs/x")
+    assert "export the model: trigon export '/my runs/x'" in quoted
+    assert "export" not in " ".join(suggestions(here, Path("/model")))
+    assert "export" not in " ".join(suggestions(None, None))
+    assert "trainer.max_steps" in suggestions(here, None)[-1]
+
+
+def test_after_a_validation_alone_more_steps_are_not_suggested():
+    config = Config(trainer={"val_only": True})
+    suggestions = " ".join(suggest_next_steps(config, Path("/runs/x"), None, None, stopped=False))
+    assert "trainer.val_only=false" in suggestions
+    assert "max_steps" not in suggestions
+
+
+def test_after_a_stop_the_command_that_resumes_is_suggested():
+    def suggestion(**trainer):
+        last = Path("/runs/x/global_step_5")
+        return suggest_next_steps(Config(trainer=trainer), Path("/runs/x"), last, None, stopped=True)[0]
+
+    assert suggestion() == "continue: the same command resumes after step 5"
+    elsewhere = (
+        "continue: the same command with trainer.load_checkpoint_path=/runs/x/global_step_5 resumes after step 5"
+    )
+    assert suggestion(find_last_checkpoint=False) == elsewhere
+    assert suggestion(load_checkpoint_path="/runs/other/global_step_2") == elsewhere
 
 
 def test_the_overview_has_the_arithmetic_of_a_step():

@@ -1,6 +1,7 @@
 """Metrics of a batch of groups, computed by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,28 @@ def test_validation_metrics_have_their_own_keys():
         "val_prompt_length/min": 10.0,
         "val_grader/failed": 2.0,
         "val_grader/timeout": 1.0,
+    }
+
+
+def test_several_validation_datasets_have_scores_of_their_own_and_together():
+    def of(dataset, *rollouts):
+        return RolloutGroup(replace(GROUPS[0].prompt, prompt_id=f"{dataset}:0"), rollouts)
+
+    groups = [
+        of("geo:x", rollout(2, parts(1.0, accuracy=1.0)), rollout(2, parts(0.5, accuracy=0.0))),
+        of("test~2", rollout(2, parts(0.0, accuracy=0.0)), rollout(2, {}, outcome="failed")),
+    ]
+    metrics = {key: value for key, value in values(describe_validation(groups)).items() if key.startswith("val/")}
+    assert metrics == {
+        "val/reward_score": 0.5,
+        "val/overall_reward": 0.5,
+        "val/accuracy_reward": pytest.approx(1 / 3),
+        "val/geo-x/reward_score": 0.75,
+        "val/geo-x/overall_reward": 0.75,
+        "val/geo-x/accuracy_reward": 0.5,
+        "val/test-2/reward_score": 0.0,
+        "val/test-2/overall_reward": 0.0,
+        "val/test-2/accuracy_reward": 0.0,
     }
 
 

@@ -155,6 +155,8 @@ def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) 
 
     sizes: of each rank's part.
     """
+    if config.trainer.val_only:
+        return
     has_lora = config.worker.actor.model.lora.rank > 0
     copies = len(sizes) // workers_per_copy(config)
     weights = sum(each.gradient_bytes if has_lora else each.weight_bytes for each in sizes)

@@ -45,7 +45,7 @@ def count_data_threads(config: Config) -> int:
 
 def needs_reference(config: Config) -> bool:
     """Return whether a KL term with a coefficient above 0 needs a reference policy."""
-    return not config.algorithm.disable_kl and config.algorithm.kl_coef > 0
+    return not config.trainer.val_only and not config.algorithm.disable_kl and config.algorithm.kl_coef > 0
 
 
 def kl_is_in_reward(config: Config) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,13 +64,14 @@ def run_training(
     warnings: Sequence[str],
     trackers: TrackerEnvironment,
     should_stop: Callable[[], bool],
+    defer_interrupts: Callable[[], AbstractContextManager[None]],
     export_to: Path | None,
 ) -> None:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
-    checkpoint and ends the run. export_to: folder in which the last checkpoint is written as a
-    Hugging Face model; None: not exported.
+    checkpoint and ends the run. defer_interrupts: see Run. export_to: folder in which the last
+    checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -79,6 +80,7 @@ def run_training(
         stack.callback(rewards.close)
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
+        console.print(f"run folder: {folder.path}")
         for warning in warnings:
             console.warn(warning)
         store = open_store(config, folder, console)
@@ -86,20 +88,29 @@ def run_training(
         processors = open_processors(config)
         worker_group = stack.enter_context(open_worker_group(config, folder.path)) if num_workers(config) > 1 else None
         rewards.ready()
-        report = stack.enter_context(open_reporter(config, folder, console, trackers))
+        report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint))
 
         builder = open_builder(config, processors)
         val_files, train_files = config.data.val_files, config.data.train_files
         val_prompts = scan_datasets(config, val_files, (), builder, report) if val_files else None
-        train_prompts = scan_datasets(config, train_files, config.data.train_weights, builder, report)
-        shows_videos = train_prompts.shows_videos or (val_prompts is not None and val_prompts.shows_videos)
-        check_rewards(rewards, train_prompts)
-        plan = make_plan(config, num_train_prompts=train_prompts.prompts_per_epoch)
-        prompts = open_stream(config, train_prompts)
-        stack.callback(prompts.close)
-        if checkpoint is not None:
-            prompts.check_state(checkpoint.progress["prompts"])
+        train_prompts = (
+            None
+            if config.trainer.val_only
+            else scan_datasets(config, train_files, config.data.train_weights, builder, report)
+        )
+        shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
+        first_prompts = val_prompts if train_prompts is None else train_prompts
+        assert first_prompts is not None, "val_only needs val_files"
+        check_rewards(rewards, first_prompts)
+        plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
+        prompts = None
+        if train_prompts is not None:
+            prompts = open_stream(config, train_prompts)
+            stack.callback(prompts.close)
+            if checkpoint is not None:
+                prompts.check_state(checkpoint.progress["prompts"])
 
+        console.print("loading the model and starting the rollout engine")
         if worker_group is None:
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
         else:
@@ -108,18 +119,36 @@ def run_training(
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
         if checkpoint is not None:
-            console.print(f"resuming after step {checkpoint.step} from {checkpoint.folder}")
+            action = "validating the weights of" if config.trainer.val_only else "resuming after"
+            console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
         folder.write_config(dump_config(config))
 
-        run = make_run(config, plan, engines, prompts, val_prompts, rewards, store, report, should_stop=should_stop)
+        run = make_run(
+            config,
+            plan,
+            engines,
+            prompts,
+            val_prompts,
+            rewards,
+            store,
+            report,
+            should_stop=should_stop,
+            defer_interrupts=defer_interrupts,
+        )
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
         progress = train(run, checkpoint)
         exported = None
-        if export_to is not None and progress.step > 0:
-            exported = export_checkpoint(folder.path / f"global_step_{progress.step}", export_to, dtype=None)
-        next_steps = suggest_next_steps(config, folder.path, exported, progress.step)
+        stopped = progress.step < plan.total_steps
+        last = folder.path / f"global_step_{progress.step}"
+        if checkpoint is not None and checkpoint.step == progress.step:
+            last = checkpoint.folder  # no step was left; perhaps of another run folder
+        if export_to is not None and progress.step > 0 and not stopped:
+            exported = export_checkpoint(last, export_to, dtype=None)
+        next_steps = suggest_next_steps(
+            config, folder.path, last if progress.step > 0 else None, exported, stopped=stopped
+        )
         report.summary(exported=exported, next_steps=next_steps)
 
 
@@ -178,10 +207,12 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     """
     trainer = config.trainer
     if trainer.load_checkpoint_path is not None:
-        checkpoint: Checkpoint | None = open_checkpoint(Path(trainer.load_checkpoint_path), resumable=True)
+        checkpoint: Checkpoint | None = open_checkpoint(
+            Path(trainer.load_checkpoint_path), resumable=not trainer.val_only
+        )
     else:
-        checkpoint = store.latest() if trainer.find_last_checkpoint else None
-    if checkpoint is not None:
+        checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
+    if checkpoint is not None and not trainer.val_only:
         check_trained_parts(config, checkpoint)
     return checkpoint
 
@@ -197,19 +228,32 @@ def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
         check_lora_rank(checkpoint.actor, rank)
 
 
-def open_reporter(config: Config, folder: RunFolder, console: Console, trackers: TrackerEnvironment) -> Reporter:
+def open_reporter(
+    config: Config,
+    folder: RunFolder,
+    console: Console,
+    trackers: TrackerEnvironment,
+    checkpoint: Checkpoint | None,
+) -> Reporter:
     """Open the trackers of trainer.logger, and return the reporter."""
-    sinks = open_sinks(config.trainer.logger, make_tracker_settings(config, trackers, folder.path))
+    sinks = open_sinks(config.trainer.logger, make_tracker_settings(config, trackers, folder.path, checkpoint))
     return Reporter(folder, console, sinks, num_devices=num_workers(config))
 
 
-def make_tracker_settings(config: Config, environment: TrackerEnvironment, folder: Path) -> TrackerSettings:
-    """Return the settings of the trackers. folder: the run folder."""
+def make_tracker_settings(
+    config: Config, environment: TrackerEnvironment, folder: Path, checkpoint: Checkpoint | None
+) -> TrackerSettings:
+    """Return the settings of the trackers.
+
+    folder: the run folder. checkpoint: the one that the run resumes from, if any.
+    """
+    first_step = 0 if checkpoint is None else checkpoint.step + 1
     return TrackerSettings(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
         config=config.model_dump(),
         folder=folder,
+        first_step=None if config.trainer.val_only else first_step,
         tensorboard_dir=environment.tensorboard_dir,
         swanlab_dir=environment.swanlab_dir,
         swanlab_mode=environment.swanlab_mode,
@@ -234,13 +278,14 @@ def make_run(
     config: Config,
     plan: Plan,
     engines: Engines,
-    prompts: PromptStream,
+    prompts: PromptStream | None,
     val_prompts: Prompts | None,
     rewards: RewardPool,
     store: CheckpointStore,
     report: Reporter,
     *,
     should_stop: Callable[[], bool],
+    defer_interrupts: Callable[[], AbstractContextManager[None]],
 ) -> Run:
     """Return the parts of the training loop."""
     return Run(
@@ -264,4 +309,5 @@ def make_run(
         traced_steps=frozenset(config.trainer.profile_steps),
         tracer=engines.tracer,
         should_stop=should_stop,
+        defer_interrupts=defer_interrupts,
     )

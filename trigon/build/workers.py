@@ -20,6 +20,7 @@ from trigon.config.defaults import resolve_run_folder
 from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
+from trigon.data.images import ignore_pillow_warnings
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
 from trigon.report.reporter import Reporter
@@ -128,6 +129,7 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessG
     from trigon.distributed.preflight import inspect_node
     from trigon.training.fsdp import TorchProcessGroup
 
+    ignore_pillow_warnings()
     set_determinism(torch.device(device))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainer.n_gpus_per_node))
     process_group = TorchProcessGroup.joined(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights
 from trigon.errors import CheckpointError
 from trigon.models.families import ModelFamily, family_of
-from trigon.models.load import auto_class, family_of_folder
+from trigon.models.load import auto_class, family_of_folder, without_progress_bars
 from trigon.models.lora import load_adapter
 from trigon.training.state import ShardedFiles
 
@@ -44,9 +44,10 @@ def verify_tensors(weights: Weights, folder: Path) -> None:
 def verify_logits(weights: Weights, folder: Path, dtype: torch.dtype) -> None:
     """Raise CheckpointError unless folder loads in this dtype with the logits of weights."""
     expected = _logits_of_weights(weights, folder, dtype)
-    exported, report = auto_class(family_of_folder(folder)).from_pretrained(
-        folder, dtype="auto", output_loading_info=True
-    )
+    with without_progress_bars():
+        exported, report = auto_class(family_of_folder(folder)).from_pretrained(
+            folder, dtype="auto", output_loading_info=True
+        )
     problems = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         raise CheckpointError(f"the exported model does not load completely: {problems}; nothing was exported")

@@ -33,8 +33,8 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done, 1: failed with a TrigonError, 2: wrong usage, 130: interrupted. `trigon train` adds
-    EXIT_STOPPED, and returns 2 if --print-config finds an error in the configuration.
+    0: done, 1: failed with a TrigonError, 2: wrong usage, 130: interrupted by Ctrl-C.
+    `trigon train` adds EXIT_STOPPED, and returns 2 if --print-config finds an error.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])

@@ -162,13 +162,14 @@ def _check_algorithm(config: Config) -> list[str]:
             "worker.rollout.n to at least 2, say 5, or algorithm.adv_estimator to "
             f"{' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
         )
-    if estimator == "gdpo" and not algorithm.disable_kl and algorithm.kl_coef > 0 and not algorithm.use_kl_loss:
+    kl_in_reward = not algorithm.disable_kl and algorithm.kl_coef > 0 and not algorithm.use_kl_loss
+    if estimator == "gdpo" and kl_in_reward:
         problems.append(
             "algorithm.adv_estimator=gdpo normalizes each part of the reward, and a KL penalty is not one of them; "
             "set algorithm.use_kl_loss=true, or algorithm.disable_kl=true"
         )
     completions = config.data.rollout_batch_size * rollout.n
-    if algorithm.kl_type == "adaptive" and 0.2 * completions >= algorithm.kl_horizon:
+    if kl_in_reward and algorithm.kl_type == "adaptive" and 0.2 * completions >= algorithm.kl_horizon:
         problems.append(
             f"algorithm.kl_horizon is {algorithm.kl_horizon:g}, but a step has data.rollout_batch_size x "
             f"worker.rollout.n = {completions} completions: the KL weight could become negative in one step; set "
@@ -197,8 +198,6 @@ def _check_algorithm(config: Config) -> list[str]:
 
 def _check_lengths(config: Config) -> list[str]:
     data, rollout = config.data, config.worker.rollout
-    if rollout.name != "vllm":
-        return []
     longest, context = longest_sequence(config), context_length(config)
     lengths = f"a prompt ({data.max_prompt_length}) and its completion can have {longest} tokens together"
     problems = []
@@ -206,7 +205,7 @@ def _check_lengths(config: Config) -> list[str]:
         problems.append(
             f"worker.rollout.max_model_len is {context}, but {lengths}; set it to at least {longest}, or leave it out"
         )
-    elif rollout.max_num_batched_tokens < context and not rollout.enable_chunked_prefill:
+    elif rollout.name == "vllm" and rollout.max_num_batched_tokens < context and not rollout.enable_chunked_prefill:
         problems.append(
             f"worker.rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, but a sequence may have "
             f"{context} tokens, and vLLM does not split it without chunked prefill ({lengths}); set it to at least "
@@ -233,7 +232,7 @@ def _check_required(config: Config) -> list[str]:
                 f"worker.reward.env has {name.partition('=')[0]!r}, but takes names of environment variables "
                 "without values; export the variable, and give its name only, for example OPENAI_API_KEY"
             )
-    if not config.data.train_files:
+    if not config.data.train_files and not trainer.val_only:
         problems.append("data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder")
     if not config.data.val_files and (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):
         advice = (
@@ -255,7 +254,8 @@ def _check_files(config: Config) -> list[str]:
     ):
         if template and not is_inline_template(template):
             paths[key] = template
-    for key, datasets in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    train_files = () if config.trainer.val_only else data.train_files
+    for key, datasets in (("data.train_files", train_files), ("data.val_files", data.val_files)):
         for number, dataset in enumerate(datasets):
             location, _ = split_dataset(dataset)
             if local_path(location, suffixes=DATASET_SUFFIXES) is not None:

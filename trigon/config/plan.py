@@ -48,21 +48,24 @@ def make_plan(config: Config, *, num_train_prompts: int) -> Plan:
 
     Example: 2101 prompts in steps of 256 and updates of 64, n = 6, 15 epochs: 8 steps per epoch,
     120 steps, 4 updates per step, 1536 completions per step.
+    With trainer.val_only there are no steps, updates and training prompts.
     Raises: ConfigError if an epoch does not fill one step, or if warm-up is longer than training.
     """
     data, actor, optim = config.data, config.worker.actor, config.worker.actor.optim
     prompts_per_step, prompts_per_update = data.rollout_batch_size, actor.global_batch_size
     steps_per_epoch = num_train_prompts // prompts_per_step
-    if steps_per_epoch == 0:
+    if steps_per_epoch == 0 and not config.trainer.val_only:
         raise ConfigError(_too_few_prompts(num_train_prompts, prompts_per_step, prompts_per_update))
     total_steps = config.trainer.max_steps or steps_per_epoch * config.trainer.total_epochs
+    if config.trainer.val_only:
+        total_steps = 0
     updates_per_step = prompts_per_step // prompts_per_update * actor.ppo_epochs
     total_updates = total_steps * updates_per_step
     if optim.lr_warmup_steps is not None:
         warmup_updates = optim.lr_warmup_steps * updates_per_step
     else:
         warmup_updates = round(optim.lr_warmup_ratio * total_updates)
-    if warmup_updates > total_updates:
+    if warmup_updates > total_updates and not config.trainer.val_only:
         raise ConfigError(
             f"worker.actor.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but training has {total_steps} steps and "
             f"would never reach its learning rate; set it to at most {total_steps}"

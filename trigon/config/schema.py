@@ -664,10 +664,13 @@ class TrainerConfig(Section):
     """Validate before the first step."""
 
     val_only: bool = False
-    """Validate once and stop."""
+    """Validate the weights of the model or checkpoint, and stop. Needs no train_files; the numbers
+    are in metrics.jsonl and the trackers.
+    """
 
     val_generations_to_log: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Completions logged at each validation."""
+    """Completions shown at each validation, on the console and, with their images, in the trackers.
+    """
 
     save_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between checkpoints; 0 or -1: only after the last step."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from PIL import Image
+
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
@@ -66,6 +68,10 @@ class Prompts(Protocol):
 
         Raises: UnusableRow if its row has become unusable since the dataset was opened.
         """
+        ...
+
+    def images(self, index: int) -> list[Image.Image]:
+        """Return the decoded images of a prompt. Raises: as building it."""
         ...
 
     def index_of(self, prompt_id: str) -> int | None:
@@ -166,6 +172,11 @@ class PromptSet:
     def contents(self) -> Sequence[DatasetContent]:
         """See Prompts."""
         return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0),)
+
+    def images(self, index: int) -> list[Image.Image]:
+        """See Prompts."""
+        row_index = self.row_indices[index]
+        return self.builder.images(self._source.rows[row_index], f"{self.name}:{row_index}")
 
     @property
     def prompts_per_epoch(self) -> int:

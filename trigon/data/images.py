@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,14 @@ def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
     encoded = read_bytes(source, "image", where=where, image_dir=image_dir)
     with _opened(encoded, where, image_dir, max_pixels):  # not the file, which may have changed since
         return encoded
+
+
+def ignore_pillow_warnings() -> None:
+    """Do not print Pillow's warnings about large images and damaged EXIF data in this process.
+
+    Both are checked here, and a user cannot act on the warnings.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from PIL import Image
+
 from trigon.data.bad_rows import Reason
 from trigon.data.dataset import DatasetContent, DrawnPrompt, PromptSet
 from trigon.data.orders import permutation
@@ -42,6 +44,12 @@ class MixedPrompts:
         starts = self._starts()
         number = bisect_right(starts, index) - 1
         return self.parts[number][index - starts[number]]
+
+    def images(self, index: int) -> list[Image.Image]:
+        """See Prompts."""
+        starts = self._starts()
+        number = bisect_right(starts, index) - 1
+        return self.parts[number].images(index - starts[number])
 
     @property
     def shows_videos(self) -> bool:

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
+from PIL import Image
+
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
@@ -222,6 +224,14 @@ class PromptBuilder:
             row=without_column(without_column(row, self.image_key), self.video_key),
             image_refs=media.names,
         )
+
+    def images(self, row: Mapping[str, Any], prompt_id: str) -> list[Image.Image]:
+        """Return the decoded images of a row, as the processor gets them; none with videos.
+
+        Raises: as build.
+        """
+        media = self._media(row, prompt_id)
+        return [] if media.kind == "video" else list(self._read_media(media, open_image, open_video))
 
     def _with_pixels(
         self, row: Mapping[str, Any], media: _Media, name: str

@@ -171,6 +171,8 @@ def _open_hub(repo_id: str, split: str) -> Source:
 def _load(where: str, path: str, *, split: str, data_files: list[str] | None) -> Any:
     import datasets
 
+    # A download may take hours; reading local files shows its progress as scanned rows.
+    (datasets.disable_progress_bars if data_files else datasets.enable_progress_bars)()
     try:
         return datasets.load_dataset(path, data_files=data_files, split=split)
     except StopIteration as error:  # raised by the library for a JSON file without rows

@@ -50,10 +50,10 @@ class TemplateLimitError(TemplateFailure):
 
 
 def check_template(source: str, where: str) -> None:
-    """Raise ConfigError for a template that is too long, or that computes with powers or with
-    numbers so large that a single operation could fill the memory.
+    """Raise ConfigError for a template that is too long or could fill the memory.
 
-    A syntax error is left to the compiler. where: the option or file, for errors.
+    Powers and large numbers are refused, since a single operation with them could. A syntax error
+    is left to the compiler. where: the option or file, for errors.
     """
     if len(source) > MAX_CHARACTERS:
         raise ConfigError(f"{where} has {len(source):,} characters, more than the {MAX_CHARACTERS:,} of any template")
@@ -87,12 +87,11 @@ def check_chat_template(tokenizer: Any) -> None:
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """Raise TemplateLimitError in the context when a template takes too long or writes too much,
-    and TemplateFailure for any other error.
+    """Raise TemplateLimitError in the context when a template takes too long or writes too much.
 
-    For templates compiled from text, in this thread. A trace function sees each line of their
-    code, the pieces of text that they yield, their variables, and what Jinja's functions get and
-    return.
+    Any other error is raised as TemplateFailure. For templates compiled from text, in this thread.
+    A trace function sees each line of their code, the pieces of text that they yield, their
+    variables, and what Jinja's functions get and return.
     """
     deadline = time.monotonic() + MAX_SECONDS
     num_characters = num_lines = 0

@@ -202,7 +202,7 @@ def load_model(
             model = auto_class(family).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
         require_weights(model_path)
-        with _explain_errors("model", folder):
+        with _explain_errors("model", folder), without_progress_bars():
             model, report = auto_class(family).from_pretrained(
                 folder,
                 config=config,
@@ -216,6 +216,20 @@ def load_model(
     patch_model(model, family, attention_kernel)
     model.name_or_path = model_path  # as given, not the folder of the downloaded copy
     return model.to(device).eval()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers. Those of downloads are shown before."""
+    from transformers.utils import logging
+
+    were_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            logging.enable_progress_bar()
 
 
 def patch_model(model: Any, family: ModelFamily, attention_kernel: Kernel = "sdpa") -> None:

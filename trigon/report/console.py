@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from math import isfinite
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
@@ -25,6 +26,8 @@ from trigon.terminal import sanitize
 
 SECONDS_BETWEEN_LINES = 10.0
 """Interval of a phase's progress lines when the output is not a terminal."""
+
+_SHOWN_ABOVE_ZERO = ("grader/failed", "grader/timeout")
 
 # The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -37,6 +40,9 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("entropy", ("actor/entropy", "actor/entropy_loss")),
     ("grad norm", ("actor/grad_norm",)),
     ("lr", ("actor/lr",)),
+    ("filter rounds", ("filter/rounds",)),
+    ("rewards failed", ("grader/failed",)),
+    ("rewards timed out", ("grader/timeout",)),
     ("tokens/s", ("perf/throughput",)),
     ("seconds", ("timing_s/step",)),
 )
@@ -105,12 +111,19 @@ class Console:
             return
         parts = [f"step {step}/{total_steps}"]
         for label, keys in _STEP_LINE:
-            value = next((metrics[key] for key in keys if key in metrics), None)
-            if value is not None:
-                parts.append(f"{label} {format_number(value)}")
+            key = next((key for key in keys if key in metrics), None)
+            if key is not None and (metrics[key] or key not in _SHOWN_ABOVE_ZERO):
+                parts.append(f"{label} {format_number(metrics[key])}")
         if seconds_left is not None and step < total_steps:
             parts.append(f"left {format_duration(seconds_left)}")
-        self.print("  ".join(parts))
+        lines = [parts[0]]
+        for part in parts[1:]:
+            # On a terminal a label and its number stay together. A log has one line per step.
+            if self._rich.is_terminal and len(lines[-1]) + 2 + len(part) > self._rich.width:
+                lines.append(f"    {part}")
+            else:
+                lines[-1] += f"  {part}"
+        self.print("\n".join(lines))
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table. Columns of numbers are aligned right."""
@@ -146,17 +159,24 @@ class Console:
                 ("reward", f"{format_number(row.reward)} ({sanitize(parts or row.error, max_characters=500)})"),
             ):
                 shown = sanitize(text, max_characters=2000).replace("\n", "\n" + " " * 16)
-                self._rich.print(Text.assemble((f"  {name:<12}  ", "dim"), shown), soft_wrap=True)
+                self._print(Text.assemble((f"  {name:<12}  ", "dim"), shown))
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._rich.print(
-            Text.assemble(("warning: ", "bold yellow"), sanitize(text, max_characters=5000)), soft_wrap=True
-        )
+        self._print(Text.assemble(("warning: ", "bold yellow"), sanitize(text, max_characters=5000)))
 
     def print(self, text: str) -> None:
         """Print text, sanitized."""
-        self._rich.print(Text(sanitize(text, max_characters=20_000)), soft_wrap=True)
+        self._print(Text(sanitize(text, max_characters=20_000)))
+
+    def _print(self, text: Text) -> None:
+        """Print text, wrapped between words on a terminal, and with unchanged lines elsewhere.
+
+        A word that is longer than a line, such as a path, is not broken, so that it can be copied.
+        """
+        if self._rich.is_terminal:
+            text = _wrapped(text, self._rich.width)
+        self._rich.print(text, soft_wrap=True)
 
 
 class _Lines:
@@ -194,6 +214,25 @@ class _Pace(ProgressColumn):
     def render(self, task: Task) -> Text:
         total = None if task.total is None else int(task.total)
         return Text(_pace(int(task.completed), total, task.elapsed or 0.0))
+
+
+def _wrapped(text: Text, width: int) -> Text:
+    """Return text with a line break before each word that would pass the width."""
+    lines: list[Text] = []
+    for line in text.split("\n", allow_blank=True):
+        breaks: list[int] = []
+        used = None
+        for word in re.finditer(r"\S+\s*", line.plain):
+            if used is None:
+                used = word.start()  # spaces before the first word
+            elif used + cell_len(word.group().rstrip()) > width:
+                breaks.append(word.start())
+                used = 0
+            used += cell_len(word.group())
+        for part in line.divide(breaks):
+            part.rstrip()
+            lines.append(part)
+    return Text("\n").join(lines)
 
 
 def _count(done: int, total: int | None) -> str:

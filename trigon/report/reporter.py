@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from PIL import Image
+
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.run_folder import RolloutRow, RunFolder, Split, StepMetrics, rollout_rows
@@ -89,14 +91,24 @@ class Reporter:
         num_tokens: of all sequences of the step, prompts included; num_response_tokens: of their
         completions. 0: no throughput is reported.
         """
-        merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
-        plain = values(merged)
+        plain = self.record(step, metrics, num_tokens=num_tokens, num_response_tokens=num_response_tokens)
         self._recent.append(plain["timing_s/step"])
-        self._folder.append_metrics(step, plain)
         average = sum(self._recent) / len(self._recent)
         self._console.step(step, total_steps, plain, seconds_left=average * (total_steps - step) if step else None)
+
+    def record(
+        self, step: int, metrics: Metrics, *, num_tokens: int = 0, num_response_tokens: int = 0
+    ) -> dict[str, float]:
+        """Do what step() does, without a line on the console.
+
+        Returns: all numbers that were recorded.
+        """
+        merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
+        plain = values(merged)
+        self._folder.append_metrics(step, plain)
         self._trackers.log(step, plain)
         self.begin()
+        return plain
 
     def _measured(self, num_tokens: int, num_response_tokens: int) -> dict[str, Metric]:
         seconds = self._clock() - self._step_started
@@ -143,18 +155,27 @@ class Reporter:
             self._folder.write_rollouts(step, "filtered", rows)
 
     def validation(
-        self, step: int, groups: Sequence[RolloutGroup], metrics: Mapping[str, float], *, shown: int
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        metrics: Mapping[str, float],
+        *,
+        shown: int,
+        read_images: Callable[[Sequence[str]], Mapping[str, Sequence[Image.Image]]],
     ) -> None:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
         metrics: of the validation, for the console only; pass them to step() to record them.
+        read_images: returns the images of the prompts with these ids, for the trackers.
         """
         rows = rollout_rows(groups)
         self._folder.write_rollouts(step, "validation", rows)
         shown_rows = rows[:shown]
         if shown_rows:
             self._console.completions(f"validation after step {step}", shown_rows)
-            self._trackers.rollouts(step, shown_rows)
+            if self._trackers.any():
+                prompt_ids = list(dict.fromkeys(row.prompt_id for row in shown_rows))
+                self._trackers.rollouts(step, shown_rows, read_images(prompt_ids))
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 
@@ -188,30 +209,30 @@ class Reporter:
         validated = [line for line in lines if "val/reward_score" in line.metrics]
         if validated:
             first, last = validated[0], validated[-1]
-            self._console.table(
-                "Validation",
-                ("", f"before (step {first.step})", f"after (step {last.step})"),
-                [
-                    (_short_name(key), format_number(first.metrics.get(key, float("nan"))), format_number(value))
-                    for key, value in _validation_metrics(last.metrics)
-                ],
-            )
+            header = ["", f"before (step {first.step})", f"after (step {last.step})"]
+            rows: list[tuple[str, ...]] = [
+                (_short_name(key), format_number(first.metrics.get(key, float("nan"))), format_number(value))
+                for key, value in _validation_metrics(last.metrics)
+            ]
+            if len(validated) == 1:
+                header, rows = ["", f"step {last.step}"], [(name, value) for name, _before, value in rows]
+            self._console.table("Validation", header, rows)
         spent = _totals(lines, "timing_s/")
         all_seconds = spent.pop("step", 0.0)
         spent.pop("other", 0.0)  # computed below, as the last row
         tokens = _totals(lines, "perf/total_num_tokens").get("", 0.0)
-        rows = [
+        times = [
             (name, format_duration(seconds), f"{100 * seconds / all_seconds:.0f} %")
             for name, seconds in sorted(spent.items(), key=lambda item: -item[1])
             if seconds > 0
         ]
-        if rows:
+        if times:
             other = max(all_seconds - sum(spent.values()), 0.0)
-            rows += [
+            times += [
                 ("other", format_duration(other), f"{100 * other / all_seconds:.0f} %"),
                 ("all", format_duration(all_seconds), "100 %"),
             ]
-            self._console.table("Time", ("phase", "time", "share"), rows)
+            self._console.table("Time", ("phase", "time", "share"), times)
         if tokens:
             rate = format_number(tokens / all_seconds)
             self._console.print(f"tokens trained on: {format_number(tokens)} ({rate} per second of the run)")
@@ -239,7 +260,9 @@ class Reporter:
 def _validation_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return the val/ metrics: accuracy, format, reward, then the others by name."""
     order = ("val/accuracy_reward", "val/format_reward", "val/reward_score")
-    rest = sorted(key for key in metrics if key.startswith("val/") and key not in (*order, "val/overall_reward"))
+    # overall_reward is reward_score by another name
+    rest = sorted(key for key in metrics if key.startswith("val/") and not key.endswith("/overall_reward"))
+    rest = [key for key in rest if key not in order]
     return [(key, metrics[key]) for key in (*order, *rest) if key in metrics]
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from PIL import Image
+
 from trigon.errors import ConfigError
 from trigon.installation import install_command
+from trigon.json_files import write_json
 from trigon.report.console import format_number
 from trigon.report.run_folder import RolloutRow
 from trigon.terminal import sanitize
@@ -27,6 +33,12 @@ _PACKAGES = {
     "tensorboard": "Set TENSORBOARD_DIR to a writable folder",
     "wandb": "Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline",
 }
+MAX_IMAGE_SIDE = 512
+"""Width and height in pixels to which the trackers' images are reduced."""
+
+Images = Mapping[str, Sequence[Image.Image]]
+"""The images of some prompts, by prompt id."""
+
 _BUILT_IN = ("console", "file")
 
 
@@ -37,7 +49,10 @@ class TrackerSettings:
     project, experiment: names of the run. config: the resolved configuration, nested, of JSON
     types. folder: the run folder; a run that resumes in it continues its curves where the tracker
     supports it.
-    tensorboard_dir: None: folder/tensorboard. swanlab_dir: None: folder/swanlab. swanlab_mode:
+    first_step: the first step that the run will report; what an earlier run reported from there on
+    is superseded. 0: it starts from the beginning. None: it supersedes nothing.
+    tensorboard_dir: of all experiments, each in project/experiment. None: folder/tensorboard.
+    swanlab_dir: None: folder/swanlab. swanlab_mode:
     None: SwanLab's default.
     swanlab_api_key: None: SwanLab is logged in already.
     """
@@ -46,6 +61,7 @@ class TrackerSettings:
     experiment: str
     config: Mapping[str, Any]
     folder: Path
+    first_step: int | None
     tensorboard_dir: Path | None
     swanlab_dir: Path | None
     swanlab_mode: str | None
@@ -61,8 +77,8 @@ class Sink(Protocol):
         """Record the metrics of a step."""
         ...
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Record some validation completions as plain text."""
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
+        """Record some validation completions as plain text, and the images of their prompts."""
         ...
 
     def close(self) -> None:
@@ -132,9 +148,14 @@ class Trackers:
         """Record the metrics of a step."""
         self._call(lambda sink: sink.log(step, metrics))
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Record some validation completions."""
-        self._call(lambda sink: sink.rollouts(step, rows))
+    def any(self) -> bool:
+        """Return whether there is a tracker that has not failed."""
+        return bool(self._sinks)
+
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
+        """Record some validation completions, and the images of their prompts, reduced."""
+        reduced = {prompt_id: [_reduced(image) for image in each] for prompt_id, each in images.items()}
+        self._call(lambda sink: sink.rollouts(step, rows, reduced))
 
     def close(self) -> None:
         """Close all trackers."""
@@ -159,7 +180,11 @@ class _TensorBoard:
     def __init__(self, settings: TrackerSettings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(settings.tensorboard_dir or settings.folder / "tensorboard"))
+        folder = settings.folder / "tensorboard"
+        if settings.tensorboard_dir is not None:
+            folder = settings.tensorboard_dir / settings.project / settings.experiment
+        # purge_step: TensorBoard hides earlier events from this step on.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=settings.first_step)
         self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in _flat(settings.config).items())), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,8 +192,10 @@ class _TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         self._writer.add_text("val/generations", _as_code(_as_text(rows)), step)
+        for name, image in _named(images):
+            self._writer.add_image(f"val/images/{name}", np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
@@ -197,10 +224,13 @@ class _Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         header = ["prompt_id", "prompt", "response", "ground_truth", "reward"]
         cells = [[*_texts(row), row.reward] for row in rows]
-        self._run.log({"val/generations": self._wandb.Table(columns=header, data=cells)}, step=step)
+        media: dict[str, Any] = {"val/generations": self._wandb.Table(columns=header, data=cells)}
+        if images:
+            media["val/images"] = [self._wandb.Image(image, caption=name) for name, image in _named(images)]
+        self._run.log(media, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -227,11 +257,14 @@ class _SwanLab:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         texts = [
             self._swanlab.Text(_as_text([row]), caption=sanitize(row.prompt_id, max_characters=100)) for row in rows
         ]
-        self._swanlab.log({"val/generations": texts}, step=step)
+        media: dict[str, Any] = {"val/generations": texts}
+        if images:
+            media["val/images"] = [self._swanlab.Image(image, caption=name) for name, image in _named(images)]
+        self._swanlab.log(media, step=step)
 
     def close(self) -> None:
         self._swanlab.finish()
@@ -245,17 +278,42 @@ class _MLflow:
 
         self._mlflow: Any = mlflow
         mlflow.set_experiment(settings.project)
-        mlflow.start_run(run_name=settings.experiment)
+        # The id in the run folder lets a resumed run continue its curves.
+        record, server = settings.folder / "mlflow.json", mlflow.get_tracking_uri()
+        saved = json.loads(record.read_text(encoding="utf-8")) if record.exists() and settings.first_step != 0 else {}
+        if saved.get("tracking_uri") == server:
+            mlflow.start_run(run_id=saved["run_id"])
+            return  # MLflow rejects a parameter that has another value
+        run = mlflow.start_run(run_name=settings.experiment)
+        write_json(record, {"run_id": run.info.run_id, "tracking_uri": server})
         mlflow.log_params({key: str(value)[:500] for key, value in _flat(settings.config).items()})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
 
-    def rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+    def rollouts(self, step: int, rows: Sequence[RolloutRow], images: Images) -> None:
         self._mlflow.log_text(_as_text(rows), f"val_generations/step_{step:06d}.txt")
+        for name, image in _named(images):
+            self._mlflow.log_image(image, f"val_generations/step_{step:06d}/{name}.png")
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _named(images: Images) -> list[tuple[str, Image.Image]]:
+    """Return each image with a name of letters, digits and -, such as "test-17-0"."""
+    return [
+        (f"{re.sub(r'[^A-Za-z0-9]+', '-', prompt_id)}-{number}", image)
+        for prompt_id, each in images.items()
+        for number, image in enumerate(each)
+    ]
+
+
+def _reduced(image: Image.Image) -> Image.Image:
+    """Return an image of at most MAX_IMAGE_SIDE pixels in width and height."""
+    small = image.copy()
+    small.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
+    return small
 
 
 def _texts(row: RolloutRow) -> list[str]:

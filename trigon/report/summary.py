@@ -28,6 +28,14 @@ def describe_plan(
     n = config.worker.rollout.n
     size = sizes[0]
     per_worker = " on each worker" if len(sizes) > 1 else ""
+    if config.trainer.val_only:
+        return [
+            ("device", device),
+            ("validation prompts", f"{num_val_prompts or 0:,}"),
+            ("steps", "none: trainer.val_only"),
+            ("parameters", f"{size.parameters:,}"),
+            ("memory", f"weights {format_bytes(size.weight_bytes)}{per_worker}; rollout engine not counted"),
+        ]
     return [
         ("device", device),
         (
@@ -62,14 +70,24 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"
 
 
-def suggest_next_steps(config: Config, folder: Path, exported: Path | None, step: int) -> list[str]:
+def suggest_next_steps(
+    config: Config, folder: Path, checkpoint: Path | None, exported: Path | None, *, stopped: bool
+) -> list[str]:
     """Return hints on what to do after a run, one line each.
 
-    folder: the run folder. exported: the exported model, if any. step: the last one that the run
-    reached.
+    folder: the run folder. checkpoint: the folder of the last checkpoint, global_step_N, or None.
+    exported: the exported model, if any. stopped: by a signal, before its last step.
     """
     steps = [f"read the completions: {folder / 'rollouts'}/*.jsonl"]
-    if exported is None and step > 0:
-        steps.append(f"export the model: trigon export {shlex.quote(str(folder))}")
+    if exported is None and checkpoint is not None:
+        place = folder if checkpoint.parent == folder else checkpoint
+        steps.append(f"export the model: trigon export {shlex.quote(str(place))}")
+    if config.trainer.val_only:
+        return [*steps, "train: run the same command with trainer.val_only=false and data.train_files"]
+    if stopped and checkpoint is not None:
+        step = checkpoint.name.removeprefix("global_step_")
+        finds_it = config.trainer.find_last_checkpoint and config.trainer.load_checkpoint_path is None
+        option = "" if finds_it else f" with trainer.load_checkpoint_path={shlex.quote(str(checkpoint))}"
+        return [f"continue: the same command{option} resumes after step {step}", *steps]
     steps.append("continue: run the same command with a larger trainer.max_steps or trainer.total_epochs")
     return steps

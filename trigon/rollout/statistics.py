@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -47,12 +48,26 @@ def describe_learned(
 def describe_validation(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     """Return metrics of a validation under EasyR1's keys.
 
-    val/reward_score is the mean of overall.
+    val/reward_score is the mean of overall, over all groups. If they are of several datasets, there
+    are the same keys for each of them, val/<dataset>/reward_score.
     """
-    parts = _reward_metrics(groups, prefix="val/", suffix="_reward")
-    overall = parts.get("val/overall_reward", Mean(0.0, 0.0))
     failures = {f"val_{key}": metric for key, metric in _failure_counts(groups).items()}
-    return {"val/reward_score": overall, **parts, **_length_metrics(groups, prefix="val_"), **failures}
+    metrics = {**_score_metrics(groups, prefix="val/"), **_length_metrics(groups, prefix="val_"), **failures}
+    by_dataset: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        by_dataset.setdefault(group.prompt.prompt_id.rpartition(":")[0], []).append(group)
+    if len(by_dataset) > 1:
+        for name, part in by_dataset.items():
+            # The second dataset of a name is named train~2, and MLflow rejects a ~ in a key.
+            key = re.sub(r"[^\w.-]", "-", name)
+            metrics |= _score_metrics(part, prefix=f"val/{key}/")
+    return metrics
+
+
+def _score_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str, Metric]:
+    """Return the mean scores of a validation. prefix: of their keys."""
+    parts = _reward_metrics(groups, prefix=prefix, suffix="_reward")
+    return {f"{prefix}reward_score": parts.get(f"{prefix}overall_reward", Mean(0.0, 0.0)), **parts}
 
 
 def _reward_metrics(groups: Sequence[RolloutGroup], *, prefix: str, suffix: str) -> dict[str, Metric]:

@@ -135,12 +135,25 @@ def load_policy_and_optimizer(
 
     Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
     """
-    weights = dict(policy.saved_tensors())
-    load_tensors(weights, folder / _weights_folder(policy), group=process_group.state_group)
-    policy.clear_features()
+    load_policy(policy, folder, process_group=process_group)
     _load_optimizer_tensors(
         policy, optimizer, folder / OPTIMIZER_FOLDER, strategy=strategy, process_group=process_group
     )
+
+
+def load_policy(policy: Policy, folder: Path, *, process_group: ProcessGroup) -> None:
+    """Load weights in place, without optimizer states.
+
+    Raises: CheckpointError unless the names, shapes and dtypes of all tensors match.
+    """
+    weights = folder / _weights_folder(policy)
+    if not weights.exists():
+        raise CheckpointError(
+            f"{folder} has no {weights.name}. A run with LoRA cannot load a checkpoint without LoRA, nor the other way "
+            "round; set worker.actor.model.lora.rank as in the run that saved it"
+        )
+    load_tensors(dict(policy.saved_tensors()), weights, group=process_group.state_group)
+    policy.clear_features()
 
 
 def _weights_folder(policy: Policy) -> str:

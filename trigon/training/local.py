@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.data.packing import Positions, pack_train
@@ -64,12 +65,16 @@ class LocalTrainEngine:
         self._offload_optimizer = placement.offload_optimizer
         self._process_group = placement.process_group
         self._features = features
-        self._optimizer = make_optimizer(
-            policy.parameters(),
-            strategy=settings.strategy,
-            learning_rate=settings.schedule.peak,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+        self._made_optimizer = (
+            make_optimizer(
+                policy.parameters(),
+                strategy=settings.strategy,
+                learning_rate=settings.schedule.peak,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+            )
+            if settings.makes_updates
+            else None
         )
         self._updates = 0  # optimizer updates made; skipped ones do not count
         self._scorer = LocalScorer(
@@ -267,6 +272,10 @@ class LocalTrainEngine:
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine. Any number of ranks may have written it."""
+        if self._made_optimizer is None:
+            self._wake(optimizer=False)
+            checkpointing.load_policy(self._policy, folder, process_group=self._process_group)
+            return
         strategy = self._settings.strategy
         updates = checkpointing.read_updates(folder, has_adapters=self._policy.has_adapters, strategy=strategy)
         self._wake(optimizer=True)
@@ -284,8 +293,12 @@ class LocalTrainEngine:
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in trainable),
             weight_bytes=sum(part.numel() * part.element_size() for part in map(on_this_rank, parameters)),
-            gradient_bytes=gradient_bytes,
-            optimizer_bytes=sum(state_bytes(part, self._settings.strategy) for part in map(on_this_rank, trainable)),
+            gradient_bytes=gradient_bytes if self._settings.makes_updates else 0,
+            optimizer_bytes=(
+                sum(state_bytes(part, self._settings.strategy) for part in map(on_this_rank, trainable))
+                if self._settings.makes_updates
+                else 0
+            ),
         )
 
     def close(self) -> None:
@@ -294,6 +307,11 @@ class LocalTrainEngine:
     def _full_kl_reference(self) -> Reference | None:
         """Return the reference of the full KL; None if the loss does not have one."""
         return self._reference if self._terms.kl_estimator == "full" else None
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        assert self._made_optimizer is not None, "this engine makes no updates"
+        return self._made_optimizer
 
     def _wake(self, *, optimizer: bool) -> None:
         """Move offloaded weights, and if asked for the optimizer states, to the device."""

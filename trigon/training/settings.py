@@ -24,6 +24,7 @@ class TrainSettings:
     max_grad_norm: global norm to which gradients are clipped.
     update_max_tokens: token budget of a packed row with gradient.
     score_max_tokens: token budget of a packed row without gradient.
+    makes_updates: False: there is no optimizer, and only weights are loaded from a checkpoint.
     """
 
     terms: LossTerms
@@ -34,6 +35,7 @@ class TrainSettings:
     max_grad_norm: float
     update_max_tokens: int
     score_max_tokens: int
+    makes_updates: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import random
 import warnings
@@ -78,6 +79,8 @@ def import_vllm(device: VllmDevice) -> Any:
             # Each reload warns about a tied head, which weights.py packs again; each start about
             # LD_PRELOAD.
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+            # Logged before vLLM sets its level: that Triton has no CPU backend.
+            logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         case _:
