@@ -6,6 +6,7 @@
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
       rollouts/step_000012.jsonl        the rollouts of step 12, one per line
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
+      mlflow.json                       the id of the MLflow run, with that tracker
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
