@@ -135,7 +135,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
 class Mlflow(ModuleType):
     """Stands in for the mlflow library, which is not a dependency of the tests."""
 
-    def __init__(self, uri="http://server"):
+    def __init__(self, uri="http://user:password@server"):
         super().__init__("mlflow")
         self.__spec__ = ModuleSpec("mlflow", None)
         self.uri, self.runs, self.params, self.artifacts, self.active = uri, [], [], [], None
@@ -178,7 +178,11 @@ def test_mlflow_gets_the_images_beside_the_completions(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("first_step", "uri", "active"),
-    [(3, "http://server", "run 0"), (0, "http://server", "run 1"), (3, "http://another", "run 1")],
+    [
+        (3, "http://user:password@server", "run 0"),
+        (0, "http://user:password@server", "run 1"),
+        (3, "http://another", "run 1"),
+    ],
     ids=["resumed", "from the beginning", "on another server"],
 )
 def test_a_resumed_run_continues_its_mlflow_run(tmp_path, monkeypatch, first_step, uri, active):
@@ -186,6 +190,7 @@ def test_a_resumed_run_continues_its_mlflow_run(tmp_path, monkeypatch, first_ste
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     (sink,) = open_sinks(["mlflow"], settings(tmp_path))
     sink.close()
+    assert "password" not in (tmp_path / "mlflow.json").read_text()
     mlflow.uri = uri
     (sink,) = open_sinks(["mlflow"], settings(tmp_path, first_step=first_step))
     assert mlflow.active == active

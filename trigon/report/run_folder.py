@@ -8,6 +8,7 @@
       rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line
       rollouts/filtered_000012.jsonl    those sampled for it that no step learns from, if any
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
+      mlflow.json                       the id of the MLflow run, with that tracker
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py

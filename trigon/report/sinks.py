@@ -279,13 +279,14 @@ class _MLflow:
         self._mlflow: Any = mlflow
         mlflow.set_experiment(settings.project)
         # The id in the run folder lets a resumed run continue its curves.
-        record, server = settings.folder / "mlflow.json", mlflow.get_tracking_uri()
+        record = settings.folder / "mlflow.json"
+        server = hashlib.sha256(mlflow.get_tracking_uri().encode()).hexdigest()  # the address may hold a password
         saved = json.loads(record.read_text(encoding="utf-8")) if record.exists() and settings.first_step != 0 else {}
-        if saved.get("tracking_uri") == server:
+        if saved.get("server_sha256") == server:
             mlflow.start_run(run_id=saved["run_id"])
             return  # MLflow rejects a parameter that has another value
         run = mlflow.start_run(run_name=settings.experiment)
-        write_json(record, {"run_id": run.info.run_id, "tracking_uri": server})
+        write_json(record, {"run_id": run.info.run_id, "server_sha256": server})
         mlflow.log_params({key: str(value)[:500] for key, value in _flat(settings.config).items()})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
