@@ -666,7 +666,8 @@ class TrainerConfig(Section):
     """Run folder; null: checkpoints/project_name/experiment_name."""
 
     load_checkpoint_path: str | None = None
-    """Checkpoint to resume from (its global_step folder); null: find_last_checkpoint applies."""
+    """Checkpoint to resume from (its global_step or actor folder); null: find_last_checkpoint
+    applies."""
 
     find_last_checkpoint: bool = True
     """Resume from the last checkpoint in the run folder, if there is one."""
