@@ -315,19 +315,22 @@ def test_a_check_raises_for_the_wrong_number_of_results(pool_of, returned):
 def test_timeouts_of_several_groups_in_a_row_stop_the_scoring(pool_of, text):
     pool = pool_of(text, timeout_seconds=0.2)
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"(?s)reward.py timed out for 5 completions in a row .*in misbehave"):
+    with pytest.raises(RewardError, match=r"reward.py timed out for 5 completions in a row .*timeout_seconds=0\.2 s"):
         pool.score(requests(*["loop"] * 200))  # all of them may fail, and would take 40 s
-    assert time.monotonic() - started < 10
-    scores = pool.score(requests(*["loop"] * 4, "good", *["loop"] * 4, "good"))
-    assert [score.outcome for score in scores].count("ok") == 2
+    assert time.monotonic() - started < 20
+
+
+def test_timeouts_with_a_score_in_between_do_not_stop_the_scoring(pool_of):
+    scores = pool_of(SEQUENTIAL, timeout_seconds=0.5).score(requests(*["loop"] * 4, "good", *["loop"] * 2))
+    assert [score.outcome for score in scores] == [*["timeout"] * 4, "ok", *["timeout"] * 2]
 
 
 def test_timeouts_of_one_group_do_not_stop_the_scoring(pool_of):
-    pool = pool_of(SEQUENTIAL, timeout_seconds=0.2)
-    with pool.scoring(num_completions=8) as scoring:
+    pool = pool_of(SEQUENTIAL, timeout_seconds=0.5)
+    with pool.scoring(num_completions=7) as scoring:
         scoring.add(0, requests(*["loop"] * 6))
-        scoring.add(6, requests("good", "good"))
-        assert [score.outcome for score in scoring.result()] == ["timeout"] * 6 + ["ok"] * 2
+        scoring.add(6, requests("good"))
+        assert [score.outcome for score in scoring.result()] == ["timeout"] * 6 + ["ok"]
 
 
 def test_a_missing_file_and_arguments_that_json_cannot_represent_are_immediate_errors(pool_of):
