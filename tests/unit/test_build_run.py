@@ -1,5 +1,6 @@
 """The parts of a run that need no model: tracker settings and the evaluator."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,11 @@ import datasets
 import pytest
 
 from trigon.build.data import open_evaluator
-from trigon.build.run import TrackerEnvironment, make_tracker_settings, run_training
+from trigon.build.run import TrackerEnvironment, announce_downloads, make_tracker_settings, run_training
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, DataError
+from trigon.report.console import Console
 
 
 def test_trackers_get_the_resolved_configuration():
@@ -118,3 +120,18 @@ def test_skipped_rows_are_listed_in_the_run_folder(run, tmp_path):
         (str(tmp_path / "train.jsonl"), 0, "prompt"),
         (str(tmp_path / "train.jsonl"), 1, "markers"),
     ]
+
+
+def test_hubs_are_named_before_they_are_asked():
+    stream = io.StringIO()
+    config = Config(
+        data={"train_files": ("owner/rows@train", "rows.jsonl"), "val_files": ("owner/rows@test",)},
+        worker={"actor": {"model": {"model_path": "owner/model"}}},
+    )
+    announce_downloads(config, Console(stream=stream, progress=False))
+    assert "reading owner/model, owner/rows from https://huggingface.co" in stream.getvalue()
+    assert "HF_ENDPOINT" in stream.getvalue()
+    announce_downloads(
+        Config(data={"train_files": ("./rows",)}), Console(stream=(local := io.StringIO()), progress=False)
+    )
+    assert local.getvalue() == ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trigon.config.paths import DATASET_SUFFIXES, is_inline_template, local_path, split_dataset
+from trigon.config.paths import DATASET_SUFFIXES, is_inline_template, local_path, nearest_path, split_dataset
 from trigon.config.plan import (
     context_length,
     join_with_or,
@@ -232,7 +232,8 @@ def _check_files(config: Config) -> list[str]:
         "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
     }
     return [
-        f"{key}: there is no {path} (looked for {Path(path).expanduser().absolute()}){hints.get(key, '')}"
+        f"{key}: there is no {path} (looked for {Path(path).expanduser().absolute()})"
+        f"{nearest_path(path) or hints.get(key, '')}"
         for key, path in paths.items()
         if not Path(path).expanduser().exists()
     ]
