@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
             warnings=(),
             trackers=TrackerEnvironment(None, None, None, None),
             should_stop=lambda: False,
+            defer_interrupts=nullcontext,
             export_to=None,
         )
     return phases_of(folder / "run", statistics.median)

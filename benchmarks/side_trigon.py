@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,7 +79,14 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
     loaded = load_config(None, options(folder, shape, steps))
     wait()  # the first step has the start in it, and is not counted
     trackers = TrackerEnvironment(None, None, None, None)
-    run_training(loaded.config, warnings=loaded.warnings, trackers=trackers, should_stop=after_step, export_to=None)
+    run_training(
+        loaded.config,
+        warnings=loaded.warnings,
+        trackers=trackers,
+        should_stop=after_step,
+        defer_interrupts=nullcontext,
+        export_to=None,
+    )
 
 
 if __name__ == "__main__":

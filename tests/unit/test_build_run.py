@@ -1,18 +1,21 @@
 """The parts of a run that need no model: tracker settings, the evaluator, early errors."""
 
+import io
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
 import pytest
 
 from trigon.build.data import open_evaluator
-from trigon.build.run import TrackerEnvironment, make_tracker_settings, run_training
+from trigon.build.run import TrackerEnvironment, announce_downloads, make_tracker_settings, run_training
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, DataError, RewardError
+from trigon.report.console import Console
 
 
 def test_trackers_get_the_resolved_configuration():
@@ -64,6 +67,7 @@ def start_run(folder: Path, *, model: Path, reward: str) -> None:
         warnings=(),
         trackers=TrackerEnvironment(None, None, None, None),
         should_stop=lambda: False,
+        defer_interrupts=nullcontext,
         export_to=None,
     )
 
@@ -174,3 +178,18 @@ def test_skipped_rows_are_listed_in_the_run_folder(run, tmp_path):
         (str(tmp_path / "train.jsonl"), 0, "prompt"),
         (str(tmp_path / "train.jsonl"), 1, "markers"),
     ]
+
+
+def test_hubs_are_named_before_they_are_asked():
+    stream = io.StringIO()
+    config = Config(
+        data={"train_files": ("owner/rows@train", "rows.jsonl"), "val_files": ("owner/rows@test",)},
+        worker={"actor": {"model": {"model_path": "owner/model"}}},
+    )
+    announce_downloads(config, Console(stream=stream, progress=False))
+    assert "reading owner/model, owner/rows from https://huggingface.co" in stream.getvalue()
+    assert "HF_ENDPOINT" in stream.getvalue()
+    announce_downloads(
+        Config(data={"train_files": ("./rows",)}), Console(stream=(local := io.StringIO()), progress=False)
+    )
+    assert local.getvalue() == ""

@@ -140,6 +140,8 @@ def test_validation_prompts_are_required_only_if_validation_is_on():
     without = ("data.val_files=",)
     off = ("trainer.val_before_train=false", "trainer.val_freq=-1")
     assert "switch validation off with trainer.val_before_train=false trainer.val_freq=-1" in problem(*without)
+    assert problem("data.val_files=null") == problem(*without)
+    assert warnings("data.val_files=null", *off) == ()
     assert "data.val_files is not set" in problem(*without, off[0], "trainer.val_freq=5")
     assert "data.val_files is not set" in problem(*without, *off, "trainer.val_only=true")
     assert warnings(*without, *off) == ()
@@ -171,6 +173,22 @@ def test_training_prompts_are_required():
 def test_a_missing_file_is_reported_with_its_absolute_path(tmp_path, monkeypatch, key, value, missing):
     monkeypatch.chdir(tmp_path)
     assert problem(f"{key}={value}").startswith(f"{key}: there is no {missing} (looked for {tmp_path / missing})")
+
+
+def test_a_missing_path_is_named_with_its_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "qwen-3b" / "final").mkdir(parents=True)
+    (tmp_path / "rows.parquet").touch()
+    key = "worker.actor.model.model_path"
+    for given, meant in (
+        ("./models/qwen-2b", "models/qwen-3b"),
+        ("./model/qwen-3b/final", "models/qwen-3b/final"),
+        (f"{tmp_path}/models/qwen3b/final", f"{tmp_path}/models/qwen-3b/final"),
+        (f"{tmp_path}/models/qwen3b/other", f"{tmp_path}/models/qwen-3b"),
+    ):
+        assert problem(f"{key}={given}").endswith(f"; did you mean {meant}?")
+    assert problem("data.train_files=row.parquet").endswith("; did you mean rows.parquet?")
+    assert "did you mean" not in problem(f"{key}=./nothing/of/this/name")
 
 
 def test_a_path_may_start_with_a_tilde(tmp_path, monkeypatch):

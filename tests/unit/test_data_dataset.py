@@ -306,3 +306,15 @@ def test_skipped_rows_are_passed_on_even_if_there_are_too_many(processors, tmp_p
             skipped[0].message
             == "x:1: <image> markers in the text: 0, images: 1; put <image> into the text where each belongs"
         )
+
+
+def test_overlong_prompts_propose_a_length_that_works(processors, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [([], "x " * (20 + number), "1") for number in range(20)])
+    with pytest.raises(DataError) as caught:
+        scan(path, processors, max_prompt_length=10)
+    every, most = map(int, re.findall(r"data\.max_prompt_length=(\d+)", str(caught.value)))
+    assert scan(path, processors, max_prompt_length=every).num_skipped == {}
+    assert scan(path, processors, max_prompt_length=every - 1).num_skipped == {"overlong": 1}
+    assert len(scan(path, processors, max_prompt_length=most)) == 18
+    with pytest.raises(DataError, match=rf"data\.max_prompt_length={every} is enough for all"):
+        scan(path, processors, max_prompt_length=most, filter_overlong_prompts=False)

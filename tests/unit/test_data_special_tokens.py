@@ -1,6 +1,10 @@
 """Special tokens in a dataset's text are text, and other rows keep their token ids."""
 
+import copy
+from dataclasses import replace
+
 import pytest
+from transformers import AddedToken
 
 from support.builders import make_builder
 from trigon.models.load import load_processors
@@ -83,3 +87,17 @@ def test_messages_and_templates(processors):
     assert count(processors, prompt, "<|im_start|>") == 5  # the template's: four messages and the completion
     assert count(processors, prompt, "<|im_end|>") == 5  # the template's four, and that of format_prompt
     assert prompt.text.endswith("user: <|im_end|><|im_start|>.")
+
+
+def test_role_tokens_without_the_flag_are_text_and_think_is_not(processors):
+    own = replace(processors, tokenizer=copy.deepcopy(processors.tokenizer))
+    tokens = ["<\uff5cUser\uff5c>", "<think>"]
+    own.tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+    own.tokenizer.chat_template = "{% for m in messages %}<\uff5cUser\uff5c>{{ m.content }}{% endfor %}<think>"
+    prompt = build(own, "Hi <\uff5cUser\uff5c> <think>")
+    assert [count(own, prompt, token) for token in tokens] == [1, 2]
+    assert own.tokenizer.decode(prompt.token_ids) == "<\uff5cUser\uff5c>Hi <\uff5cUser\uff5c> <think><think>"
+    allowed = build(own, "Hi <\uff5cUser\uff5c> <think>", allow_special_tokens=True)
+    assert [count(own, allowed, token) for token in tokens] == [2, 2]
+    with_think = [build(own, "Use <think> tags.", allow_special_tokens=allow).token_ids for allow in (True, False)]
+    assert with_think[0] == with_think[1]

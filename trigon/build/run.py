@@ -31,11 +31,13 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.defaults import resolve_parity_tolerance, resolve_run_folder
 from trigon.config.load import dump_config
+from trigon.config.paths import DATASET_SUFFIXES, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.stream import PromptStream
 from trigon.loop import Run, train
+from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import model_folder
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
@@ -85,6 +87,7 @@ def run_training(
             console.warn(warning)
         store = open_store(config, folder, console)
         checkpoint = choose_checkpoint(config, store)
+        announce_downloads(config, console)
         processors = open_processors(config)
         worker_group = stack.enter_context(open_worker_group(config, folder.path)) if num_workers(config) > 1 else None
         rewards.ready()
@@ -160,6 +163,26 @@ def check_environment(config: Config) -> None:
     check_sinks(config.trainer.logger)
     if num_workers(config) == 1:
         choose_kernel(config, choose_device(config))
+
+
+def announce_downloads(config: Config, console: Console) -> None:
+    """Say which hub models and datasets are read from, before the first attempt to reach a hub.
+
+    A client that cannot reach its hub tries again for half a minute, without a word.
+    """
+    model, data = config.worker.actor.model, config.data
+    models = [path for path in (model.model_path, model.tokenizer_path) if path and local_path(path) is None]
+    datasets = [
+        location
+        for location, _ in map(split_dataset, (*data.train_files, *data.val_files))
+        if local_path(location, suffixes=DATASET_SUFFIXES) is None
+    ]
+    names = list(dict.fromkeys((*models, *datasets)))
+    if names and not uses_modelscope():
+        console.print(
+            f"reading {', '.join(names)} from {hub_endpoint()}, or from the local cache; if that cannot be reached, "
+            "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache only"
+        )
 
 
 def open_rewards(config: Config) -> RewardPool:

@@ -14,6 +14,7 @@ from trigon.config.paths import (
     expand_path,
     is_inline_template,
     local_path,
+    nearest_path,
     path_exists,
     split_dataset,
 )
@@ -279,7 +280,8 @@ def _check_files(config: Config) -> list[str]:
         "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
     }
     return [
-        f"{key}: there is no {path} (looked for {expand_path(path).absolute()}){hints.get(key, '')}"
+        f"{key}: there is no {path} (looked for {expand_path(path).absolute()})"
+        f"{nearest_path(path) or hints.get(key, '')}"
         for key, path in paths.items()
         if not path_exists(path)
     ]

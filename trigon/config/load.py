@@ -306,6 +306,8 @@ def _convert(option: Option, node: Node) -> Any:
     if isinstance(node, ScalarNode) and node.tag == NULL_TAG:
         if option.optional:
             return None
+        if option.kind == "list" and option.default == ():
+            return ()
         raise ValueError
     if option.kind == "list" and isinstance(node, SequenceNode):
         return tuple(_convert_scalar(option, item) for item in node.value)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.errors import ConfigError
+from trigon.suggestions import nearest
 
 DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 """Suffixes of dataset files. A dataset with one of them is a local file, not a hub id."""
@@ -55,6 +56,27 @@ def local_path(text: str, *, suffixes: Sequence[str] = ()) -> Path | None:
     path = expand_path(text)
     is_no_hub_id = text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix in suffixes
     return path if is_no_hub_id or path_exists(text) else None
+
+
+def nearest_path(text: str) -> str:
+    """Return "; did you mean runs/model?" for a path that does not exist, or "" if none is similar.
+
+    The part of it that does not exist is compared with what its folder holds.
+    """
+    path = Path(text).expanduser()
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    try:
+        entries = sorted(entry.name for entry in missing.parent.iterdir() if not entry.name.startswith("."))
+    except OSError:  # not a folder, or not readable
+        return ""
+    name = nearest(missing.name, entries) if missing.name else None
+    if name is None:
+        return ""
+    found = missing.with_name(name)
+    whole = found / path.relative_to(missing)
+    return f"; did you mean {whole if whole.exists() else found}?"
 
 
 def split_dataset(text: str) -> tuple[str, str | None]:

@@ -226,8 +226,14 @@ def open_prompts(
         num_skipped[reason] = num_skipped.get(reason, 0) + 1
         examples[reason] = (*examples.get(reason, ()), str(problem))[:_NUM_EXAMPLES]
     folders = {problem.folder for _, problem in problems if problem.folder is not None}
-    hint = _image_dir_hint(folders) if len(folders) > 1 else ""
-    _check_skipped(spec, num_skipped, examples, len(results), filter_overlong_prompts, max_bad_row_fraction, hint)
+    hints = [_image_dir_hint(folders)] if len(folders) > 1 else []
+    lengths = sorted(
+        [problem.num_tokens for _, problem in problems if problem.num_tokens]
+        + [result.num_tokens for _, result in usable]
+    )
+    if "overlong" in num_skipped:
+        hints.append(_length_hint(lengths))
+    _check_skipped(spec, num_skipped, examples, len(results), filter_overlong_prompts, max_bad_row_fraction, hints)
     digest = hashlib.sha256()
     for index, result in usable:
         digest.update(b"%d:%s" % (index, result.digest))
@@ -331,21 +337,22 @@ def _check_skipped(
     num_rows: int,
     filter_overlong_prompts: bool,
     max_bad_row_fraction: float,
-    hint: str,
+    hints: Sequence[str],
 ) -> None:
-    """Raise DataError if too many rows were skipped, or all of them. hint: a last line, or ""."""
+    """Raise DataError if too many rows were skipped, or all of them. hints: its last lines."""
     num_overlong = num_skipped.get("overlong", 0)
     if num_overlong and not filter_overlong_prompts:
         raise DataError(
             f"{spec}: {num_overlong} of {num_rows} prompts are too long ({examples['overlong'][0]}); "
-            "raise data.max_prompt_length, lower data.max_pixels, or set data.filter_overlong_prompts=true"
+            "raise data.max_prompt_length, lower data.max_pixels, or set data.filter_overlong_prompts=true; "
+            f"{hints[-1]}"
         )
     messages = [
         f"{count} x {reason}: {example}{' ...' if count > 1 else ''}"
         for reason, count in num_skipped.items()
         for example in examples[reason][:1]
     ]
-    messages += [hint] if hint else []
+    messages += hints
     num_bad = sum(num_skipped.values()) - num_overlong
     check_bad_fraction(num_bad, num_rows, max_bad_row_fraction, [spec, *messages])
     if num_bad + num_overlong == num_rows:
@@ -358,3 +365,10 @@ def _image_dir_hint(folders: Collection[Path]) -> str:
     if common == os.sep:
         return "the absolute paths have no folder in common: move the files into one, and set data.image_dir to it"
     return f"all absolute paths are below data.image_dir={common}"
+
+
+def _length_hint(lengths: Sequence[int]) -> str:
+    """Return values of data.max_prompt_length. lengths: tokens of all counted prompts, sorted."""
+    most = lengths[-(-9 * len(lengths) // 10) - 1]
+    some = f", data.max_prompt_length={most} for nine of ten" if most < lengths[-1] else ""
+    return f"data.max_prompt_length={lengths[-1]} is enough for all prompts{some}"

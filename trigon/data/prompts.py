@@ -337,7 +337,9 @@ class PromptBuilder:
         if len(token_ids) > self.max_prompt_length:
             share = f" ({sum(map(len, expanded))} of them for {media.kind}s)" if expanded else ""
             limit = f"max_prompt_length={self.max_prompt_length}"
-            raise UnusableRow("overlong", f"{name}: {len(token_ids)} tokens{share}, more than {limit}")
+            raise UnusableRow(
+                "overlong", f"{name}: {len(token_ids)} tokens{share}, more than {limit}", num_tokens=len(token_ids)
+            )
         media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
         prompt_text = messages_as_text(messages)
         return _Tokens(tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text))

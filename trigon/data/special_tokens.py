@@ -8,15 +8,21 @@ it, up to the template's own special tokens, is tokenized as text:
     tokenized   <|im_start|> | user\\nHello <|im_start|> system | <|im_end|>\\n
                 special        text                              special
 
+Added tokens of the form `<|...|>` count as special, whatever their flag says: in DeepSeek-R1's
+distilled models, those of roles are not flagged. `<think>` and the like are not special.
+
 Rows without special tokens are tokenized as a whole, by the tokenizer itself.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_CONTROL_TOKEN = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # the second is DeepSeek's full-width bar
 
 _PRIVATE_USE_AREAS = (0xF0000, 0x100000)
 _AREA_LENGTH = 0xFFFE
@@ -67,7 +73,8 @@ class SpecialTokens:
 
         ignore: special tokens that are not masked.
         """
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        added = tokenizer.added_tokens_decoder.values()
+        tokens = {str(token) for token in added if token.special or _CONTROL_TOKEN.fullmatch(str(token))}
         self.any_special_token = _any_of(tokens)
         self.any_token = _any_of(tokens - set(ignore))
         self.tokenize = tokenize
@@ -77,7 +84,10 @@ class SpecialTokens:
             # A copy: the setting is the tokenizer's own, and other threads use it.
             from tokenizers import Tokenizer
 
-            self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            content = json.loads(tokenizer.backend_tokenizer.to_str())
+            for token in content["added_tokens"]:
+                token["special"] = token["content"] in tokens
+            self._backend = Tokenizer.from_str(json.dumps(content))
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = True

@@ -35,10 +35,7 @@ _JINJA = str(Path(jinja2.__file__).parent)
 
 
 class TemplateFailure(Exception):
-    """A template raised an error, whose first line is the message.
-
-    line: of the template, or None.
-    """
+    """A template raised an error; the message is its first line. line: of the template."""
 
     def __init__(self, message: str, *, line: int | None = None) -> None:
         super().__init__(message)

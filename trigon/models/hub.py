@@ -34,6 +34,13 @@ def uses_modelscope() -> bool:
     return value in ("1", "true", "yes", "on")
 
 
+def hub_endpoint() -> str:
+    """Return the address of the Hugging Face Hub, or of the mirror in HF_ENDPOINT."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
 def modelscope_folder(repo_id: str, kind: Kind) -> Path:
     """Return the local copy of a ModelScope repository, downloaded if needed.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trigon.config.paths import local_path
+from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ModelError
 from trigon.models.attention import use_group_attention
 from trigon.models.families import ModelFamily, family_named
@@ -119,8 +119,8 @@ def _download(model_path: str) -> Path:
     except (OSError, ValueError) as error:  # the base classes of the Hub's errors
         raise ModelError(
             f"{model_path!r} is neither a folder on this machine nor a model that could be downloaded from the "
-            f"Hugging Face Hub ({constants.ENDPOINT}): {error}. Check the spelling, the network, and for a gated "
-            "model the access token."
+            f"Hugging Face Hub ({constants.ENDPOINT}): {error}. Check the spelling, the network (HF_ENDPOINT names a "
+            f"mirror), and for a gated model the access token{nearest_path(model_path)}"
         ) from error
 
 
