@@ -143,7 +143,7 @@ class DataConfig(Section):
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1)
     """Threads that measure prompts and prepare images.
-    Raising it shortens the start if there are CPU cores."""
+    Raising it shortens the start, up to the number of usable CPUs."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.
