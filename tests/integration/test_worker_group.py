@@ -166,6 +166,10 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
         [] if number == 3 else [(number, 2, 3, 7)] * 2 for number in range(1, 7)
     ]
     assert received == dict(enumerate(rows))
+    assert engine.num_replicas == 2 // replica_size
+    assert [{completion.replica for completion in row} for row in rows] == [
+        set() if index == 2 else {index % engine.num_replicas} for index in range(6)
+    ]
     assert sum(progress) == 12
     # Each group was sent once, and its size does not depend on the groups sent with it.
     num_bytes = worker_group.traffic.pop_metrics()["moved/received_bytes"].value

@@ -47,7 +47,13 @@ NEIGHBOURS = {
 ONLY_IN = {
     "vllm": ("rollout/vllm/",),
     "ray": ("distributed/",),
-    "torch.distributed": ("distributed/", "training/parallel.py", "training/fsdp.py", "training/state.py"),
+    "torch.distributed": (
+        "distributed/",
+        "training/parallel.py",
+        "training/fsdp.py",
+        "training/state.py",
+        "rollout/vllm/weight_check.py",
+    ),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),

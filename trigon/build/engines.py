@@ -126,6 +126,7 @@ def open_rollout(
                 disable_log_stats=rollout.disable_log_stats,
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
                 shows_videos=shows_videos,
+                weight_check_freq=rollout.weight_check_freq,
             )
             return VllmEngine(settings, processors)
         case "transformers":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -137,6 +138,11 @@ class WorkersRolloutEngine:
         self._tensor_parallel_size = tensor_parallel_size
         self._generations = count(1)
 
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return len(self._worker_group.workers) // self._tensor_parallel_size
+
     @contextmanager
     def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
         """See RolloutEngine. Each worker reads the weights of its own trainer."""
@@ -165,7 +171,7 @@ class WorkersRolloutEngine:
         """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart."""
         worker_group, replica_size = self._worker_group, self._tensor_parallel_size
         num_workers = len(worker_group.workers)
-        num_replicas = num_workers // replica_size
+        num_replicas = self.num_replicas
         # Round-robin: adjacent prompts are often similar, so they go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
         payloads = [
@@ -176,6 +182,7 @@ class WorkersRolloutEngine:
             worker_group,
             generation,
             [shares[rank // replica_size] for rank in range(num_workers)],
+            replica_size=replica_size,
             on_progress=on_progress,
             on_group=on_group,
         )
@@ -201,7 +208,8 @@ class WorkersRolloutEngine:
 class _GenerationProgress:
     """Collects the completions of one generation from heartbeats. Implements HeartbeatListener.
 
-    shares: for each rank, the indices of its prompts. completions: received so far, by prompt.
+    shares: for each rank, the indices of its prompts. replica_size: ranks of a replica.
+    completions: received so far, by prompt.
     """
 
     def __init__(
@@ -210,12 +218,14 @@ class _GenerationProgress:
         generation: int,
         shares: Sequence[Sequence[int]],
         *,
+        replica_size: int,
         on_progress: Callable[[int], None] | None,
         on_group: OnGroup | None,
     ) -> None:
         self._worker_group = worker_group
         self._generation = generation
         self._shares = shares
+        self._replica_size = replica_size
         self._on_progress = on_progress
         self._on_group = on_group
         self._num_samples = [0] * len(shares)  # received so far, by rank
@@ -235,7 +245,8 @@ class _GenerationProgress:
             self._on_progress(num_finished)
         for index_in_share, payload in heartbeat.groups:
             index = self._shares[rank][index_in_share]
-            [completions] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
+            [decoded] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
+            completions = [replace(completion, replica=rank // self._replica_size) for completion in decoded]
             self.completions[index] = completions
             if self._on_group is not None:
                 self._on_group(index, completions)

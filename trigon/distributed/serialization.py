@@ -63,6 +63,7 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
     """Encode completions, one row for each prompt.
 
     sampling_logprobs are encoded as float32, the dtype in which all rollout engines compute them.
+    Without replica, which the driver knows by the rank that the message comes from.
     """
     completions = list(chain.from_iterable(rows))
     writer = _Writer()
