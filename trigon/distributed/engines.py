@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
 from trigon.distributed.balance import partition_balanced
+from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import (
     decode_completions,
     decode_logprobs,
@@ -34,6 +35,7 @@ from trigon.training.local import has_gradient
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 
 class WorkerWeights(WeightsHandle):
@@ -71,7 +73,8 @@ class WorkersTrainEngine:
         costs = update_costs(groups, regularized=self._regularized)
         shares = partition_balanced(costs, len(worker_group.workers))
         payloads = [
-            worker_group.put(encode_train([groups[index] for index in share]), phase="update") for share in shares
+            _put_groups(worker_group, encode_train, [groups[index] for index in share], rank=rank, phase="update")
+            for rank, share in enumerate(shares)
         ]
         metrics = worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
         return merge(*metrics, worker_group.traffic.pop_metrics())
@@ -174,9 +177,12 @@ class WorkersRolloutEngine:
         num_replicas = self.num_replicas
         # Round-robin: adjacent prompts are often similar, so they go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
-        payloads = [
-            worker_group.put(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares
-        ]
+        payloads = []
+        for replica, share in enumerate(shares):
+            files = _FilesOfRanks(worker_group.files[replica * replica_size : (replica + 1) * replica_size])
+            share_prompts = [prompts[index] for index in share]
+            payloads.append(worker_group.put(encode_prompts(share_prompts, files), phase="rollout"))
+            files.add(share_prompts)
         generation = next(self._generations)
         progress = _GenerationProgress(
             worker_group,
@@ -266,11 +272,43 @@ def _call_by_group(
 ) -> list[list[Tensor]]:
     """Call a method on all workers, each with a share of groups, and return its tensors."""
     shares = partition_balanced([tokens_of(group) for group in groups], len(worker_group.workers))
-    payloads = [worker_group.put(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
+    payloads = [
+        _put_groups(worker_group, encode_rollouts, [groups[index] for index in share], rank=rank, phase=phase)
+        for rank, share in enumerate(shares)
+    ]
     results = worker_group.call_all(method, per_rank=payloads, phase=phase)
     return _restore_order(
         shares, [decode_logprobs(worker_group.count_received(result, phase=phase)) for result in results]
     )
+
+
+def _put_groups(
+    worker_group: WorkerGroup,
+    encode: Callable[[Sequence[Group], RecentFiles], bytes],
+    groups: Sequence[Group],
+    *,
+    rank: int,
+    phase: str,
+) -> Any:
+    """Put the message with a rank's groups, and return Ray's reference."""
+    files = worker_group.files[rank]
+    payload = encode(groups, files)
+    files.add(group.prompt for group in groups)
+    return worker_group.put(payload, phase=phase)
+
+
+class _FilesOfRanks:
+    """The files that all of these ranks have: those that a message to all of them can omit."""
+
+    def __init__(self, ranks: Sequence[RecentFiles]) -> None:
+        self._ranks = ranks
+
+    def __contains__(self, file_hash: object) -> bool:
+        return all(file_hash in files for files in self._ranks)
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        for files in self._ranks:
+            files.add(prompts)
 
 
 def _restore_order(shares: Sequence[Sequence[int]], results: Sequence[Sequence[Item]]) -> list[Item]:
