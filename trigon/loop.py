@@ -137,9 +137,9 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             batch = sampler.collect_batch(
                 run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
             )
-            probe = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
+            probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
         with run.report.phase("parity"):
-            parity = run.parity.check(probe, run.trainer)
+            parity = run.parity.check(probes, run.trainer)
         prepared = prepare_groups(
             batch.groups,
             run.advantage_settings,

@@ -1,7 +1,7 @@
-"""The parity check: that the rollout engine holds the trainer's weights, at every step.
+"""The parity check: every replica of the rollout engine computes what the trainer computes.
 
-Both compute log-probabilities of the same tokens. In float32 they agree to about 1e-5; stale
-weights, a stale cache or different pixels give differences of 0.1 and more.
+At every step, both compute log-probabilities of the same tokens. In float32 they agree to about
+1e-5; stale weights, a stale cache or different pixels give differences of 0.1 and more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trigon.training.protocol import LogprobEngine
 from trigon.types import Rollout, RolloutGroup, SamplingParams, Score
 
 PROBE_TOKENS = 64
-"""Fewest tokens to compare, if there are as many: detects stale weights at little cost."""
+"""Fewest tokens of a replica to compare, if there are as many."""
 SAMPLED_PROBE_TOKENS = 16
-"""Most tokens to sample for the comparison where no completion of the step can be compared."""
+"""Most tokens to sample where no completion of the step can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,49 +35,70 @@ class ParityCheck:
 
     def probe(
         self, groups: Sequence[RolloutGroup], rollout: RolloutEngine, sampling: SamplingParams, *, step: int
-    ) -> RolloutGroup:
-        """Return completions to compare. The rollout engine must be awake.
+    ) -> list[RolloutGroup]:
+        """Return completions of every replica to compare. The rollout engine must be awake.
 
-        Without top-p and top-k these are the first completions of the first group that was sampled
-        in this step. With either, log-probabilities are those of a truncated distribution, which
-        the trainer does not compute, so one short completion is sampled without them; likewise if
-        all groups were sampled in earlier steps.
+        Without top-p and top-k these are the first completions of the first group that the replica
+        sampled in this step. With either, log-probabilities are those of a truncated distribution,
+        which the trainer does not compute, so each replica samples one short completion without
+        them; likewise if a replica sampled none of the groups in this step.
         """
-        fresh = [group for group in groups if group.rollouts[0].completion.policy_version == step - 1]
-        if fresh and sampling.top_p == 1.0 and sampling.top_k == -1:
-            return RolloutGroup(fresh[0].prompt, _first_rollouts(fresh[0].rollouts, PROBE_TOKENS))
-        max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
-        untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens)
-        prompt = groups[0].prompt
-        [completions] = rollout.generate([prompt], untruncated, step=step)
-        if not completions:
-            raise EngineError(
-                f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check. See the engine's "
-                "log."
-            )
-        return RolloutGroup(prompt, (Rollout(completions[0], Score(0.0, {}, "ok", "")),))
+        probes: dict[int, RolloutGroup] = {}  # by replica
+        if sampling.top_p == 1.0 and sampling.top_k == -1:
+            for group in groups:
+                completion = group.rollouts[0].completion
+                if completion.policy_version == step - 1 and completion.replica not in probes:
+                    probes[completion.replica] = RolloutGroup(
+                        group.prompt, _first_rollouts(group.rollouts, PROBE_TOKENS)
+                    )
+        if len(probes) < rollout.num_replicas:
+            max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
+            untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+            prompt = groups[0].prompt
+            for completions in rollout.generate([prompt] * rollout.num_replicas, untruncated, step=step):
+                if not completions:
+                    raise EngineError(
+                        f"The rollout engine failed twice to sample {prompt.prompt_id} for the parity check. See the "
+                        "engine's log."
+                    )
+                probe = RolloutGroup(prompt, (Rollout(completions[0], Score(0.0, {}, "ok", "")),))
+                probes.setdefault(completions[0].replica, probe)
+        return [probes[replica] for replica in sorted(probes)]
 
-    def check(self, probe: RolloutGroup, trainer: LogprobEngine) -> Metrics:
-        """Return metrics of the differences between the probe's and the trainer's log-probs.
+    def check(self, probes: Sequence[RolloutGroup], trainer: LogprobEngine) -> Metrics:
+        """Return metrics of the differences between the probes' and the trainer's log-probs.
 
-        Raises: ParityError if their mean exceeds the tolerance or is not finite.
+        Raises: ParityError if the mean of a replica exceeds the tolerance or is not finite.
         """
-        [trainer_logprobs] = trainer.logprobs([probe])
-        sampled = torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in probe.rollouts])
-        difference = (torch.cat(trainer_logprobs) - sampled).abs()
-        mean = float(difference.mean())
-        if not mean <= self.tolerance:
-            version = probe.rollouts[0].completion.policy_version
+        differences = [
+            (torch.cat(trainer_logprobs) - _sampling_logprobs(probe)).abs()
+            for probe, trainer_logprobs in zip(probes, trainer.logprobs(probes), strict=True)
+        ]
+        failed = [
+            (probe, difference)
+            for probe, difference in zip(probes, differences, strict=True)
+            if not float(difference.mean()) <= self.tolerance
+        ]
+        if failed:
+            probe, difference = failed[0]
+            completion = probe.rollouts[0].completion
+            replicas = ", ".join(str(other.rollouts[0].completion.replica) for other, _ in failed)
             raise ParityError(
                 f"rollout engine and trainer compute different log-probabilities for the same {difference.numel()} "
-                f"tokens of {probe.prompt.prompt_id} at policy version {version}: mean |difference| {mean:.3g} "
-                f"(largest {float(difference.max()):.3g}), accepted {self.tolerance:.3g}. The weight sync is "
+                f"tokens of {probe.prompt.prompt_id} at policy version {completion.policy_version}: mean |difference| "
+                f"{float(difference.mean()):.3g} (largest {float(difference.max()):.3g}), accepted "
+                f"{self.tolerance:.3g}; so in replica {replicas} of {len(probes)}, counted from 0. The weight sync is "
                 "incomplete, or a cache is stale. If only rounding differs, raise worker.rollout.parity_tolerance"
             )
+        compared = torch.cat(differences)
         return {
-            "parity/logprobs_diff_mean": Mean(float(difference.sum()), float(difference.numel())),
-            "parity/logprobs_diff_max": Max(float(difference.max())),
+            "parity/logprobs_diff_mean": Mean(float(compared.sum()), float(compared.numel())),
+            "parity/logprobs_diff_max": Max(float(compared.max())),
         }
+
+
+def _sampling_logprobs(probe: RolloutGroup) -> torch.Tensor:
+    return torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in probe.rollouts])
 
 
 def _first_rollouts(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:

@@ -127,6 +127,7 @@ class Completion:
     temperature, top-p and top-k. All 0.0 for greedy decoding.
     text: token_ids decoded, without special tokens if worker.reward.skip_special_tokens.
     policy_version: the optimizer step whose weights sampled it.
+    replica: index of the engine replica that sampled it; see RolloutEngine.num_replicas.
     """
 
     token_ids: tuple[int, ...]
@@ -134,6 +135,7 @@ class Completion:
     finish_reason: FinishReason
     text: str
     policy_version: int
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)

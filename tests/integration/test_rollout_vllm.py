@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm")
 
 from support.rollout import handle_of, make_vllm_engine
-from trigon.errors import EngineError
+from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
@@ -285,6 +285,68 @@ def test_wrong_weights_raise_and_make_the_engine_unusable(tiny_model, prompts, r
             pass
         with pytest.raises(EngineError, match="did not finish"):
             engine.generate(prompts[2:], SAMPLING, step=1)
+    finally:
+        engine.close()
+
+
+def keep_an_old_norm(monkeypatch):
+    """Make vLLM keep the old values of the last norm."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    copy = layerwise._copy_and_restore_kernel_tensors
+
+    def copy_other_layers(layer, info):
+        if type(layer).__name__ == "RMSNorm" and layer in last_norms:
+            layerwise._place_kernel_tensors(layer, info)
+        else:
+            copy(layer, info)
+
+    last_norms = []
+    monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", copy_other_layers)
+    return lambda model: last_norms.append(model.model.norm)
+
+
+def load_a_wrong_key(monkeypatch):
+    """Make vLLM load keys that differ in the last bit of one value from those that it was given."""
+    from vllm.model_executor.parameter import _ColumnvLLMParameter
+
+    load = _ColumnvLLMParameter.load_qkv_weight
+
+    def load_with_an_error(parameter, loaded_weight, **kwargs):
+        if kwargs["shard_id"] == "k":
+            loaded_weight = loaded_weight.clone()
+            values = loaded_weight.view(-1)
+            largest = values.argmax()
+            values[largest] = torch.nextafter(values[largest], torch.tensor(torch.inf))
+        load(parameter, loaded_weight, **kwargs)
+
+    monkeypatch.setattr(_ColumnvLLMParameter, "load_qkv_weight", load_with_an_error)
+    return lambda model: None
+
+
+@pytest.mark.parametrize(
+    ("defect", "parameter"),
+    [
+        (keep_an_old_norm, r"1 differ \(model\.norm\.weight"),
+        (load_a_wrong_key, r"2 differ \(model\.layers\.0\.self_attn"),
+    ],
+)
+def test_parameters_that_are_not_the_trainers_weights_raise(tiny_model, monkeypatch, defect, parameter):
+    folder = tiny_model("qwen2", tie_word_embeddings=True)
+    processors = load_processors(str(folder))
+    weights = weights_of(folder, processors)
+    changed = {name: weight + 1e-6 * torch.sign(weight) for name, weight in weights.items()}
+    engine = make_vllm_engine(folder, processors, weight_check_freq=2)
+    try:
+        with engine.awake(handle_of(weights), version=0):
+            pass
+        engine._llm_engine.apply_model(defect(monkeypatch))
+        with engine.awake(handle_of(changed), version=1):  # not compared: not a multiple of weight_check_freq
+            pass
+        with pytest.raises(ParityError, match=parameter), engine.awake(handle_of(changed), version=2):
+            pass
+        with pytest.raises(EngineError, match="did not finish"), engine.awake(handle_of(weights), version=4):
+            pass
     finally:
         engine.close()
 

@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from ray import cloudpickle
 
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
@@ -23,7 +25,18 @@ from trigon.distributed.serialization import encode_completions
 from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, TrigonError, WorkerError
-from trigon.types import Completion, Prompt, SamplingParams
+from trigon.metrics import Sum
+from trigon.types import (
+    Completion,
+    EncodedMedia,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    TrainGroup,
+    TrainSequence,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -59,10 +72,19 @@ class EchoEngine:
 
 
 class StubTrainer:
-    """A trainer without weights."""
+    """A trainer without weights, which computes with the bytes of the prompts' files."""
 
     def weights(self):
         return iter(())
+
+    def logprobs(self, groups):
+        return [
+            [torch.tensor([float(sum(map(sum, group.prompt.vision.encoded)))]) for _ in group.rollouts]
+            for group in groups
+        ]
+
+    def step(self, groups):
+        return {"files": Sum(float(sum(sum(map(sum, group.prompt.vision.encoded)) for group in groups)))}
 
 
 class TestWorker(Worker):
@@ -166,6 +188,10 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
         [] if number == 3 else [(number, 2, 3, 7)] * 2 for number in range(1, 7)
     ]
     assert received == dict(enumerate(rows))
+    assert engine.num_replicas == 2 // replica_size
+    assert [{completion.replica for completion in row} for row in rows] == [
+        set() if index == 2 else {index % engine.num_replicas} for index in range(6)
+    ]
     assert sum(progress) == 12
     # Each group was sent once, and its size does not depend on the groups sent with it.
     num_bytes = worker_group.traffic.pop_metrics()["moved/received_bytes"].value
@@ -175,6 +201,52 @@ def test_finished_groups_arrive_while_others_are_still_sampled(worker_group, tmp
     assert [(heartbeat.num_samples, heartbeat.groups) for heartbeat in heartbeats] == [(0, ())] * 2
     second_rows = engine.generate(prompts[:3], SAMPLING, step=8)
     assert [[completion.token_ids[-1] for completion in row] for row in second_rows] == [[8, 8], [8, 8], []]
+
+
+def with_file(prompt: Prompt, number: int) -> Prompt:
+    file = bytes([number]) * 10_000
+    return replace(prompt, vision=EncodedMedia((file,), (f"hash {number}",)))
+
+
+@pytest.mark.parametrize("replica_size", [1, 2])
+def test_a_file_is_sent_once_to_each_worker_that_needs_it(worker_group, tmp_path, replica_size):
+    """Real messages to real workers; moved/*_bytes counts them."""
+    worker_group.call_all(TestWorker.open_echo_engine, tmp_path, replica_size, phase="open")
+    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=replica_size)
+    trainer = WorkersTrainEngine(worker_group, regularized=False)
+    prompts = [with_file(prompt, number) for number, prompt in enumerate(make_prompts("first", "second", "a", "b"), 1)]
+    for prompt in prompts:
+        (tmp_path / prompt.prompt_id).touch()
+
+    def num_files_sent() -> dict[str, int]:
+        """Return the number of files in the messages of each phase, of 10,000 bytes each."""
+        metrics = worker_group.traffic.pop_metrics()
+        return {key: round(metric.value / 10_000) for key, metric in metrics.items() if metric.value > 5_000}
+
+    rollouts = [
+        RolloutGroup(prompt, tuple(Rollout(completion, Score(0.0, {}, "ok", "")) for completion in row))
+        for prompt, row in zip(prompts, engine.generate(prompts, SAMPLING, step=1), strict=True)
+    ]
+    assert num_files_sent() == {"moved/sent_bytes": 4, "moved/rollout_bytes": 4}
+    engine.generate(prompts, SAMPLING, step=2)
+    assert num_files_sent() == {}
+
+    # Groups are dealt in another way than prompts: a rank may need files of another rank.
+    expected = [[torch.tensor([10_000.0 * number])] * SAMPLING.n for number in range(1, 5)]
+    assert trainer.logprobs(rollouts) == expected
+    first = num_files_sent()
+    assert first.get("moved/logprobs_bytes", 0) <= (4 if replica_size == 1 else 0)
+    assert trainer.logprobs(rollouts) == expected
+    assert num_files_sent() == {}
+    values = torch.ones(4)
+    sequence = TrainSequence((1, 2, 3, 4), values, values, values, None, None)
+    metrics = trainer.step([TrainGroup(prompt, (sequence,)) for prompt in prompts])
+    assert metrics["files"].value == 10_000.0 * (1 + 2 + 3 + 4)
+    twice = [replace(prompt, prompt_id=f"{prompt.prompt_id} again") for prompt in prompts]
+    for prompt in twice:
+        (tmp_path / prompt.prompt_id).touch()
+    engine.generate(twice, SAMPLING, step=3)  # other prompts with the same files
+    assert num_files_sent() == {}
 
 
 def test_an_error_in_on_group_ends_the_call(worker_group, tmp_path):

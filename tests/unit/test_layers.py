@@ -28,6 +28,7 @@ LAYER = {
     "models": 2, "rewards": 2,
     "algorithms": 1, "config": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
+    "cpus": 0,
     "types": 0, "errors": 0, "garbage": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
 }  # fmt: skip
 
@@ -51,6 +52,7 @@ ONLY_IN = {
     "torch.distributed": (
         "distributed/",
         "rollout/vllm/shared_memory.py",
+        "rollout/vllm/weight_check.py",
         "training/parallel.py",
         "training/fsdp.py",
         "training/state.py",

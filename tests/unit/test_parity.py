@@ -39,7 +39,7 @@ def sampled(*logprobs):
 
 
 def test_differences_within_the_tolerance_pass_and_are_metrics():
-    metrics = ParityCheck(0.25).check(sampled([-1.0, -2.0], [-3.0, -4.0]), FixedTrainer([-1.0, -2.5], [-3.0, -4.25]))
+    metrics = ParityCheck(0.25).check([sampled([-1.0, -2.0], [-3.0, -4.0])], FixedTrainer([-1.0, -2.5], [-3.0, -4.25]))
     assert metrics == {
         "parity/logprobs_diff_mean": Mean(0.75, 4.0),
         "parity/logprobs_diff_max": Max(0.5),
@@ -47,12 +47,12 @@ def test_differences_within_the_tolerance_pass_and_are_metrics():
 
 
 def test_a_difference_of_exactly_the_tolerance_passes():
-    ParityCheck(0.5).check(sampled([-1.0, -2.0]), FixedTrainer([-1.5, -2.5]))
+    ParityCheck(0.5).check([sampled([-1.0, -2.0])], FixedTrainer([-1.5, -2.5]))
 
 
 def test_a_difference_above_the_tolerance_raises_with_the_numbers():
     with pytest.raises(ParityError) as caught:
-        ParityCheck(0.1).check(sampled([-1.0, -2.0], [-3.0]), FixedTrainer([-1.0, -2.5], [-3.25]))
+        ParityCheck(0.1).check([sampled([-1.0, -2.0], [-3.0])], FixedTrainer([-1.0, -2.5], [-3.25]))
     for part in ("3 tokens", "train:17", "policy version 3", "0.25", "0.5", "0.1", "worker.rollout.parity_tolerance"):
         assert part in str(caught.value)
 
@@ -61,9 +61,9 @@ def test_a_difference_above_the_tolerance_raises_with_the_numbers():
 @pytest.mark.parametrize("tolerance", [0.1, 1e9])
 def test_a_difference_that_is_not_finite_never_passes(wrong, tolerance):
     with pytest.raises(ParityError):
-        ParityCheck(tolerance).check(sampled([-1.0, -2.0]), FixedTrainer([-1.0, wrong]))
+        ParityCheck(tolerance).check([sampled([-1.0, -2.0])], FixedTrainer([-1.0, wrong]))
     with pytest.raises(ParityError):
-        ParityCheck(tolerance).check(sampled([-1.0, wrong]), FixedTrainer([-1.0, -2.0]))
+        ParityCheck(tolerance).check([sampled([-1.0, wrong])], FixedTrainer([-1.0, -2.0]))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def engine(tokenizer):
 )
 def test_without_truncation_the_probe_is_the_first_completions_of_the_first_group(engine, lengths, compared):
     groups = [sampled(*([-1.0] * length for length in lengths)), sampled([-3.0], [-4.0])]
-    probe = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, step=4)
+    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, step=4)
     assert probe.prompt is groups[0].prompt
     assert probe.rollouts == groups[0].rollouts[:compared]
     assert engine.calls == ()
@@ -104,11 +104,60 @@ def test_without_truncation_the_probe_is_the_first_completions_of_the_first_grou
 def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, truncation, max_tokens, length):
     sampling = replace(UNTRUNCATED, max_tokens=max_tokens, **truncation)
     with engine.awake(NO_WEIGHTS, version=6):
-        probe = ParityCheck(0.1).probe([sampled([-9.0], [-9.0])], engine, sampling, step=7)
+        [probe] = ParityCheck(0.1).probe([sampled([-9.0], [-9.0])], engine, sampling, step=7)
     [(prompt_ids, used, step)] = engine.calls
     assert (prompt_ids, step) == (["train:17"], 7)
     assert used == replace(UNTRUNCATED, n=1, max_tokens=length)
     [rollout] = probe.rollouts
     assert len(rollout.completion.token_ids) == length
     assert rollout.completion.policy_version == 6
-    assert ParityCheck(1e-6).check(probe, FakeTrainEngine())["parity/logprobs_diff_max"] == Max(0.0)
+    assert ParityCheck(1e-6).check([probe], FakeTrainEngine())["parity/logprobs_diff_max"] == Max(0.0)
+
+
+class ReplicatedEngine(RecordingEngine):
+    """A fake engine of three replicas."""
+
+    num_replicas = 3
+
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        rows = super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+        return [[replace(completion, replica=index % 3) for completion in row] for index, row in enumerate(rows)]
+
+
+@pytest.fixture
+def replicas(tokenizer):
+    return ReplicatedEngine(
+        tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda p, v, s: "one two " * 40
+    )
+
+
+def sampled_by(replica, logprob, *, version=3):
+    group = sampled([logprob])
+    [rollout] = group.rollouts
+    completion = replace(rollout.completion, replica=replica, policy_version=version)
+    return RolloutGroup(replace(group.prompt, prompt_id=f"train:{replica}"), (replace(rollout, completion=completion),))
+
+
+def test_each_replica_is_compared_by_the_first_group_that_it_sampled(replicas):
+    groups = [sampled_by(replica, -1.0) for replica in (2, 0, 2, 1, 0)]
+    probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, step=4)
+    assert [probe.rollouts for probe in probes] == [groups[1].rollouts, groups[3].rollouts, groups[0].rollouts]
+    assert replicas.calls == ()
+
+
+def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replicas):
+    groups = [sampled_by(2, -1.0), sampled_by(0, -1.0, version=2)]
+    with replicas.awake(NO_WEIGHTS, version=3):
+        probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, step=4)
+    assert [probe.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
+    assert [len(probe.rollouts[0].completion.token_ids) for probe in probes] == [16, 16, 1]
+    [(prompt_ids, used, _)] = replicas.calls
+    assert (prompt_ids, used.n) == (["train:2"] * 3, 1)
+
+
+@pytest.mark.parametrize("stale", [0, 1, 2])
+def test_one_replica_of_three_with_other_log_probabilities_raises_with_its_number(stale):
+    probes = [sampled_by(replica, -1.2 if replica == stale else -1.0) for replica in range(3)]
+    trainer = FakeTrainEngine()
+    with pytest.raises(ParityError, match=rf"tokens of train:{stale} .* in replica {stale} of 3"):
+        ParityCheck(0.1).check(probes, trainer)

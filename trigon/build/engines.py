@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, assert_never
 
+import torch
+
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.defaults import resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
+from trigon.cpus import count_usable_cpus
 from trigon.errors import ConfigError
 from trigon.installation import install_command
 from trigon.models.dtypes import DTYPES
@@ -71,6 +74,8 @@ def open_engines(
     stack: closes them. shows_videos: some prompts contain videos.
     """
     place = DevicePlacement(choose_device(config), SingleProcess())
+    # torch's default does not know the CPU limit of a container; OMP_NUM_THREADS may be lower.
+    torch.set_num_threads(min(torch.get_num_threads(), count_usable_cpus()))
     with report.phase("load model"):
         trainer, reference = open_models(config, processors, plan, place)
         stack.callback(trainer.close)
@@ -122,6 +127,7 @@ def open_rollout(
                 disable_log_stats=rollout.disable_log_stats,
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
                 shows_videos=shows_videos,
+                weight_check_freq=rollout.weight_check_freq,
             )
             return VllmEngine(settings, processors)
         case "transformers":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from trigon.algorithms.importance import Correction
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.algorithms.losses import LossSettings
@@ -15,6 +13,7 @@ from trigon.config.defaults import (
 )
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
+from trigon.cpus import count_usable_cpus
 from trigon.data.videos import FrameSampling
 from trigon.loop import Intervals
 from trigon.models.lora import LoraSettings
@@ -36,8 +35,8 @@ def model_path(config: Config) -> str:
 
 
 def count_data_threads(config: Config) -> int:
-    """Return how many threads build prompts: as configured, but at most the number of CPU cores."""
-    return min(config.data.filter_overlong_prompts_workers, os.cpu_count() or 1)
+    """Return how many threads build prompts: as configured, but at most the usable CPUs."""
+    return min(config.data.filter_overlong_prompts_workers, count_usable_cpus())
 
 
 # -- the KL term --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from trigon.config.defaults import resolve_run_folder
 from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
+from trigon.cpus import count_usable_cpus
 from trigon.data.images import ignore_pillow_warnings
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
@@ -131,7 +131,7 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessG
 
     ignore_pillow_warnings()
     set_determinism(torch.device(device))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainer.n_gpus_per_node))
+    torch.set_num_threads(max(1, count_usable_cpus() // config.trainer.n_gpus_per_node))
     process_group = TorchProcessGroup.joined(
         torch.device(device), timeout_seconds=config.trainer.worker_timeout_seconds + JOIN_GRACE_SECONDS
     )

@@ -164,7 +164,7 @@ class DataConfig(Section):
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1, le=4096)
     """Threads that measure prompts and prepare images.
-    Raising it shortens the start if there are CPU cores."""
+    Raising it shortens the start, up to the number of usable CPUs."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.
@@ -543,6 +543,10 @@ class RolloutConfig(Section):
     parity_tolerance: float | None = Field(default=None, gt=0, le=1000)
     """Mean |log-probability difference| of engine and trainer above which the run stops, in nats.
     null: 1e-3 if both compute in fp32, else 0.1. Trigon only."""
+
+    weight_check_freq: int = Field(default=1, ge=0)
+    """Steps between comparisons, by checksum, of vLLM's weights with the trainer's.
+    0: never. Trigon only."""
 
     val_override_config: ValOverride = Field(default_factory=ValOverride)
 

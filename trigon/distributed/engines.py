@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
 from trigon.distributed.balance import partition_balanced
+from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import (
     decode_completions,
     decode_logprobs,
@@ -33,6 +35,7 @@ from trigon.training.local import has_gradient
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
 
 
 class WorkerWeights(WeightsHandle):
@@ -70,7 +73,8 @@ class WorkersTrainEngine:
         costs = update_costs(groups, regularized=self._regularized)
         shares = partition_balanced(costs, len(worker_group.workers))
         payloads = [
-            worker_group.put(encode_train([groups[index] for index in share]), phase="update") for share in shares
+            _put_groups(worker_group, encode_train, [groups[index] for index in share], rank=rank, phase="update")
+            for rank, share in enumerate(shares)
         ]
         metrics = worker_group.call_all(Worker.step, per_rank=payloads, phase="update")
         return merge(*metrics, worker_group.traffic.pop_metrics())
@@ -137,6 +141,11 @@ class WorkersRolloutEngine:
         self._tensor_parallel_size = tensor_parallel_size
         self._generations = count(1)
 
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return len(self._worker_group.workers) // self._tensor_parallel_size
+
     @contextmanager
     def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
         """See RolloutEngine. Each worker reads the weights of its own trainer."""
@@ -165,17 +174,21 @@ class WorkersRolloutEngine:
         """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart."""
         worker_group, replica_size = self._worker_group, self._tensor_parallel_size
         num_workers = len(worker_group.workers)
-        num_replicas = num_workers // replica_size
+        num_replicas = self.num_replicas
         # Round-robin: adjacent prompts are often similar, so they go to different replicas.
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
-        payloads = [
-            worker_group.put(encode_prompts([prompts[index] for index in share]), phase="rollout") for share in shares
-        ]
+        payloads = []
+        for replica, share in enumerate(shares):
+            files = _FilesOfRanks(worker_group.files[replica * replica_size : (replica + 1) * replica_size])
+            share_prompts = [prompts[index] for index in share]
+            payloads.append(worker_group.put(encode_prompts(share_prompts, files), phase="rollout"))
+            files.add(share_prompts)
         generation = next(self._generations)
         progress = _GenerationProgress(
             worker_group,
             generation,
             [shares[rank // replica_size] for rank in range(num_workers)],
+            replica_size=replica_size,
             on_progress=on_progress,
             on_group=on_group,
         )
@@ -201,7 +214,8 @@ class WorkersRolloutEngine:
 class _GenerationProgress:
     """Collects the completions of one generation from heartbeats. Implements HeartbeatListener.
 
-    shares: for each rank, the indices of its prompts. completions: received so far, by prompt.
+    shares: for each rank, the indices of its prompts. replica_size: ranks of a replica.
+    completions: received so far, by prompt.
     """
 
     def __init__(
@@ -210,12 +224,14 @@ class _GenerationProgress:
         generation: int,
         shares: Sequence[Sequence[int]],
         *,
+        replica_size: int,
         on_progress: Callable[[int], None] | None,
         on_group: OnGroup | None,
     ) -> None:
         self._worker_group = worker_group
         self._generation = generation
         self._shares = shares
+        self._replica_size = replica_size
         self._on_progress = on_progress
         self._on_group = on_group
         self._num_samples = [0] * len(shares)  # received so far, by rank
@@ -235,7 +251,8 @@ class _GenerationProgress:
             self._on_progress(num_finished)
         for index_in_share, payload in heartbeat.groups:
             index = self._shares[rank][index_in_share]
-            [completions] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
+            [decoded] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
+            completions = [replace(completion, replica=rank // self._replica_size) for completion in decoded]
             self.completions[index] = completions
             if self._on_group is not None:
                 self._on_group(index, completions)
@@ -255,11 +272,43 @@ def _call_by_group(
 ) -> list[list[Tensor]]:
     """Call a method on all workers, each with a share of groups, and return its tensors."""
     shares = partition_balanced([tokens_of(group) for group in groups], len(worker_group.workers))
-    payloads = [worker_group.put(encode_rollouts([groups[index] for index in share]), phase=phase) for share in shares]
+    payloads = [
+        _put_groups(worker_group, encode_rollouts, [groups[index] for index in share], rank=rank, phase=phase)
+        for rank, share in enumerate(shares)
+    ]
     results = worker_group.call_all(method, per_rank=payloads, phase=phase)
     return _restore_order(
         shares, [decode_logprobs(worker_group.count_received(result, phase=phase)) for result in results]
     )
+
+
+def _put_groups(
+    worker_group: WorkerGroup,
+    encode: Callable[[Sequence[Group], RecentFiles], bytes],
+    groups: Sequence[Group],
+    *,
+    rank: int,
+    phase: str,
+) -> Any:
+    """Put the message with a rank's groups, and return Ray's reference."""
+    files = worker_group.files[rank]
+    payload = encode(groups, files)
+    files.add(group.prompt for group in groups)
+    return worker_group.put(payload, phase=phase)
+
+
+class _FilesOfRanks:
+    """The files that all of these ranks have: those that a message to all of them can omit."""
+
+    def __init__(self, ranks: Sequence[RecentFiles]) -> None:
+        self._ranks = ranks
+
+    def __contains__(self, file_hash: object) -> bool:
+        return all(file_hash in files for files in self._ranks)
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        for files in self._ranks:
+            files.add(prompts)
 
 
 def _restore_order(shares: Sequence[Sequence[int]], results: Sequence[Sequence[Item]]) -> list[Item]:

@@ -7,7 +7,8 @@ Counts and lengths are uint32; items are runs of int32, of float32, or bytes; ev
 little-endian. Decoding returns what was encoded, floats bit for bit, except for the fields that a
 function documents as omitted.
 
-Images and videos are encoded as their files, never as pixels.
+Images and videos are encoded as their files, never as pixels: each file once, and none that the
+receiver has received before (recent_files.py).
 
 There is no version field: both ends run the same code in the same run, so a malformed message is a
 bug, and asserted.
@@ -15,14 +16,15 @@ bug, and asserted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice, pairwise
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, compress, islice, pairwise
 from typing import TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trigon.distributed.recent_files import RecentFiles
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -44,17 +46,23 @@ _MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _NO_VALUES = torch.empty(0, dtype=torch.float32)
 
 
-def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
-    """Encode prompts, without text, ground_truth, row and image_refs. Media must not be pixels."""
+def encode_prompts(prompts: Sequence[Prompt], held: Container[str] = ()) -> bytes:
+    """Encode prompts, without text, ground_truth, row and image_refs. Media must not be pixels.
+
+    held: hashes of the files that the receiver has, which are omitted.
+    """
     writer = _Writer()
-    _write_prompts(writer, prompts)
+    _write_prompts(writer, prompts, held)
     return writer.message()
 
 
-def decode_prompts(message: bytes) -> list[Prompt]:
-    """Decode prompts. The omitted fields are "", None, {} and ()."""
+def decode_prompts(message: bytes, held: RecentFiles | None = None) -> list[Prompt]:
+    """Decode prompts. The omitted fields are "", None, {} and ().
+
+    held: the files that were omitted; None: none were.
+    """
     reader = _Reader(message)
-    prompts = _read_prompts(reader)
+    prompts = _read_prompts(reader, held)
     reader.close()
     return prompts
 
@@ -63,6 +71,7 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
     """Encode completions, one row for each prompt.
 
     sampling_logprobs are encoded as float32, the dtype in which all rollout engines compute them.
+    Without replica, which the driver knows by the rank that the message comes from.
     """
     completions = list(chain.from_iterable(rows))
     writer = _Writer()
@@ -90,22 +99,25 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
     return _split((Completion(*values) for values in fields), num_completions)
 
 
-def encode_rollouts(groups: Sequence[RolloutGroup]) -> bytes:
+def encode_rollouts(groups: Sequence[RolloutGroup], held: Container[str] = ()) -> bytes:
     """Encode groups for computing log-probabilities.
 
-    Prompts as in encode_prompts; of each rollout, only the completion's token_ids.
+    Prompts and held as in encode_prompts; of each rollout, only the completion's token_ids.
     """
     writer = _Writer()
-    _write_prompts(writer, [group.prompt for group in groups])
+    _write_prompts(writer, [group.prompt for group in groups], held)
     writer.ints([[len(group.rollouts) for group in groups]])
     writer.ints([rollout.completion.token_ids for group in groups for rollout in group.rollouts])
     return writer.message()
 
 
-def decode_rollouts(message: bytes) -> list[RolloutGroup]:
-    """Decode groups. Omitted fields of a completion are (), "stop", "" and 0; its score is 0."""
+def decode_rollouts(message: bytes, held: RecentFiles | None = None) -> list[RolloutGroup]:
+    """Decode groups. Omitted fields of a completion are (), "stop", "" and 0; its score is 0.
+
+    held: as in decode_prompts.
+    """
     reader = _Reader(message)
-    prompts = _read_prompts(reader)
+    prompts = _read_prompts(reader, held)
     [num_rollouts] = reader.ints()
     token_ids = reader.ints()
     reader.close()
@@ -115,11 +127,11 @@ def decode_rollouts(message: bytes) -> list[RolloutGroup]:
     return [RolloutGroup(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 
 
-def encode_train(groups: Sequence[TrainGroup]) -> bytes:
+def encode_train(groups: Sequence[TrainGroup], held: Container[str] = ()) -> bytes:
     """Encode groups for an update: prompts as in encode_prompts, sequences with all fields."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     writer = _Writer()
-    _write_prompts(writer, [group.prompt for group in groups])
+    _write_prompts(writer, [group.prompt for group in groups], held)
     writer.ints([[len(group.sequences) for group in groups]])
     writer.ints([sequence.token_ids for sequence in sequences])
     writer.tensors([sequence.loss_mask for sequence in sequences])
@@ -130,10 +142,13 @@ def encode_train(groups: Sequence[TrainGroup]) -> bytes:
     return writer.message()
 
 
-def decode_train(message: bytes) -> list[TrainGroup]:
-    """Decode groups. The tensors of one field are views of one storage."""
+def decode_train(message: bytes, held: RecentFiles | None = None) -> list[TrainGroup]:
+    """Decode groups. The tensors of one field are views of one storage.
+
+    held: as in decode_prompts.
+    """
     reader = _Reader(message)
-    prompts = _read_prompts(reader)
+    prompts = _read_prompts(reader, held)
     [num_sequences] = reader.ints()
     token_ids = reader.ints()
     loss_mask, advantages, sampling_logprobs, old_logprobs, ref_logprobs = (reader.tensors() for _ in range(5))
@@ -168,34 +183,54 @@ def decode_logprobs(message: bytes) -> list[list[Tensor]]:
     return _split(iter(tensors), num_completions)
 
 
-def _write_prompts(writer: _Writer, prompts: Sequence[Prompt]) -> None:
+def _write_prompts(writer: _Writer, prompts: Sequence[Prompt], held: Container[str]) -> None:
     media = [_encoded_media(prompt) for prompt in prompts]
+    files: dict[str, bytes] = {}  # to be sent
+    is_sent = []  # for each file of each prompt: 1 if it follows here, 0 if it is held or came before
+    for prompt_media in media:
+        for file_hash, file in zip(prompt_media.hashes, prompt_media.encoded, strict=True):
+            is_sent.append(int(file_hash not in held and file_hash not in files))
+            if is_sent[-1]:
+                files[file_hash] = file
     writer.texts([prompt.prompt_id for prompt in prompts])
     writer.ints([prompt.token_ids for prompt in prompts])
     writer.ints([[len(prompt_media.encoded) for prompt_media in media]])
-    writer.blobs([file for prompt_media in media for file in prompt_media.encoded])
     writer.texts([file_hash for prompt_media in media for file_hash in prompt_media.hashes])
     writer.ints([[_MEDIA_KINDS.index(prompt_media.kind) for prompt_media in media]])
+    writer.ints([is_sent])
+    writer.blobs(list(files.values()))
 
 
-def _read_prompts(reader: _Reader) -> list[Prompt]:
+def _read_prompts(reader: _Reader, held: RecentFiles | None) -> list[Prompt]:
     prompt_ids = reader.texts()
     token_ids = reader.ints()
     [num_files] = reader.ints()
-    files = _split(iter(reader.blobs()), num_files)
-    hashes = _split(iter(reader.texts()), num_files)
+    all_hashes = reader.texts()
+    hashes = _split(iter(all_hashes), num_files)
     [kinds] = reader.ints()
+    [is_sent] = reader.ints()
+    files = dict(zip(compress(all_hashes, is_sent), reader.blobs(), strict=True))
+
+    def file_of(file_hash: str) -> bytes:
+        if file_hash in files:
+            return files[file_hash]
+        if held is None or file_hash not in held:
+            raise AssertionError(f"the file {file_hash} was neither sent nor held")
+        return held[file_hash]
+
     return [
         Prompt(
             prompt_id=prompt_id,
             token_ids=ids,
-            vision=EncodedMedia(tuple(encoded), tuple(file_hashes), _MEDIA_KINDS[kind]) if encoded else None,
+            vision=EncodedMedia(tuple(map(file_of, file_hashes)), tuple(file_hashes), _MEDIA_KINDS[kind])
+            if file_hashes
+            else None,
             text="",
             ground_truth=None,
             row={},
             image_refs=(),
         )
-        for prompt_id, ids, encoded, file_hashes, kind in zip(prompt_ids, token_ids, files, hashes, kinds, strict=True)
+        for prompt_id, ids, file_hashes, kind in zip(prompt_ids, token_ids, hashes, kinds, strict=True)
     ]
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from trigon.data.media_processing import MediaProcessor
 from trigon.distributed.cluster import set_environment
 from trigon.distributed.preflight import NodeReport
+from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import (
     decode_prompts,
     decode_rollouts,
@@ -137,6 +138,7 @@ class Worker:
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
+        self._files = RecentFiles(keeps_content=True)
         set_gc_threshold()
         faulthandler.enable()  # a crash then writes its stack to the log of this worker
 
@@ -204,7 +206,7 @@ class Worker:
             progress.groups.append((index, encode_completions([completions])))
 
         self._require_engines.rollout.generate(
-            self._load_pixels(decode_prompts(prompts)),
+            self._load_pixels(decode_prompts(prompts, self._files)),
             sampling,
             step=step,
             on_progress=on_progress if returns_completions else None,
@@ -231,7 +233,7 @@ class Worker:
 
         Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
         """
-        return self._require_engines.trainer.step(self._load_group_pixels(decode_train(groups)))
+        return self._require_engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
 
     # -- traces --
 
@@ -284,10 +286,11 @@ class Worker:
 
     def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
         """Return the encoded result of a function of groups: a tensor for each completion."""
-        return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups))))
+        return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups, self._files))))
 
     def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Return the prompts with the pixels of their images in place of the files."""
+        """Keep the files of a message's prompts, and return the prompts with their pixels."""
+        self._files.add(prompts)
         return prompts if self._require_engines.images is None else self._require_engines.images.process(prompts)
 
     def _load_group_pixels(self, groups: list[Group]) -> list[Group]:

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import WorkerHandle
+from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
@@ -88,13 +89,18 @@ class WorkerGroup:
     """The workers of a run, in the order of their ranks.
 
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
+    files: the media files that each worker has, by rank; updated by those who encode messages.
     """
 
     workers: Sequence[WorkerHandle]
     device: Literal["cpu", "cuda"]
     deadline_seconds: float
     traffic: Traffic = field(default_factory=Traffic)
+    files: list[RecentFiles] = field(init=False)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.files = [RecentFiles(keeps_content=False) for _ in self.workers]
 
     @overload
     def call_all(

@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, assert_never
 
+from trigon.cpus import count_usable_cpus
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardContract, bind_kwargs, detect_contract, read_scores
 from trigon.rewards.load import RewardSource, load_function
@@ -172,9 +173,9 @@ def _time_limit(timeout_seconds: float) -> Iterator[None]:
     The parent kills this process shortly after timeout_seconds.
     """
     used_seconds = time.process_time()
-    cores = os.cpu_count() or 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (_at_most(hard, int(used_seconds + timeout_seconds * cores) + 10), hard))
+    limit = int(used_seconds + timeout_seconds * count_usable_cpus()) + 10
+    resource.setrlimit(resource.RLIMIT_CPU, (_at_most(hard, limit), hard))
     faulthandler.dump_traceback_later(timeout_seconds, file=_STDERR)  # by a C thread, so it works for hangs in C code
     try:
         yield

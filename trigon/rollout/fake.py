@@ -42,6 +42,11 @@ class FakeEngine:
         self._version: int | None = None
         self._awake = False
 
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return 1
+
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine. Reads all weights, as a real engine does, and discards them."""
         return self._awake_context(require_local_weights(weights), version)

@@ -19,6 +19,14 @@ OnGroup = Callable[[int, Sequence[Completion]], None]
 class RolloutEngine(Protocol):
     """Samples completions under weights that are loaded into it."""
 
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model sample.
+
+        Prompt i of a call of generate is sampled by replica i % num_replicas.
+        """
+        ...
+
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """Return a context in which the engine holds its memory and exactly these weights.
 

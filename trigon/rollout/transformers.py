@@ -60,6 +60,11 @@ class TransformersEngine:
         self._version: int | None = None
         self._awake = False
 
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return 1
+
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine.
 

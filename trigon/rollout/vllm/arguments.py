@@ -51,6 +51,8 @@ class VllmSettings:
     tensor_parallel_size: consecutive ranks of torch.distributed's default process group that hold
         one copy of the model together; all of them must make the same calls. None: one process.
     shows_videos: whether prompts may have videos, for which vLLM then reserves memory.
+    weight_check_freq: the checksums of the weights are compared with the trainer's at every version
+        that is a multiple of it; 0: never.
     """
 
     model_folder: Path
@@ -70,6 +72,11 @@ class VllmSettings:
     disable_log_stats: bool
     tensor_parallel_size: int | None = None
     shows_videos: bool = False
+    weight_check_freq: int = 1
+
+    def checks_weights(self, version: int) -> bool:
+        """Return whether the weights of this version are compared by checksum."""
+        return self.weight_check_freq > 0 and version % self.weight_check_freq == 0
 
 
 def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class VllmEngine:
         )
         self._sleep()
 
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return 1
+
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine. May be nested with the same version: the inner context does nothing.
 
@@ -189,6 +194,7 @@ class VllmEngine:
             expected_names=self._expected_names,
             device=self._settings.device,
             version=version,
+            check_values=self._settings.checks_weights(version),
         )
         self._version = version
         self._unusable_because = ""

@@ -1,9 +1,10 @@
-"""Loading a policy's weights into vLLM: name checks, repacking on the CPU, and cache resets."""
+"""Loading a policy's weights into vLLM: checks, repacking on the CPU, and cache resets."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from trigon.errors import EngineError
 from trigon.models.load import Processors
 from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.rollout.vllm.weight_check import WeightCheck, compare, gather_ranks
 from trigon.types import LocalWeights, NamedTensors
 
 
@@ -23,6 +25,7 @@ def load_weights(
     expected_names: frozenset[str],
     device: VllmDevice,
     version: int,
+    check_values: bool,
 ) -> None:
     """Replace vLLM's weights.
 
@@ -32,9 +35,13 @@ def load_weights(
         llm_engine: the vllm.LLMEngine, awake.
         expected_names: canonical_names of the checkpoint that vLLM was started from.
         version: of the weights; for messages only.
-    Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape.
+        check_values: compare checksums of all parameters with the trainer's; see weight_check.py.
+    Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape;
+    ParityError if a checksum differs.
     """
     names: list[str] = []
+    [model] = llm_engine.apply_model(_itself)
+    check = WeightCheck(model, device)
 
     def read_tensors() -> NamedTensors:
         for name, tensor in weights.read():
@@ -44,17 +51,20 @@ def load_weights(
     # reload_weights, not model.load_weights: the latter fails half-way on the CPU, where linear
     # layers are packed after loading, and leaves a mixture of two models (measured with 0.32).
     try:
-        llm_engine.collective_rpc("reload_weights", kwargs={"weights_iterator": read_tensors()})
+        with check.observe(read_tensors()) if check_values else nullcontext(read_tensors()) as tensors:
+            llm_engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     except (AssertionError, KeyError, RuntimeError, ValueError) as error:  # the errors of vLLM's weight loaders
         last = names[-1] if names else "none"
         raise EngineError(
             f"vLLM could not load the weights of step {version}; the last tensor that it read is {last}: {error}. "
             "Trainer and rollout engine must load the same model_path."
         ) from error
+    check_names(names, expected_names, processors)
+    if check_values:
+        compare(gather_ranks(check.result()), version=version)
     if device == "cpu":
         llm_engine.apply_model(repack_heads)
         llm_engine.apply_model(repack_experts)
-    check_names(names, expected_names, processors)
 
 
 def reset_caches(llm_engine: Any) -> None:
@@ -112,6 +122,10 @@ def check_names(names: Sequence[str], expected_names: frozenset[str], processors
             f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}, "
             f"{len(repeated)} repeated {repeated[:3]}. Trainer and rollout engine must load the same model_path."
         )
+
+
+def _itself(model: torch.nn.Module) -> torch.nn.Module:
+    return model
 
 
 def repack_heads(model: torch.nn.Module) -> None:

@@ -1,0 +1,223 @@
+"""Compares vLLM's parameters with the trainer's weights by checksum, after a weight sync.
+
+vLLM fuses tensors (q, k and v; gate and up) and shards them over the ranks of a replica. Which
+tensors a parameter is made of is observed while they are loaded, so no table of names is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trigon.errors import ParityError
+from trigon.rollout.checksums import Checksum, add, read_sums, sum_values
+from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.types import NamedTensors
+
+
+@dataclass(frozen=True, slots=True)
+class RankSums:
+    """What one rank of a replica has loaded.
+
+    tensors: checksum of each of the trainer's tensors, rounded to the dtype in which vLLM stores
+    it, by (name, dtype).
+    sources: for each of vLLM's parameters, the keys in `tensors` of what was loaded into it.
+    parameters: checksum of each of vLLM's parameters, of this rank's shard.
+    """
+
+    tensors: Mapping[tuple[str, str], Checksum]
+    sources: Mapping[str, frozenset[tuple[str, str]]]
+    parameters: Mapping[str, Checksum]
+
+
+@dataclass(slots=True)
+class WeightCheck:
+    """Observes one weight sync: what the trainer gives, and what vLLM's parameters are after it.
+
+    The CPU build packs most weights when they are loaded, and frees the parameters. Their values
+    are then those right before packing; on a GPU they are those that vLLM computes with.
+    """
+
+    model: torch.nn.Module
+    device: VllmDevice
+    _tensor_name: str = ""  # of the tensor that vLLM is loading
+    _dtypes: set[torch.dtype] = field(default_factory=set)  # of the parameters into which it has been loaded
+    _sources: dict[str, set[tuple[str, torch.dtype]]] = field(default_factory=dict)
+    _tensors: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    _packed: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+    @contextmanager
+    def observe(self, weights: NamedTensors) -> Iterator[NamedTensors]:
+        """Return a context with the same tensors, from which vLLM must load while it lasts."""
+        with _Restored() as restored:
+            yield self._read(weights, restored)
+
+    def result(self) -> RankSums:
+        """Return the sums of this rank. To be called when vLLM has loaded all tensors.
+
+        On the CPU, before heads and experts are packed again.
+        """
+        sums = self._packed | {
+            name: (sum_values(parameter), parameter.numel())
+            for name, parameter in self.model.named_parameters()
+            if parameter.numel()
+        }
+        tensors = {
+            (name, str(dtype)): _key(name, dtype) for sources in self._sources.values() for name, dtype in sources
+        }
+        checksums = read_sums(self._tensors)
+        return RankSums(
+            tensors={key: checksums[text] for key, text in tensors.items()},
+            sources={
+                parameter: frozenset((name, str(dtype)) for name, dtype in sources)
+                for parameter, sources in self._sources.items()
+            },
+            parameters=read_sums(sums),
+        )
+
+    def _read(self, weights: NamedTensors, restored: _Restored) -> NamedTensors:
+        # vLLM asks for the first tensor when it has prepared its parameters for loading.
+        self._watch_loaders(restored)
+        if self.device == "cpu":
+            self._watch_packing(restored)
+        for name, tensor in weights:
+            self._tensor_name = name
+            self._dtypes.clear()
+            yield name, tensor
+            for dtype in self._dtypes:
+                self._tensors[_key(name, dtype)] = (sum_values(tensor.to(dtype)), tensor.numel())
+
+    def _watch_loaders(self, restored: _Restored) -> None:
+        """Record into which parameter each tensor is loaded."""
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        for name, parameter in self.model.named_parameters():
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            restored.set(parameter, "weight_loader", self._observed(loader, name, parameter.dtype))
+
+    def _observed(self, loader: Callable[..., Any], parameter_name: str, dtype: torch.dtype) -> Callable[..., Any]:
+        # vLLM finds its own wrappers by __name__ and unwraps them by __wrapped__; functools.wraps
+        # keeps both.
+        @functools.wraps(loader)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self._sources.setdefault(parameter_name, set()).add((self._tensor_name, dtype))
+            self._dtypes.add(dtype)
+            return loader(*args, **kwargs)
+
+        return load
+
+    def _watch_packing(self, restored: _Restored) -> None:
+        """Record the values of each layer before vLLM packs them."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        names = {layer: name for name, layer in self.model.named_modules()}
+
+        def before_packing(pack: Callable[..., Any]) -> Callable[..., Any]:
+            def observed(layer: torch.nn.Module) -> Any:
+                for name, parameter in layer.named_parameters(prefix=names[layer], recurse=False):
+                    if parameter.numel():
+                        self._packed[name] = (sum_values(parameter), parameter.numel())
+                return pack(layer)
+
+            return observed
+
+        for method in {getattr(layer, "quant_method", None) for layer in names}:
+            if isinstance(method, QuantizeMethodBase):
+                restored.set(
+                    method, "process_weights_after_loading", before_packing(method.process_weights_after_loading)
+                )
+
+
+def compare(ranks: list[RankSums], *, version: int) -> None:
+    """Check that the parameters of a replica have the checksums of the trainer's weights.
+
+    ranks: of all ranks of the replica. version: of the weights, for messages.
+    Raises: ParityError with the parameters that differ, or into which nothing was loaded.
+    """
+    first = ranks[0]
+    assert first.sources.keys() <= first.parameters.keys(), "the values of some parameters were not read"
+    different, not_loaded = [], []
+    for name in first.parameters:
+        held = add((1, rank.parameters[name]) for rank in ranks)
+        sources = sorted(first.sources.get(name, ()))
+        if not sources:
+            not_loaded.append(name)
+        elif not any(held.equals(expected) for expected in _possible(sources, first.tensors, len(ranks))):
+            given = add((1, first.tensors[source]) for source in sources)
+            different.append(f"{name} has sum {held.total:.17g} instead of {given.total:.17g}")
+    if different or not_loaded:
+        problems = [
+            *([f"{len(different)} differ ({'; '.join(different[:3])})"] if different else []),
+            *([f"{len(not_loaded)} received nothing ({', '.join(not_loaded[:3])})"] if not_loaded else []),
+        ]
+        raise ParityError(
+            f"after the weight sync of step {version}, vLLM's parameters are not the trainer's weights: of "
+            f"{len(first.parameters)} parameters, {' and '.join(problems)}. Check that the installed vLLM is a version "
+            "that Trigon supports (docs/dependencies.md); worker.rollout.weight_check_freq=0 turns this check off"
+        )
+
+
+def gather_ranks(sums: RankSums) -> list[RankSums]:
+    """Return the sums of all ranks of this replica (tensor parallelism). Collective."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [sums]
+    import torch.distributed as dist
+
+    ranks: list[Any] = [None] * group.world_size
+    dist.all_gather_object(ranks, sums, group=group.cpu_group)
+    return ranks
+
+
+def _possible(
+    sources: list[tuple[str, str]], tensors: Mapping[tuple[str, str], Checksum], num_ranks: int
+) -> Iterator[Checksum]:
+    """Yield the checksums that a parameter of these tensors may have, added over all ranks.
+
+    Every rank holds another shard; or several ranks hold the same one (norms, routers); or, where
+    there are fewer key heads than ranks, only keys and values are held several times. No query is
+    smaller than its keys.
+    """
+    parts = [tensors[source] for source in sources]
+    largest = max(part.num_values for part in parts)
+    for copies in (number for number in range(1, num_ranks + 1) if num_ranks % number == 0):
+        yield add((copies, part) for part in parts)
+        yield add((1 if part.num_values == largest else copies, part) for part in parts)
+
+
+def _key(name: str, dtype: torch.dtype) -> str:
+    return f"{name} in {dtype}"
+
+
+class _Restored:
+    """A context that restores the attributes set in it."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, attribute: str, value: Any) -> None:
+        """Set an attribute until the context ends."""
+        has_own = attribute in vars(owner) or isinstance(getattr(type(owner), attribute, None), property)
+        self._before.append((owner, attribute, getattr(owner, attribute) if has_own else _MISSING))
+        setattr(owner, attribute, value)
+
+    def __enter__(self) -> _Restored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, attribute, value in reversed(self._before):
+            if value is _MISSING:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, value)
+
+
+_MISSING = object()
