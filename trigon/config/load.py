@@ -1,8 +1,8 @@
 """Reads a YAML file and a command line into one frozen configuration.
 
 The command line overrides the file, which overrides the defaults. All problems are reported in one
-error, each with its file and line. Checks across options are in checks.py, renamed and ignored keys
-in legacy.py.
+error, each with its file and line. YAML is parsed in yaml_nodes.py, checks across options are in
+checks.py, renamed and ignored keys in legacy.py.
 """
 
 from __future__ import annotations
