@@ -25,7 +25,8 @@ EasyR1's, so its files and command lines run unchanged (`config=run.yaml` gives 
 Renamed and ignored keys are listed [below](#renamed-keys).
 
 - Unknown keys, values of a wrong type or out of bounds, conflicting numbers and missing files are
-  errors. All of them are reported at once, with file and line, before anything is loaded.
+  errors. All of them are reported at once, with file and line, before anything is loaded; only
+  checks that depend on a wrong value wait until it is right.
 - A value on the command line is YAML: `trainer.logger=[console,wandb]`. A text option is taken
   literally, including colons, braces and line ends: `data.system_prompt="Answer in {} please: now"`.
   If a key is given several times, the last value applies.

@@ -53,6 +53,15 @@ def refusal(path: Path | None, *overrides: str) -> str:
         ("worker.actor.optim.lr=" + "1" * 5000, "which is not valid YAML"),
         ("worker.actor.optim.lr=1e999", "worker.actor.optim.lr is "),
         ("data.seed=1e308", "data.seed is 1e+308 (command line), but must be an integer"),
+        ("algorithm.reward_weights={a: 1, b: {c: 2}}", "algorithm.reward_weights is 2 (command line), but must be"),
+        (
+            "algorithm.reward_weights.a=[1]",
+            "algorithm.reward_weights is [1] (command line), but must be a mapping, each",
+        ),
+        (
+            "algorithm.reward_weights=.inf",
+            "algorithm.reward_weights is inf (command line), but must be a mapping, each",
+        ),
         ("a..b=", "the key 'a..b' (command line) has an empty part; write section.key"),
         ("data.=1", "the key 'data.' (command line) has an empty part"),
         (".data=1", "the key '.data' (command line) has an empty part"),

@@ -208,6 +208,46 @@ def test_all_problems_are_reported_at_once(tmp_path):
         assert sum(part in line for line in lines[1:]) == 1, part
 
 
+def test_invalid_values_unknown_keys_and_checks_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            None,
+            (
+                "data.seed=x",
+                "trainer.save_freqs=2",
+                "algorithm.reward_weights.format=high",
+                "worker.rollout.top_p=2",
+                "data.image_dir=/nowhere",
+                "data.rollout_batch_size=100",
+                "worker.actor.global_batch_size=64",
+            ),
+        )
+    lines = str(caught.value).split("\n  - ")
+    assert lines[0] == "10 problems in the configuration:"
+    expected = ("trainer.save_freqs (", "data.seed is 'x'", "worker.rollout.top_p is 2", "data.rollout_batch_size (100")
+    missing = (
+        "data.val_files is not set",
+        "worker.actor.model.model_path is not set",
+        "worker.reward.reward_function is not set",
+    )
+    weights = "algorithm.reward_weights is 'high' (command line), but must be a mapping, each value a number"
+    for part in (*expected, *missing, "data.train_files is not set", "data.image_dir: there is no", weights):
+        assert sum(line.startswith(part) for line in lines[1:]) == 1, part
+
+
+@pytest.mark.parametrize(
+    ("override", "implied"),
+    [
+        ("worker.rollout.n=many", "worker.rollout.n=1"),
+        ("worker.rollout.nn=8", "worker.rollout.n=1"),
+        ("trainer.n_gpus_per_node=two", "worker.rollout.tensor_parallel_size=2"),
+        ("worker.actor.model.model_pth=owner/model", "worker.actor.model.model_path="),
+    ],
+)
+def test_the_default_of_an_invalid_or_misspelt_option_causes_no_further_problem(override, implied):
+    assert "problems" not in problem(implied, override)
+
+
 def test_checks_of_several_keys_are_reported_at_once():
     message = problem(
         "data.rollout_batch_size=100", "worker.actor.global_batch_size=64", "worker.rollout.tensor_parallel_size=8"

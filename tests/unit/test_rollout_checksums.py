@@ -79,7 +79,7 @@ FUSED = ("q", "k", "v")
 
 
 def shards(num_ranks, *, key_copies=1):
-    """Return the sums of ranks that shard queries, hold each key several times, and the norm each."""
+    """Return the sums of ranks that shard queries and hold each key and norm several times."""
     ranks = []
     for index in range(num_ranks):
         keys = num_ranks // key_copies

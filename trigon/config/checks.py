@@ -5,8 +5,8 @@ They run before anything heavy is imported, and open neither datasets nor models
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import assert_never
+from collections.abc import Collection, Sequence
+from typing import Any, assert_never, cast
 
 from trigon.config.defaults import resolve_weight_dtype
 from trigon.config.paths import (
@@ -26,7 +26,7 @@ from trigon.config.plan import (
     suggest_batch_sizes,
     workers_per_copy,
 )
-from trigon.config.schema import Config
+from trigon.config.schema import Config, Section
 from trigon.errors import ConfigError
 from trigon.names import SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS
 
@@ -45,23 +45,47 @@ def raise_problems(problems: Sequence[str]) -> None:
         raise ConfigError(f"{len(problems)} problems in the configuration:{lines}")
 
 
-def check_config(config: Config) -> tuple[str, ...]:
-    """Return warnings about options that work against each other or have no effect.
+def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[str]:
+    """Return the reasons for which a configuration cannot run.
 
-    Raises: ConfigError, with all problems in one message, if the configuration cannot run.
+    uncertain: options that have their default because the user's value is invalid or misspelt.
+    Problems are left out if finding them involved one of these options.
     """
-    raise_problems(
-        [
-            *_check_devices(config),
-            *_check_numbers(config),
-            *_check_optimizer(config),
-            *_check_algorithm(config),
-            *_check_lengths(config),
-            *_check_required(config),
-            *_check_files(config),
-        ]
+    checks = (
+        _check_devices,
+        _check_numbers,
+        _check_optimizer,
+        _check_algorithm,
+        _check_lengths,
+        _check_required,
+        _check_files,
     )
+    problems: list[str] = []
+    for check in checks:
+        recorded = _RecordedSection(config, "", set())
+        found = check(cast(Config, recorded))
+        if recorded.names_read.isdisjoint(uncertain):
+            problems += found
+    return problems
+
+
+def find_warnings(config: Config) -> tuple[str, ...]:
+    """Return warnings about options that work against each other or have no effect."""
     return (*_warn_of_conflicts(config), *_warn_of_unused(config))
+
+
+class _RecordedSection:
+    """A section that adds the name of each option that is read to names_read."""
+
+    def __init__(self, section: Section, prefix: str, names_read: set[str]) -> None:
+        self._section, self._prefix, self.names_read = section, prefix, names_read
+
+    def __getattr__(self, key: str) -> Any:
+        value = getattr(self._section, key)
+        if isinstance(value, Section):
+            return _RecordedSection(value, f"{self._prefix}{key}.", self.names_read)
+        self.names_read.add(self._prefix + key)
+        return value
 
 
 def _check_devices(config: Config) -> list[str]:

@@ -1,8 +1,8 @@
 """Reads a YAML file and a command line into one frozen configuration.
 
 The command line overrides the file, which overrides the defaults. All problems are reported in one
-error, each with its file and line. Checks across options are in checks.py, renamed and ignored keys
-in legacy.py.
+error, each with its file and line. YAML is parsed in yaml_nodes.py, checks across options are in
+checks.py, renamed and ignored keys in legacy.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from trigon.config.checks import MAX_PROBLEMS, check_config, raise_problems
+from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
 from trigon.config.legacy import (
     IGNORED,
     RENAMED,
@@ -93,7 +93,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     for override in overrides:
         reader.read_override(override)
     config = reader.build()
-    return LoadedConfig(config, (*reader.warnings, *check_config(config)))
+    return LoadedConfig(config, (*reader.warnings, *find_warnings(config)))
 
 
 def dump_config(config: Config) -> str:
@@ -118,6 +118,8 @@ class _ConfigReader:
         """Entry of IGNORED: the name that was written, and its value."""
         self.warnings: list[str] = []
         self.problems: list[str] = []
+        self._uncertain: set[str] = set()
+        """Options whose value is in doubt: it is invalid, given twice, or under a misspelt key."""
         self._above: set[KeyPath] = set()
         """Every path above one of `values`."""
 
@@ -138,6 +140,7 @@ class _ConfigReader:
             if first_node is not node and (first_path == path or construct(first_node) != construct(node)):
                 names = "" if first_path == path else f", as {_dotted(first_path)} and as {_dotted(path)}"
                 self.problems.append(_duplicate_key(current, source, _line(first_node), _line(node), names))
+                self._uncertain.add(_dotted(current))
             self._add(path, node, f"{source}, line {_line(node)}")
 
     def read_override(self, override: str) -> None:
@@ -163,33 +166,41 @@ class _ConfigReader:
             self._add(inner_path, node, COMMAND_LINE)
 
     def build(self) -> Config:
-        """Return the configuration. Raises: ConfigError with all problems found so far."""
+        """Return the configuration. Raises: ConfigError with all problems, of the checks too."""
         for key, (name, value) in self.ignored.items():
             entry, written = IGNORED[key], construct(value.node)
             if name == key and entry.rejects(written):
                 self.problems.append(f"{key} is {_format_value(written)} ({value.location}): {entry.advice}")
             else:
                 self.warnings.append(f"{key} ({value.location}) has no effect: {entry.reason}")
-        tree: dict[str, Any] = {}
+        converted: dict[KeyPath, Any] = {}
         for path, value in self.values.items():
             option = _option_at_or_above(path)
             is_inside_mapping = len(path) > len(option.path)
             try:
-                typed = construct(value.node) if is_inside_mapping else _convert(option, value.node)
+                converted[path] = construct(value.node) if is_inside_mapping else _convert(option, value.node)
             except ValueError:
                 self._add_invalid_value(option, value)
-            else:
-                _set_nested(tree, path, typed)
-        try:
-            config = Config.model_validate(tree)
-        except ValidationError as error:
-            invalid = {_option_at_or_above(tuple(map(str, problem["loc"]))).path: None for problem in error.errors()}
-            for path in invalid:
-                self._add_invalid_value(options()[path], self.values[path])
-            config = None
-        raise_problems(self.problems)
-        assert config is not None  # a validation error adds a problem, and problems raise
+        config = self._validate(converted)
+        raise_problems([*self.problems, *find_problems(config, uncertain=self._uncertain)])
         return config
+
+    def _validate(self, converted: dict[KeyPath, Any]) -> Config:
+        """Return the configuration of these values. Invalid values are problems, and left out."""
+        tree: dict[str, Any] = {}
+        for path, value in converted.items():
+            _set_nested(tree, path, value)
+        try:
+            return Config.model_validate(tree)
+        except ValidationError as error:
+            places = [tuple(map(str, problem["loc"])) for problem in error.errors()]
+        invalid = {_option_at_or_above(place).path: place for place in reversed(places)}
+        for path, place in reversed(invalid.items()):
+            # The value at the place, inside it (a free mapping), or around it (a list).
+            inside_or_around = (v for p, v in self.values.items() if p[: len(place)] == place[: len(p)])
+            self._add_invalid_value(options()[path], next(inside_or_around))
+        valid = {path: value for path, value in converted.items() if _option_at_or_above(path).path not in invalid}
+        return self._validate(valid)
 
     def _flatten(self, node: Node, path: KeyPath, source: str) -> Iterator[tuple[KeyPath, Node]]:
         """Yield the values below a node with their paths: of options, ignored and unknown keys."""
@@ -246,7 +257,9 @@ class _ConfigReader:
             self.problems.append(f"{name} ({location}) is unknown: {VERL_SECTIONS[path[0]]}")
         elif len(self.problems) < MAX_PROBLEMS:
             known = [_dotted(other) for other in (*options(), *(section for section, _ in sections() if section))]
-            self.problems.append(f"{name} ({location}) is unknown; did you mean {nearest_key(name, known)}?")
+            meant = nearest_key(name, known)
+            self.problems.append(f"{name} ({location}) is unknown; did you mean {meant}?")
+            self._uncertain |= {o.name for o in options().values() if f"{o.name}.".startswith(f"{meant}.")}
         else:
             self.problems.append(f"{name} ({location}) is unknown")  # not shown: no need for the nearest key
 
@@ -277,6 +290,7 @@ class _ConfigReader:
             self.warnings.append(warning)
 
     def _add_invalid_value(self, option: Option, value: _SourceValue) -> None:
+        self._uncertain.add(option.name)
         written = construct(value.node)
         reason = UNSUPPORTED_VALUES.get((option.name, str(written)))
         hint = f": {reason}" if reason else did_you_mean(str(written), option.choices)

@@ -98,7 +98,8 @@ def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind
         count = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
         return "list", item, f"{count}, each {expected}"
     if origin is dict:
-        return "mapping", "mapping", "a mapping"
+        values = "" if arguments[1] is Any else f", each value {_describe(arguments[1])[2]}"
+        return "mapping", "mapping", f"a mapping{values}"
     kinds: dict[type, Kind] = {bool: "true or false", int: "integer", float: "number", str: "text"}
     kind = kinds[annotation]
     name = {"integer": "an integer", "number": "a number"}.get(kind, kind)
