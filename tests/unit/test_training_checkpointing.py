@@ -199,22 +199,32 @@ def test_another_optimizer_strategy_raises_an_error(tiny_model, saved):
         make_engine(tiny_model("qwen2"), strategy="adamw_bf16", dtype=torch.bfloat16).load_state(saved)
 
 
-def with_compensation(tensors: dict[str, Tensor]) -> None:
-    """Make the low bits what older versions saved in their place."""
+def of_older_adamw_bf16(tensors: dict[str, Tensor]) -> None:
+    """Put a compensation in place of the low bits."""
     for name in [name for name in tensors if name.endswith("/low_bits")]:
-        state = tensors.pop(name)
-        tensors[name.replace("/low_bits", "/compensation")] = torch.zeros_like(state, dtype=torch.bfloat16)
+        zeros = torch.zeros_like(tensors.pop(name), dtype=torch.bfloat16)
+        tensors[name.replace("/low_bits", "/compensation")] = zeros
 
 
-def test_a_checkpoint_with_the_compensation_of_older_versions_is_resumed_with_a_warning(tiny_model, tmp_path):
-    options = {"strategy": "adamw_bf16", "dtype": torch.bfloat16}
-    folder = tiny_model("qwen2")
+def of_adamw(tensors: dict[str, Tensor]) -> None:
+    """Leave out the low bits, and round the second moment."""
+    for name in list(tensors):
+        if name.endswith("/low_bits"):
+            del tensors[name]
+        elif name.endswith("/exp_avg_sq"):
+            tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize(("strategy", "edit"), [("adamw_bf16", of_older_adamw_bf16), ("adamw", of_adamw)])
+def test_an_older_checkpoint_of_bf16_weights_is_resumed_with_a_warning(tiny_model, tmp_path, strategy, edit):
+    folder, options = tiny_model("qwen2"), {"strategy": "adamw_bf16", "dtype": torch.bfloat16}
     engine, other = make_engine(folder, **options), make_engine(folder, **options)
     groups = to_train(make_rollouts(folder))
     engine.step(groups)
     engine.save_state(tmp_path, model_only=False)()
-    edit_file(tmp_path / "optimizer", with_compensation)
-    with pytest.warns(UserWarning, match="saved by an older version, in which .*adamw_bf16 lost small updates"):
+    edit_file(tmp_path / "optimizer", edit)
+    (tmp_path / "state.json").write_text(json.dumps({"updates": 1, "strategy": strategy}))
+    with pytest.warns(UserWarning, match="saved by an older version, which lost small updates of weights in bf16"):
         other.load_state(tmp_path)
     assert_equal_tensors(weights_of(other), weights_of(engine))
     other.step(groups)

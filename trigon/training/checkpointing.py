@@ -26,7 +26,7 @@ from trigon.errors import CheckpointError
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.names import OptimizerStrategy
-from trigon.training.optim import COMPENSATION, replace_compensation, state_dtype
+from trigon.training.optim import COMPENSATION, state_dtype, upgrade_state
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 
@@ -89,9 +89,11 @@ def read_updates(policy: Policy, folder: Path, *, strategy: OptimizerStrategy) -
                 "a checkpoint without LoRA, nor the other way round"
             )
     state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    if state["strategy"] != strategy:
+    # adamw could be used for weights in bfloat16; its states can be continued by adamw_bf16.
+    if state["strategy"] != strategy and not (strategy == "adamw_bf16" and _loses_updates(folder / OPTIMIZER_FOLDER)):
         raise CheckpointError(
-            f"{folder} was saved with worker.actor.optim.strategy={state['strategy']}, this run has {strategy}"
+            f"{folder} was saved with worker.actor.optim.strategy={state['strategy']}, this run has {strategy}; set it "
+            f"to {state['strategy']}, or export the checkpoint and set worker.actor.model.model_path to the result"
         )
     return int(state["updates"])
 
@@ -136,16 +138,27 @@ def _load_optimizer_tensors(
     for state_name, tensor in tensors.items():
         name, _, key = state_name.rpartition("/")
         optimizer.state[trainable[name]][key] = tensor
-    if any(state_name.endswith(f"/{COMPENSATION}") for state_name in tensors):
+    if strategy == "adamw_bf16" and _loses_updates(folder):
         for parameter, state in optimizer.state.items():
-            replace_compensation(parameter, state)
+            upgrade_state(parameter, state)
         if process_group.rank == 0:
             warnings.warn(
-                f"{folder} was saved by an older version, in which worker.actor.optim.strategy=adamw_bf16 lost small "
-                "updates to rounding. Its weights are continued without that loss, so that the run will learn faster "
-                "than before at the same learning rate",
+                f"{folder} was saved by an older version, which lost small updates of weights in bf16 to rounding. "
+                "They are continued without that loss, so that the run will learn faster than before at the same "
+                "learning rate",
                 stacklevel=2,
             )
+
+
+def _loses_updates(folder: Path) -> bool:
+    """Return whether optimizer states are those of an older version, which lost small updates.
+
+    These are the states of adamw_bf16 with a compensation, and of adamw for weights in bfloat16.
+    """
+    return any(
+        name.endswith(f"/{COMPENSATION}") or (name.endswith("/exp_avg_sq") and stored.dtype == torch.bfloat16)
+        for name, stored in ShardedFiles(folder).tensors.items()
+    )
 
 
 def _empty_optimizer_tensors(
@@ -160,15 +173,17 @@ def _empty_optimizer_tensors(
     unknown: list[str] = []
     # A parameter that never had a gradient (those of a vision tower before the first image) has no
     # state.
-    for state_name in ShardedFiles(folder).tensors:
+    for state_name, stored in ShardedFiles(folder).tensors.items():
         name, _, key = state_name.rpartition("/")
         if name not in trainable:
             unknown.append(state_name)
         elif key == "step":  # torch keeps the step count on the CPU
             tensors[state_name] = torch.zeros(())
         else:
-            parameter = trainable[name]
-            tensors[state_name] = torch.zeros_like(parameter, dtype=state_dtype(parameter, key, strategy))
+            parameter, dtype = trainable[name], state_dtype(trainable[name], key, strategy)
+            if key == "exp_avg_sq" and stored.dtype == parameter.dtype:
+                dtype = stored.dtype  # of adamw
+            tensors[state_name] = torch.zeros_like(parameter, dtype=dtype)
     keys = {state_name.rpartition("/")[2] for state_name in tensors}
     names = {state_name.rpartition("/")[0] for state_name in tensors}
     missing = sorted(f"{name}/{key}" for name in names for key in keys if f"{name}/{key}" not in tensors)

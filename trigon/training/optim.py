@@ -168,14 +168,19 @@ class AdamWBf16(Optimizer):
 
 
 @torch.no_grad()
-def replace_compensation(parameter: Tensor, state: dict[str, Tensor]) -> None:
-    """Replace the state "compensation" of older checkpoints, a bfloat16 number to be added to the
-    weight, by low bits. No precision is lost.
+def upgrade_state(parameter: Tensor, state: dict[str, Tensor]) -> None:
+    """Make the state of an older checkpoint one of AdamWBf16, without losing precision.
+
+    Older versions of AdamWBf16 had a "compensation" in place of the low bits, a bfloat16 number to
+    be added to the weight. AdamW on bfloat16 weights has neither, and a bfloat16 second moment.
     """
-    compensation = on_this_rank(state.pop(COMPENSATION))
-    if parameter.dtype == torch.bfloat16:
+    state["exp_avg_sq"] = state["exp_avg_sq"].float()
+    compensation = state.pop(COMPENSATION, None)
+    if parameter.dtype == torch.bfloat16 and LOW_BITS not in state:
         state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
-        _split(on_this_rank(parameter).float() + compensation.float(), parameter, state)
+        if compensation is not None:
+            exact = on_this_rank(parameter).float() + on_this_rank(compensation).float()
+            _split(exact, parameter, state)
 
 
 def _join(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
