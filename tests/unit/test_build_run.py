@@ -115,7 +115,14 @@ def run(tiny_vlm, tmp_path, monkeypatch):
             trainer={"save_checkpoint_path": str(tmp_path / "run"), "device": "cpu", "val_freq": -1},
         )
         environment = TrackerEnvironment(None, None, None, None)
-        run_training(config, warnings=(), trackers=environment, should_stop=lambda: True, export_to=None)
+        run_training(
+            config,
+            warnings=(),
+            trackers=environment,
+            should_stop=lambda: True,
+            defer_interrupts=nullcontext,
+            export_to=None,
+        )
 
     return start
 

@@ -63,9 +63,9 @@ def nearest_path(text: str) -> str:
 
     The part of it that does not exist is compared with what its folder holds.
     """
-    path = Path(text).expanduser()
+    path = expand_path(text)
     missing = path
-    while not missing.parent.exists():
+    while not path_exists(str(missing.parent)):
         missing = missing.parent
     try:
         entries = sorted(entry.name for entry in missing.parent.iterdir() if not entry.name.startswith("."))

@@ -544,7 +544,7 @@ class RolloutConfig(Section):
     """Mean |log-probability difference| of engine and trainer above which the run stops, in nats.
     null: 1e-3 if both compute in fp32, else 0.1. Trigon only."""
 
-    weight_check_freq: int = Field(default=1, ge=0)
+    weight_check_freq: int = Field(default=1, ge=0, le=MAX_STEPS)
     """Steps between comparisons, by checksum, of vLLM's weights with the trainer's.
     0: never. Trigon only."""
 
