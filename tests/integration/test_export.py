@@ -288,7 +288,7 @@ def test_only_an_earlier_export_is_replaced(checkpoint, tmp_path):
 
 
 def test_an_unknown_dtype_and_a_missing_checkpoint_are_named(checkpoint, tmp_path):
-    with pytest.raises(CheckpointError, match="'int4'; choose one of bf16"):
+    with pytest.raises(CheckpointError, match="'int4'; choose one of fp32, bf16"):
         export_checkpoint(checkpoint.folder, None, dtype="int4")
     with pytest.raises(CheckpointError, match="no checkpoint folder"):
         export_checkpoint(tmp_path / "nowhere", None, dtype=None)

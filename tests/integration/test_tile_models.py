@@ -221,5 +221,5 @@ def test_a_tile_size_other_than_the_models_raises(folder: Path, tmp_path: Path) 
     config = json.loads(path.read_text())
     config["image_processor"]["size"] = config["image_processor"]["crop_size"] = {"height": 28, "width": 28}
     path.write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="makes tiles of 28 x 28 pixels, the model sees 56 x 56"):
+    with pytest.raises(ModelError, match="makes tiles of 28 x 28 pixels, the model takes 56 x 56"):
         image_processor_of(load_processors(str(copied)))
