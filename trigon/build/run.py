@@ -35,6 +35,7 @@ from trigon.config.paths import DATASET_SUFFIXES, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
+from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.loop import Run, train
 from trigon.models.hub import hub_endpoint, uses_modelscope
@@ -94,17 +95,9 @@ def run_training(
         report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint))
 
         builder = open_builder(config, processors)
-        val_files, train_files = config.data.val_files, config.data.train_files
-        val_prompts = scan_datasets(config, val_files, (), builder, report) if val_files else None
-        train_prompts = (
-            None
-            if config.trainer.val_only
-            else scan_datasets(config, train_files, config.data.train_weights, builder, report)
-        )
+        val_prompts, train_prompts = open_datasets(config, builder, report)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
-        first_prompts = val_prompts if train_prompts is None else train_prompts
-        assert first_prompts is not None, "val_only needs val_files"
-        check_rewards(rewards, first_prompts)
+        check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
         prompts = None
         if train_prompts is not None:
@@ -142,16 +135,12 @@ def run_training(
         stack.callback(gc.unfreeze)
         gc.freeze()
         progress = train(run, checkpoint)
-        exported = None
         stopped = progress.step < plan.total_steps
-        last = folder.path / f"global_step_{progress.step}"
-        if checkpoint is not None and checkpoint.step == progress.step:
-            last = checkpoint.folder  # no step was left; perhaps of another run folder
-        if export_to is not None and progress.step > 0 and not stopped:
+        last = last_checkpoint(folder, checkpoint, progress.step)
+        exported = None
+        if export_to is not None and last is not None and not stopped:
             exported = export_checkpoint(last, export_to, dtype=None)
-        next_steps = suggest_next_steps(
-            config, folder.path, last if progress.step > 0 else None, exported, stopped=stopped
-        )
+        next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
         report.summary(exported=exported, next_steps=next_steps)
 
 
@@ -199,11 +188,21 @@ def open_rewards(config: Config) -> RewardPool:
     )
 
 
-def check_rewards(rewards: RewardPool, prompts: Prompts) -> None:
+def open_datasets(config: Config, builder: PromptBuilder, report: Reporter) -> tuple[Prompts | None, Prompts | None]:
+    """Return the validation and the training prompts; None without val_files, and with val_only."""
+    data = config.data
+    val_prompts = scan_datasets(config, data.val_files, (), builder, report) if data.val_files else None
+    if config.trainer.val_only:
+        return val_prompts, None
+    return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report)
+
+
+def check_rewards(rewards: RewardPool, prompts: Prompts | None) -> None:
     """Call the reward function on dummy completions of the first prompt, before the models load.
 
     Raises: RewardError if it does not score them.
     """
+    assert prompts is not None, "val_only needs val_files"
     prompt = prompts[0]
     rewards.check(dummy_requests(prompt), described=f"a dummy completion of {prompt.prompt_id}")
 
@@ -238,6 +237,18 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     if checkpoint is not None and not trainer.val_only:
         check_trained_parts(config, checkpoint)
     return checkpoint
+
+
+def last_checkpoint(folder: RunFolder, resumed: Checkpoint | None, step: int) -> Path | None:
+    """Return the folder of the checkpoint of a run's last step; None before the first step.
+
+    If no step was left, it is the checkpoint from which the run resumed, perhaps of another run.
+    """
+    if step == 0:
+        return None
+    if resumed is not None and resumed.step == step:
+        return resumed.folder
+    return folder.path / f"global_step_{step}"
 
 
 def check_trained_parts(config: Config, checkpoint: Checkpoint) -> None:
