@@ -1,16 +1,14 @@
 """Opening a dataset scans every row: usable rows are numbered, bad ones named and counted."""
 
-import io
 import json
 import re
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
-from PIL import Image
 
 from support.builders import make_builder
+from support.images import png
 from support.videos import make_video
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
@@ -26,13 +24,6 @@ def own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="module")
 def processors(tiny_vlm):
     return load_processors(str(tiny_vlm))
-
-
-def png(width=56, height=56, seed=0):
-    stream = io.BytesIO()
-    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(stream, "PNG")
-    return stream.getvalue()
 
 
 GEOMETRY3K = datasets.Features(

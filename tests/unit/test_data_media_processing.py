@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from support.builders import make_builder
+from support.images import png
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.packing import pack_rollouts
 from trigon.data.vision import ImageProcessor
@@ -18,13 +19,6 @@ from trigon.types import RolloutGroup
 
 PIXEL_BYTES = 16 * 1176 * 4
 """The size of one image of `png()`: 16 patches of 1176 float32."""
-
-
-def png(width=56, height=56, seed=0):
-    stream = io.BytesIO()
-    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(stream, "PNG")
-    return stream.getvalue()
 
 
 @pytest.fixture(scope="module")

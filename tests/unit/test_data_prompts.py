@@ -5,11 +5,11 @@ import hashlib
 import io
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from support.builders import make_builder
+from support.images import png
 from support.videos import make_video
 from trigon.data import templates
 from trigon.data.bad_rows import UnusableRow
@@ -19,13 +19,6 @@ from trigon.models.load import load_processors
 from trigon.types import EncodedMedia
 
 IMAGE_PAD = "<|image_pad|>"
-
-
-def png(width=56, height=56, seed=0):
-    stream = io.BytesIO()
-    noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(stream, "PNG")
-    return stream.getvalue()
 
 
 def row(problem="<image>What is it?", images=None, **others):
