@@ -529,7 +529,8 @@ DOUBLING = "{% set ns = namespace(x=content) %}{% for i in range(60) %}{% set ns
     ],
 )
 def test_templates_are_bounded(processors, monkeypatch, template, expected):
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
+    if "seconds" in expected:  # the other limits must be reached first, however slow the machine is
+        monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=expected):
         make_builder(processors, format_prompt=template)
     if "line 1" not in expected and "the number" not in expected:
