@@ -35,14 +35,25 @@ os.environ.update(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that only `make test-all` runs."""
-    from support.tiers import is_extended
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that only `make test-all` runs.
+
+    Raises: pytest.UsageError if a pattern of tests/support/tiers.py matches no test any more.
+    """
+    from support.tiers import KEPT, is_extended
 
     folder = Path(__file__).parent
+    with_kept_tests = set()
     for item in items:
-        if is_extended(item.path.relative_to(folder).as_posix(), item.name):
+        file = item.path.relative_to(folder).as_posix()
+        if is_extended(file, item.name):
             item.add_marker(pytest.mark.extended)
+        else:
+            with_kept_tests.add(file)
+    collects_all = config.args == list(config.getini("testpaths"))
+    unmatched = [file for file, pattern in KEPT.items() if pattern is not None and file not in with_kept_tests]
+    if collects_all and unmatched:
+        raise pytest.UsageError(f"tests/support/tiers.py: the patterns of {', '.join(unmatched)} match no test")
 
 
 @pytest.fixture(autouse=True)

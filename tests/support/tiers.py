@@ -22,7 +22,7 @@ KEPT = {
     "integration/test_train_auto_micro_batch.py": None,
     "integration/test_train_lora.py": None,
     "integration/test_train_media.py": None,
-    "integration/test_train_resume.py": r"test_sigterm",
+    "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
 }
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
 
