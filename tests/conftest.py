@@ -7,6 +7,7 @@ Python start at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,11 @@ import pytest
 from trigon.garbage import set_gc_threshold
 
 set_gc_threshold()  # as every process of ours does
+
+# A shell ignores SIGINT in what it starts in the background, and child processes inherit that; tests
+# of Ctrl-C need it as in a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _hugging_face_home = tempfile.TemporaryDirectory(prefix="trigon-tests-")  # removed when the process ends
 
