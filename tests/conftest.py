@@ -19,8 +19,8 @@ from trigon.garbage import set_gc_threshold
 
 set_gc_threshold()  # as every process of ours does
 
-# A shell ignores SIGINT in what it starts in the background, and child processes inherit that; tests
-# of Ctrl-C need it as in a terminal.
+# A shell ignores SIGINT in what it starts in the background, and child processes inherit that;
+# tests of Ctrl-C need it as in a terminal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
