@@ -1,7 +1,7 @@
 """The training loop: sample completions, score them, learn from them, repeat.
 
 The rollout engine, the train engine and the reference are protocols, so the loop is the same in one
-process and on a cluster. take_steps is the loop itself; the rest of this module is what it calls.
+process and on a cluster. take_steps_from is the loop itself; the rest of this module is around it.
 """
 
 from __future__ import annotations

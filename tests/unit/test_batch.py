@@ -18,7 +18,6 @@ from support.fake_runs import (
     lines_of,
     mixed_by_prompt,
     open_run,
-    open_shared_parts,
     plan_of,
     record_of,
     rollouts_of,
@@ -32,12 +31,6 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.training.fake import FAKE_LOGPROB
-
-
-@pytest.fixture(scope="module")
-def parts(tiny_model, tmp_path_factory):
-    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
-        yield parts
 
 
 def test_filtered_groups_are_replaced_by_others(parts, tmp_path):

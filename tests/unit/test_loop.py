@@ -13,7 +13,6 @@ from support.fake_runs import (
     latest_checkpoint,
     lines_of,
     open_run,
-    open_shared_parts,
     plan_of,
     record_of,
     rollouts_of,
@@ -21,12 +20,6 @@ from support.fake_runs import (
 )
 from trigon.errors import ParityError
 from trigon.loop import count_tokens, is_due, train
-
-
-@pytest.fixture(scope="module")
-def parts(tiny_model, tmp_path_factory):
-    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
-        yield parts
 
 
 def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts, tmp_path):

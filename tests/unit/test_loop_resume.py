@@ -12,7 +12,6 @@ from support.fake_runs import (
     latest_checkpoint,
     lines_of,
     open_run,
-    open_shared_parts,
     plan_of,
     record_of,
     rollouts_of,
@@ -24,12 +23,6 @@ from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError
 from trigon.loop import train
 from trigon.types import Prompt
-
-
-@pytest.fixture(scope="module")
-def parts(tiny_model, tmp_path_factory):
-    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
-        yield parts
 
 
 @pytest.fixture(scope="module")

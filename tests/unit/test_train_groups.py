@@ -17,7 +17,6 @@ from support.fake_runs import (
     full_settings,
     lines_of,
     open_run,
-    open_shared_parts,
     plan_of,
     record_of,
     rollouts_of,
@@ -31,12 +30,6 @@ from trigon.metrics import values
 from trigon.train_groups import kl_of_tokens, prepare_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.types import Prompt
-
-
-@pytest.fixture(scope="module")
-def parts(tiny_model, tmp_path_factory):
-    with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
-        yield parts
 
 
 def test_old_and_reference_logprobs_come_before_the_first_update(parts, tmp_path):
