@@ -14,7 +14,9 @@ KEPT = {
     "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|lora, hybrid|full kl, lora|bfloat16 weights)\]|"
     r"not_finite|\[2, read by 1 and 4\]|\[on 4, hybrid\]",
     "invariants/test_checkpoint_killed.py": r"\[best-background\]",
+    "unit/test_models_activations.py": r"measured_peak\[qwen2_5_vl-|autocast-checkpointing-lora|variable_lengths",
     "integration/test_examples.py": None,
+    "integration/test_memory_of_a_larger_model.py": None,
     "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
     "integration/test_many_workers.py": r"test_two_workers_have_the_numbers_of_one",
     "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
