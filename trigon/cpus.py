@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 _MEMBERSHIPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
@@ -34,6 +35,20 @@ def count_usable_cpus(*, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT)
 
 def _cgroup_limits(memberships: Path, mount: Path) -> Iterator[float]:
     """Return the limits of all control groups that apply, in CPUs."""
+    for version, folder in cgroup_folders("cpu", memberships=memberships, mount=mount):
+        limit = _limit_v2(folder) if version == 2 else _limit_v1(folder)
+        if limit is not None:
+            yield limit
+
+
+def cgroup_folders(
+    controller: str, *, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
+) -> Iterator[tuple[Literal[1, 2], Path]]:
+    """Yield the folders of the control groups of this process, and of those above them.
+
+    controller: of version 1 of control groups, such as "cpu"; version 2 has one group for all.
+    memberships, mount: see count_usable_cpus. Yields: the version, and a folder that may not exist.
+    """
     try:
         lines = memberships.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux, or /proc is not mounted
@@ -42,8 +57,8 @@ def _cgroup_limits(memberships: Path, mount: Path) -> Iterator[float]:
         _, controllers, group = line.split(":", 2)  # "0::/user.slice" in version 2, "4:cpu,cpuacct:/user" in 1
         if controllers == "":
             hierarchies = [mount]
-        elif "cpu" in controllers.split(","):
-            hierarchies = [mount / controllers, mount / "cpu"]
+        elif controller in controllers.split(","):
+            hierarchies = [mount / controllers, mount / controller]
         else:
             continue
         # A container may see its own group as the root of the mount: then the path of the group,
@@ -51,9 +66,7 @@ def _cgroup_limits(memberships: Path, mount: Path) -> Iterator[float]:
         path = Path(group.lstrip("/"))
         for hierarchy in hierarchies:
             for folder in (path, *path.parents):
-                limit = _limit_v2(hierarchy / folder) if controllers == "" else _limit_v1(hierarchy / folder)
-                if limit is not None:
-                    yield limit
+                yield (2 if controllers == "" else 1), hierarchy / folder
 
 
 def _limit_v2(folder: Path) -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trigon.cpus import cgroup_folders
 from trigon.errors import ConfigError
 
 
@@ -111,6 +112,32 @@ class HostMemory:
                 f"{self._meminfo} ({error}); set it to false, and set "
                 "worker.actor.micro_batch_size_per_device_for_update instead"
             ) from error
+
+
+def usable_host_bytes(
+    *,
+    meminfo: Path = Path("/proc/meminfo"),
+    memberships: Path = Path("/proc/self/cgroup"),
+    mount: Path = Path("/sys/fs/cgroup"),
+) -> int | None:
+    """Return the host memory that processes like this one may use together; None if unknown.
+
+    The smallest of the machine's memory and of the limits of this process's control groups, by
+    which a container or a batch scheduler restricts it.
+    Args: meminfo: see HostMemory. memberships, mount: see cpus.count_usable_cpus.
+    """
+    try:
+        limits = [HostMemory(shared_by=1, meminfo=meminfo).total_bytes]
+    except ConfigError:  # not Linux
+        return None
+    for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount):
+        try:
+            text = (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text(encoding="ascii")
+        except OSError:  # the group has no such limit, or is not visible here
+            continue
+        if text.strip() != "max":
+            limits.append(int(text))
+    return min(limits)
 
 
 def memory_of(device: torch.device, *, shared_by: int) -> Memory:
