@@ -99,5 +99,5 @@ def phase_of(phase: Phase, pool: Pool, parts: Iterable[Part]) -> PhaseMemory:
 
 
 def format_gib(num_bytes: int) -> str:
-    """Return bytes as text in GiB, or in MiB below one GiB."""
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
+    """Return bytes as text in GiB, or in MiB below a tenth of one GiB."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:,.1f} MiB"
