@@ -21,6 +21,7 @@ COMMON = {
     "dtype": torch.float32,
     "max_model_len": 256,
     "max_num_batched_tokens": 1024,
+    "max_num_seqs": 128,
     "gpu_memory_utilization": 0.5,
     "enable_prefix_caching": True,
     "distributed_executor_backend": "uni",
@@ -123,6 +124,15 @@ def test_a_forward_pass_holds_a_prompt_unless_prompts_are_split(device, chunked,
         "MODEL", device=device, enable_chunked_prefill=chunked, max_num_batched_tokens=100, max_model_len=256
     )
     assert batched_tokens(settings) == tokens
+
+
+def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model):
+    settings = make_vllm_settings(
+        "MODEL", device="cuda", enable_chunked_prefill=True, max_num_seqs=1024, max_num_batched_tokens=512
+    )
+    processors = load_processors(str(tiny_model("qwen2")))
+    assert engine_arguments(settings, processors)["max_num_seqs"] == 512
+    assert engine_arguments(replace(settings, max_num_seqs=300), processors)["max_num_seqs"] == 300
 
 
 def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):

@@ -12,7 +12,7 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
-from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.names import DeviceType
 from trigon.rollout.vllm.weight_check import WeightCheck, compare, gather_ranks
 from trigon.types import LocalWeights, NamedTensors
 
@@ -23,7 +23,7 @@ def load_weights(
     processors: Processors,
     *,
     expected_names: frozenset[str],
-    device: VllmDevice,
+    device: DeviceType,
     version: int,
     check_values: bool,
 ) -> None:
