@@ -54,6 +54,11 @@ PARALLEL = {
     1: {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1},
     2: {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2},
 }
+# Each worker sees one GPU, so that all-reduce by peer-to-peer access would fail.
+NCCL_ONLY = {
+    "disable_custom_all_reduce": True,
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
 VISION = {
     "limit_mm_per_prompt": {"video": 0, "image": 1},
     "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 50176},
@@ -77,6 +82,8 @@ def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
     )
     processors = load_processors(str(tiny_model(model_type)), min_pixels=784, max_pixels=50176)
     expected = DEVICES[device] | PARALLEL[tensor_parallel_size] | MODELS[model_type]
+    if device == "cuda" and tensor_parallel_size == 2:
+        expected |= NCCL_ONLY
     assert engine_arguments(settings, processors) == expected
 
 

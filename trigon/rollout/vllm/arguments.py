@@ -111,6 +111,8 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
         "use_tqdm_on_load": False,
         "seed": settings.seed,
     }
+    if not on_cpu and (settings.tensor_parallel_size or 1) > 1:
+        arguments |= _collective_arguments()
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
 
 
@@ -143,6 +145,20 @@ def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
     width = config.num_key_value_heads * head_dim(config)
     token_bytes = int(2 * config.num_hidden_layers * width * settings.dtype.itemsize)  # keys and values
     return min(2**30, CPU_CACHED_SEQUENCES * (settings.max_model_len + CPU_BLOCK_TOKENS) * token_bytes)
+
+
+def _collective_arguments() -> dict[str, Any]:
+    """Return the arguments of several ranks that share a model: all collectives are NCCL's.
+
+    vLLM's own all-reduce, and FlashInfer's fused one, open the memory of the other ranks' GPUs by
+    device number. Each worker sees only its own GPU (Ray sets CUDA_VISIBLE_DEVICES), so that vLLM
+    0.32 fails at its start with an IndexError. The environment variables in process.py switch off
+    the others.
+    """
+    return {
+        "disable_custom_all_reduce": True,
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+    }
 
 
 def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:

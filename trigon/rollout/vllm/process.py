@@ -83,6 +83,9 @@ def import_vllm(device: DeviceType) -> Any:
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+            # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
+            os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+            os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
         case _:
             assert_never(device)
     declare_operators()

@@ -40,7 +40,7 @@ def load_weights(
     ParityError if a checksum differs.
     """
     names: list[str] = []
-    [model] = llm_engine.apply_model(_itself)
+    [model] = llm_engine.apply_model(itself)
     check = WeightCheck(model, device)
 
     def read_tensors() -> NamedTensors:
@@ -124,7 +124,8 @@ def check_names(names: Sequence[str], expected_names: frozenset[str], processors
         )
 
 
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
+def itself(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model: vLLM's, for apply_model."""
     return model
 
 
