@@ -15,6 +15,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from trigon.cpus import count_usable_cpus
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 
@@ -22,7 +23,7 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 """The one file, beside those of the train engine, that every checkpoint has."""
 
-_NUM_HASHING_THREADS = 8
+_MAX_HASHING_THREADS = 8
 
 
 def write_manifest(folder: Path) -> None:
@@ -129,5 +130,5 @@ def _hash_file(path: Path) -> dict[str, Any]:
 def _hash_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
     # Not a ThreadPoolExecutor: it accepts no work once the main thread has ended, and a save in the
     # background may still be running then.
-    with ThreadPool(_NUM_HASHING_THREADS) as pool:
+    with ThreadPool(min(_MAX_HASHING_THREADS, count_usable_cpus())) as pool:
         return pool.map(_hash_file, paths, chunksize=1)
