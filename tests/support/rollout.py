@@ -23,6 +23,7 @@ def make_vllm_settings(folder: Path | str, **changes: Any) -> VllmSettings:
         "dtype": torch.float32,
         "max_model_len": 256,
         "max_num_batched_tokens": 1024,
+        "max_num_seqs": 128,
         "gpu_memory_utilization": 0.5,
         "enforce_eager": True,
         "enable_chunked_prefill": False,

@@ -19,9 +19,12 @@ from support.fake_runs import (
     sometimes_crashing,
 )
 from trigon.algorithms.importance import Correction
+from trigon.data.media_processing import MediaProcessor
+from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import values
+from trigon.models.load import load_processors
 from trigon.rollout.statistics import describe_validation
 from trigon.types import Score
 
@@ -96,7 +99,9 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
     traffic = Traffic()
     for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
         traffic.count(phase, sent=1)
-    return keys | traffic.pop_metrics().keys()
+    image_processor = image_processor_of(load_processors(str(frozen)))
+    media = MediaProcessor(image_processor, max_image_pixels=1, num_workers=1, max_bytes=0)
+    return keys | traffic.pop_metrics().keys() | media.pop_metrics().keys()
 
 
 def test_every_reported_metric_is_documented(reported_keys):

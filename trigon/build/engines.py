@@ -14,7 +14,7 @@ import torch
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
-from trigon.config.defaults import resolve_run_folder
+from trigon.config.defaults import resolve_enable_chunked_prefill, resolve_max_num_seqs, resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
@@ -111,13 +111,14 @@ def open_rollout(
 
             settings = VllmSettings(
                 model_folder=model_folder(model_path(config)),
-                device="cuda" if device.type == "cuda" else "cpu",
+                device=place.device_type,
                 dtype=DTYPES[rollout.dtype],
                 max_model_len=context_length(config),
                 max_num_batched_tokens=rollout.max_num_batched_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager,
-                enable_chunked_prefill=rollout.enable_chunked_prefill,
+                max_num_seqs=resolve_max_num_seqs(config, place.device_type),
+                enable_chunked_prefill=resolve_enable_chunked_prefill(config, place.device_type),
                 enable_prefix_caching=rollout.enable_prefix_caching,
                 limit_images=rollout.limit_images,
                 seed=rollout.seed,

@@ -517,8 +517,10 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs: faster start and less memory, slower sampling."""
 
-    enable_chunked_prefill: bool = False
-    """Let vLLM split long prompts over several batches."""
+    enable_chunked_prefill: bool | None = None
+    """Let vLLM split long prompts over several batches; null: on a GPU.
+    vLLM warns that without it an engine on a GPU may crash or give wrong results. Not available on
+    the CPU. EasyR1's default is false."""
 
     enable_prefix_caching: bool = True
     """Let vLLM compute the shared prefix of prompts once. Trigon only."""
@@ -533,6 +535,11 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int = Field(default=8192, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens per batch of vLLM.
     Raising it speeds up prompts and needs more memory."""
+
+    max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Maximum number of sequences that vLLM computes at a time, at most max_num_batched_tokens.
+    null: by device. Raising it samples faster as long as the KV cache holds all of them, and needs
+    a little more memory. Trigon only."""
 
     disable_log_stats: bool = True
     """Do not log vLLM's statistics."""
@@ -647,8 +654,8 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU if there is one. Trigon only."""
 
-    auto_micro_batch: bool = False
-    """Measure before the first step how many tokens a pass can take on this device.
+    auto_micro_batch: bool | None = None
+    """Measure before the first step how many tokens a pass can take on this device; null: on a GPU.
     The result replaces worker.actor.micro_batch_size_per_device_for_update and
     micro_batch_size_per_device_for_experience. Trigon only."""
 

@@ -116,7 +116,7 @@ class TunableEngine(TrainEngine, Protocol):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of this rank's device that the optimizer states take during an update."""
+        """Bytes of this rank's device that an update takes: optimizer states and temporaries."""
         ...
 
     def sizes(self) -> Sizes:

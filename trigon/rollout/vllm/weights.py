@@ -12,7 +12,7 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
-from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.names import DeviceType
 from trigon.rollout.vllm.weight_check import WeightCheck, compare, gather_ranks
 from trigon.types import LocalWeights, NamedTensors
 
@@ -23,7 +23,7 @@ def load_weights(
     processors: Processors,
     *,
     expected_names: frozenset[str],
-    device: VllmDevice,
+    device: DeviceType,
     version: int,
     check_values: bool,
 ) -> None:
@@ -40,7 +40,7 @@ def load_weights(
     ParityError if a checksum differs.
     """
     names: list[str] = []
-    [model] = llm_engine.apply_model(_itself)
+    [model] = llm_engine.apply_model(itself)
     check = WeightCheck(model, device)
 
     def read_tensors() -> NamedTensors:
@@ -124,7 +124,8 @@ def check_names(names: Sequence[str], expected_names: frozenset[str], processors
         )
 
 
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
+def itself(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model: vLLM's, for apply_model."""
     return model
 
 
