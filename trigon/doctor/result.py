@@ -92,6 +92,6 @@ class Tolerances:
         return Findings(self.figures, tuple(self.problems), notes, text)
 
 
-def gib(num_bytes: float) -> str:
-    """Return bytes as text: "12.3 GiB"."""
-    return f"{num_bytes / 2**30:.1f} GiB"
+def bytes_text(num_bytes: float) -> str:
+    """Return bytes as text: "12.3 GiB", below 1 GiB "12.3 MiB"."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
