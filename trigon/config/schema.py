@@ -349,12 +349,13 @@ class FsdpConfig(Section):
     """Number formats of the policy, and its sharding over workers (FSDP)."""
 
     torch_dtype: DtypeOption | None = None
-    """Dtype in which weights are stored and updated; null: fp32.
+    """Dtype in which weights are stored and updated; null: fp32, and with LoRA mp_param_dtype.
     bf16 needs less memory, and optim.strategy=adamw_bf16; fp16 cannot be trained. With LoRA both
-    are allowed, since its adapters are in fp32."""
+    are allowed: it updates adapters only, which are in fp32."""
 
     mp_param_dtype: DtypeOption = "bf16"
-    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""
+    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact.
+    fp16 is for trainer.val_only alone, since its gradients would need scaling."""
 
     mp_reduce_dtype: DtypeOption = "fp32"
     """Dtype in which gradients are reduced over workers."""

@@ -22,6 +22,7 @@ from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
+from trigon.training.memory import free_cached_memory
 from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.parallel import passes_in_step
 from trigon.training.protocol import Sizes
@@ -249,17 +250,28 @@ class LocalTrainEngine:
         trainable = [on_this_rank(part) for part in self._policy.parameters() if part.requires_grad]
         return self.sizes().optimizer_bytes + update_bytes(trainable, self._settings.strategy)
 
-    def weights(self) -> LocalWeights:
-        """See TrainEngine. Offloaded parts are moved to the CPU when all tensors are read."""
-        return LocalWeights(self._read_weights)
-
-    def _read_weights(self) -> NamedTensors:
-        self._wake(optimizer=False)
-        yield from self._policy.named_weights()
+    def offload(self) -> None:
+        """See TunableEngine."""
         if self._offload_params:
             self._policy.to("cpu")
+        self._offload_states()
+
+    def weights(self) -> LocalWeights:
+        """See TrainEngine. Offloaded weights leave the device when all tensors are read."""
+        self._offload_states()
+        return LocalWeights(self._read_weights)
+
+    def _read_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
+        self._wake(optimizer=False)
+        yield from self._policy.named_weights(dtype)
+        if self._offload_params:
+            self._policy.to("cpu")
+
+    def _offload_states(self) -> None:
+        """Offload the optimizer states if configured, and free what the allocator has cached."""
         if self._offload_optimizer:
             move_states(self._optimizer, torch.device("cpu"))
+        free_cached_memory(self._device)
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""
