@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -287,15 +288,26 @@ class WeightsHandle:
     __slots__ = ()
 
 
+class ReadWeights(Protocol):
+    """Reads the weights of a LocalWeights."""
+
+    def __call__(self, dtype: torch.dtype | None = None) -> NamedTensors:
+        """Return a new iterator over all tensors, for one sync.
+
+        A train engine may free memory once the iterator is exhausted. In a sharded policy all ranks
+        must iterate together.
+
+        dtype: of the parameters into which they are loaded; wider tensors are rounded to it, before
+            they are gathered. None: as they are stored.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalWeights(WeightsHandle):
-    """Weights in this process.
+    """Weights in this process."""
 
-    read: returns a new iterator over all tensors, for one sync. A train engine may free memory once
-    the iterator is exhausted. In a sharded policy all ranks must iterate together.
-    """
-
-    read: Callable[[], NamedTensors]
+    read: ReadWeights
 
 
 class Phase(Protocol):

@@ -240,24 +240,31 @@ class Policy(nn.Module):
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return metrics if peak is None else metrics | {"perf/peak_tflops": Max(peak)}
 
-    def named_weights(self) -> NamedTensors:
+    def named_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
         """Iterate over all weights as published checkpoints store them, without a tied head.
 
-        Adapters are merged into the weights of their layers, in the dtype of the weights. Tensors
+        Adapters are merged into the weights of their layers, in float32, and rounded once. Tensors
         are full: a sharded one is gathered, by all ranks together, when it is yielded. Others are
-        views of the parameters; those of experts are not contiguous.
+        views of the parameters if they have their dtype; those of experts are not contiguous.
+
+        Args:
+            dtype: to which wider tensors are rounded, before they are gathered unless an adapter is
+                merged into them. None: each has the dtype of its parameter.
         """
         adapters = adapters_of(self.model)
         adapter_parameters = {part for adapter in adapters.values() for part in (adapter.lora_a, adapter.lora_b)}
         for name, parameter in self.model.named_parameters():
             if parameter in adapter_parameters:
                 continue
-            weight = full_tensor(parameter.detach())
+            weight = parameter.detach()
             name = name.replace(".base_layer.", ".")  # peft moves the weight of an adapted layer there
             adapter = adapters.get(name.removesuffix(".weight"))
-            if adapter is not None:
+            if adapter is None:
+                is_wider = dtype is not None and weight.dtype.itemsize > dtype.itemsize
+                weight = full_tensor(weight.to(dtype) if is_wider else weight)
+            else:
                 lora_a, lora_b = full_tensor(adapter.lora_a.detach()), full_tensor(adapter.lora_b.detach())
-                weight = merged_weight(weight, lora_a, lora_b, adapter.scaling)
+                weight = merged_weight(full_tensor(weight), lora_a, lora_b, adapter.scaling, dtype=dtype)
             yield from self.family.checkpoint_tensors(name, weight)
 
     def saved_tensors(self) -> NamedTensors:

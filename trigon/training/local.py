@@ -23,7 +23,8 @@ from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
-from trigon.training.optim import make_optimizer, on_this_rank, state_bytes
+from trigon.training.memory import free_cached_memory
+from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.parallel import passes_in_step
 from trigon.training.protocol import Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
@@ -249,22 +250,36 @@ class LocalTrainEngine:
     def optimizer_bytes(self) -> int:
         """See TunableEngine.
 
-        0 if the optimizer states are on another device than the one that computes.
+        0 if updates are made on another device than the one that computes (FSDP's CPU offload).
         """
-        elsewhere = next(self._policy.parameters()).device.type != self._device.type
-        return 0 if elsewhere else self.sizes().optimizer_bytes
+        is_on_device = next(self._policy.parameters()).device.type == self._device.type
+        if self._made_optimizer is None or not (is_on_device or self._offload_params):
+            return 0
+        trainable = [on_this_rank(part) for part in self._policy.parameters() if part.requires_grad]
+        return self.sizes().optimizer_bytes + update_bytes(trainable, self._settings.strategy)
 
-    def weights(self) -> LocalWeights:
-        """See TrainEngine. Offloaded parts are moved to the CPU when all tensors are read."""
-        return LocalWeights(self._read_weights)
-
-    def _read_weights(self) -> NamedTensors:
-        self._wake(optimizer=False)
-        yield from self._policy.named_weights()
+    def offload(self) -> None:
+        """See TunableEngine."""
         if self._offload_params:
             self._policy.to("cpu")
+        self._offload_states()
+
+    def weights(self) -> LocalWeights:
+        """See TrainEngine. Offloaded weights leave the device when all tensors are read."""
+        self._offload_states()
+        return LocalWeights(self._read_weights)
+
+    def _read_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
+        self._wake(optimizer=False)
+        yield from self._policy.named_weights(dtype)
+        if self._offload_params:
+            self._policy.to("cpu")
+
+    def _offload_states(self) -> None:
+        """Offload the optimizer states if configured, and free what the allocator has cached."""
         if self._offload_optimizer:
-            self._move_optimizer(torch.device("cpu"))
+            move_states(self._optimizer, torch.device("cpu"))
+        free_cached_memory(self._device)
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""
@@ -326,13 +341,7 @@ class LocalTrainEngine:
         if self._offload_params:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
-            self._move_optimizer(self._device)
-
-    def _move_optimizer(self, device: torch.device) -> None:
-        for state in self._optimizer.state.values():
-            for key, value in state.items():
-                if key != "step":  # torch keeps the step count on the CPU
-                    state[key] = value.to(device)
+            move_states(self._optimizer, self._device)
 
 
 @dataclass(frozen=True, slots=True)
