@@ -28,7 +28,7 @@ class LogprobHead(nn.Linear):
         banned_token_ids: Sequence[int],
         entropy_gradient: bool,
         against: Predictions | None,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logprobs, entropy and kl of logprobs.token_logprobs, with this weight.
 

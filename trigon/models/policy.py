@@ -37,7 +37,8 @@ class Policy(nn.Module):
     Args:
         temperature: of sampling; logits are divided by it.
         banned_token_ids: tokens that are never sampled, and are excluded from the distribution.
-        logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk.
+        logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk of the
+            device that computes.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
         use_logprob_head(model)
-        self.logprob_chunk = logprob_chunk or rows_per_chunk(model.lm_head.weight.shape[0])
+        self._logprob_chunk = logprob_chunk
         if family.deepstack:
             family.language_model(model)._deepstack_process = _add_at_positions
         self._feature_cache: VisionFeatureCache | None = None
@@ -139,7 +140,7 @@ class Policy(nn.Module):
             banned_token_ids=self.banned_token_ids,
             entropy_gradient=entropy_gradient,
             against=against,
-            chunk_tokens=self.logprob_chunk,
+            chunk_tokens=self._logprob_chunk,
         )
         return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
 
@@ -152,6 +153,14 @@ class Policy(nn.Module):
         """
         outputs: Predictions = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
         return outputs
+
+    @property
+    def logprob_chunk(self) -> int:
+        """The number of rows of logits that are computed at a time on the device of the weights."""
+        weight = self.model.lm_head.weight
+        mesh = getattr(weight, "device_mesh", None)  # a shard may be kept on the CPU and gathered on a GPU
+        device_type: str = weight.device.type if mesh is None else mesh.device_type
+        return self._logprob_chunk or rows_per_chunk(weight.shape[0], device_type)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, then the vision blocks."""
