@@ -12,8 +12,8 @@ from trigon.doctor.benchmark import check_benchmark
 from trigon.doctor.engines import VARIANTS, check_text_after_sleep, check_variant
 from trigon.doctor.environment import check_environment
 from trigon.doctor.kernels import check_kernels, check_logprobs
-from trigon.doctor.peaks import check_optimizer_memory
 from trigon.doctor.runner import Check
+from trigon.doctor.training import check_optimizer_memory, check_update
 from trigon.doctor.training_runs import check_float32, check_quickstart, check_two_workers
 from trigon.errors import ConfigError
 from trigon.suggestions import nearest
@@ -25,6 +25,7 @@ CHECKS = (
     Check("kernels", "attention kernels against float64, forward and gradient", check_kernels, 120),
     Check("logprobs", "log-probabilities and entropies against float64, forward and gradient", check_logprobs, 60),
     Check("optimizer-memory", "the optimizers' measured memory is what is computed", check_optimizer_memory, 60),
+    Check("update", "the host does not wait for the GPU in each micro-batch of an update", check_update, 120),
     *(
         Check(
             variant.name,
