@@ -163,8 +163,8 @@ class DataConfig(Section):
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1, le=4096)
-    """Threads that measure prompts and prepare images.
-    Raising it shortens the start, up to the number of usable CPUs."""
+    """Threads that measure prompts and prepare images; of several workers, each has its own.
+    Raising it helps up to the number of usable CPUs (in a worker, its share of the node's)."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators, count_denominators
+from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.data.packing import Positions, pack_train
-from trigon.metrics import Mean, Metric, Metrics, Sum, merge
+from trigon.metrics import Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
@@ -114,7 +115,7 @@ class LocalTrainEngine:
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
             plan = self._plan_passes(groups)
-            metrics: Metrics = {}
+            unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
                 self._process_group.before_forward(self._policy, sync_gradients=plan.syncs_gradients(index))
                 if index >= len(plan.batches):  # other ranks have more micro-batches
@@ -122,18 +123,19 @@ class LocalTrainEngine:
                         self._policy, self._scorer.precision, reference=reference, run_dummy_vision=run_dummy_vision
                     )
                     continue
-                batch_metrics = micro_batch_backward(
-                    self._policy,
-                    to_device(plan.batches[index], self._device),
-                    self._terms,
-                    plan.denominators,
-                    self._scorer.precision,
-                    reference=reference,
-                    run_dummy_vision=run_dummy_vision,
-                    gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
+                unread.append(
+                    micro_batch_backward(
+                        self._policy,
+                        to_device(plan.batches[index], self._device),
+                        self._terms,
+                        plan.denominators,
+                        self._scorer.precision,
+                        reference=reference,
+                        run_dummy_vision=run_dummy_vision,
+                        gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
+                    )
                 )
-                metrics = merge(metrics, batch_metrics)
-            applied = self._apply_update(plan)
+            applied, metrics = self._apply_update(plan, unread)
             return {**metrics, **self._update_metrics(plan, applied, metrics, num_groups=len(groups))}
 
     def _plan_passes(self, groups: Sequence[TrainGroup]) -> _UpdatePlan:
@@ -162,13 +164,19 @@ class LocalTrainEngine:
         tokens, sequences = self._process_group.all_reduce_sum([local.tokens, local.sequences])
         return Denominators(int(tokens), int(sequences))
 
-    def _apply_update(self, plan: _UpdatePlan) -> _AppliedUpdate:
-        """Clip the gradients, apply them unless the update is skipped, and free them."""
+    def _apply_update(
+        self, plan: _UpdatePlan, unread: Sequence[UnreadMetrics]
+    ) -> tuple[_AppliedUpdate, dict[str, Metric]]:
+        """Clip the gradients, apply them unless the update is skipped, and free them.
+
+        Returns what was done, and the metrics of the micro-batches, merged. They are read from the
+        device together with the norm of the gradient: the one time that an update waits for it.
+        """
         rate = self._settings.schedule.learning_rate(self._updates + 1)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         clipped = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
-        norm = float(full_tensor(clipped))
+        metrics, [norm] = read_metrics(unread, full_tensor(clipped))
         is_finite = norm < float("inf")  # False for nan as well
         # Without a trainable token the moments alone would move the parameters.
         is_applied = is_finite and plan.denominators.tokens > 0
@@ -176,7 +184,7 @@ class LocalTrainEngine:
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return _AppliedUpdate(rate, norm, is_finite=is_finite, is_applied=is_applied)
+        return _AppliedUpdate(rate, norm, is_finite=is_finite, is_applied=is_applied), metrics
 
     def _update_metrics(
         self, plan: _UpdatePlan, applied: _AppliedUpdate, batch_metrics: Metrics, *, num_groups: int
