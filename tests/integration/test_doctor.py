@@ -16,11 +16,11 @@ import torch
 from support.processes import is_running
 from trigon.cli.doctor import main
 from trigon.doctor.catalogue import CHECKS
-from trigon.doctor.engines import VARIANTS
+from trigon.doctor.engines import OTHER_VARIANTS, VARIANTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would use the GPUs of this machine")
 
-ONLY_ON_A_GPU = {variant.name for variant in VARIANTS} - {"vllm-v1-sync-eager"}
+ONLY_ON_A_GPU = {variant.name for variant in (*VARIANTS, *OTHER_VARIANTS)} - {"vllm-v1-sync-eager"}
 
 HIDE_VLLM = """
 import importlib.machinery

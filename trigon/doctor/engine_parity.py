@@ -37,6 +37,11 @@ tolerance, the comparison would not find weights that did not arrive."""
 CHANGE_TOLERANCE = 0.02
 """Largest difference of a log-probability between two samples of one seed on a GPU, where kernels
 may sum in another order."""
+SYNC_WEIGHTS = 3
+"""Most copies of the largest weight that a weight sync holds: one that vLLM collects for a layer,
+one in the layout of its layer, and one of a conversion."""
+CHECKSUM_BYTES = 512 * 2**20
+"""Temporaries of the checksums of weights; see rollout/checksums.py."""
 SMALL_MEMORY = 40 * 2**30
 TINY_MODEL_BYTES = 3 * 2**30
 """GPU memory of vLLM with a tiny model. In more there would be millions of blocks of KV cache, over
@@ -116,9 +121,16 @@ def compare_engines(setting: Setting, variant: EngineVariant) -> Findings:
         session.change_weights()
         stale = session.differences(first)
         compared.at_least("mean difference of stale weights", float(stale.mean()), STALE_MINIMUM)
+        allocated = start_counting() if on_gpu else 0
         start = time.monotonic()
         with session.rollout.awake(session.trainer.weights(), version=session.version):
             compared.figures["seconds of wake-up and weight sync"] = f"{time.monotonic() - start:.2f}"
+            if on_gpu:
+                temporaries = torch.cuda.max_memory_allocated() - allocated
+                compared.figures["temporaries of the weight sync"] = bytes_text(temporaries)
+                largest = max(weight.nbytes for weight in session.trainer.policy.parameters())
+                excess = (temporaries - CHECKSUM_BYTES) / largest
+                compared.at_most("as a multiple of the largest weight", excess, SYNC_WEIGHTS)
             start = time.monotonic()
             # Nested with the same version: does nothing but generate.
             [changed] = session.sample(images, sampling)
@@ -177,7 +189,12 @@ def open_session(
     if vllm_bytes is not None and setting.device == "cuda":
         rollout |= {"gpu_memory_utilization": vllm_bytes / torch.cuda.mem_get_info()[1]}
     if variant is not None:
-        rollout |= {"enforce_eager": not variant.graphs}
+        rollout |= {
+            "model_runner": variant.runner,
+            "async_scheduling": variant.async_scheduling,
+            "enforce_eager": not variant.graphs,
+            "max_num_seqs": 128,  # for fewer CUDA graphs, which take time to record
+        }
     config = Config.model_validate(
         {
             "data": {"max_prompt_length": 1024, "max_response_length": 256},
@@ -252,6 +269,16 @@ def used_bytes() -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def start_counting() -> int:
+    """Reset the peak of the allocator, and return the bytes that are allocated now.
+
+    Memory that vLLM drops in its sleep stays allocated in this count.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def fill_free_memory() -> None:
