@@ -97,7 +97,7 @@ def test_without_vllm_its_checks_are_skipped_and_the_quickstart_uses_transformer
         "fsdp2": "pass",
         "tp2": "skipped",
     }
-    assert "needs vLLM" in found["tp2"]["reason"]
+    assert "needs vllm" in found["tp2"]["reason"]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
