@@ -253,15 +253,14 @@ def equal_fraction(one: Sequence[RolloutGroup], other: Sequence[RolloutGroup]) -
 
 def largest_change(one: Sequence[RolloutGroup], other: Sequence[RolloutGroup]) -> float:
     """Return the largest |log-probability difference| of two samples, up to where tokens differ."""
-    largest = 0.0
+    changes = [0.0]
     for first, second in zip(completions_of(one), completions_of(other), strict=True):
         pairs = zip(first.token_ids, second.token_ids, first.sampling_logprobs, second.sampling_logprobs, strict=True)
         for token, other_token, logprob, other_logprob in pairs:
             if token != other_token:
                 break  # the tokens after it have another context
-            change = abs(logprob - other_logprob)
-            largest = change if not change <= largest else largest  # nan counts as a change
-    return largest
+            changes.append(abs(logprob - other_logprob))
+    return float(torch.tensor(changes).max())  # nan if one of them is
 
 
 def used_bytes() -> int:
