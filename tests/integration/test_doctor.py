@@ -72,6 +72,7 @@ def test_a_wrong_tolerance_and_a_short_limit_make_checks_fail(tmp_path, capsys):
     assert capsys.readouterr().out.count("FAIL") == 2
 
 
+@pytest.mark.timeout(2400)
 def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     found = doctor(tmp_path)
     assert list(found) == [check.name for check in CHECKS]
@@ -83,6 +84,7 @@ def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     assert not failed, "\n".join(failed.values())
 
 
+@pytest.mark.timeout(1200)
 def test_without_vllm_its_checks_are_skipped_and_the_quickstart_uses_transformers(tmp_path):
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / "sitecustomize.py").write_text(HIDE_VLLM)

