@@ -224,7 +224,7 @@ class CheckpointStore:
             )
 
     def _publish(self, temporary: Path, final: Path, finish: Finish | None, hashing: ThreadPool) -> None:
-        """Finish writing the temporary folder, make it a checkpoint, and end the hashing threads."""
+        """Finish the temporary folder, make it a checkpoint, and end the hashing threads."""
         with hashing, self._remove_on_failure(temporary, final):
             if finish is not None:
                 finish()
