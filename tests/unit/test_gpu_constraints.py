@@ -1,4 +1,4 @@
-"""The check of constraints/gpu.txt on a few invented packages; .ci/run makes the real one with pip."""
+"""The check of constraints/gpu.txt on a few invented packages; .ci/run runs the real one."""
 
 from __future__ import annotations
 
