@@ -279,7 +279,8 @@ def test_wrong_weights_raise_and_make_the_engine_unusable(tiny_model, prompts, r
     try:
         with engine.awake(handle_of(weights), version=0):
             engine.generate(prompts[2:], SAMPLING, step=1)
-        with pytest.raises(EngineError, match=message), engine.awake(LocalWeights(lambda: read(weights)), version=1):
+        wrong = LocalWeights(lambda dtype=None: read(weights))
+        with pytest.raises(EngineError, match=message), engine.awake(wrong, version=1):
             pass
         with pytest.raises(EngineError, match="did not finish"), engine.awake(handle_of(weights), version=2):
             pass
@@ -349,6 +350,30 @@ def test_parameters_that_are_not_the_trainers_weights_raise(tiny_model, monkeypa
             pass
     finally:
         engine.close()
+
+
+def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(tiny_model, prompts):
+    """The checksums of all parameters are compared at each load."""
+    folder = tiny_model("qwen2", tie_word_embeddings=True)
+    processors = load_processors(str(folder))
+    model = load_model(str(folder), dtype=torch.float32, device="cpu")
+    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    dtypes = []
+
+    def read(dtype=None):
+        dtypes.append(dtype)
+        return policy.named_weights(dtype)
+
+    engine = make_vllm_engine(folder, processors, dtype=torch.bfloat16)
+    try:
+        with engine.awake(LocalWeights(read), version=0):
+            rounded = engine.generate(prompts[2:], SAMPLING, step=1)
+        with engine.awake(LocalWeights(lambda dtype=None: policy.named_weights()), version=1):
+            exact = engine.generate(prompts[2:], SAMPLING, step=1)
+    finally:
+        engine.close()
+    assert dtypes == [torch.bfloat16]
+    assert [[replace(each, policy_version=1) for each in group] for group in rounded] == exact
 
 
 def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, prompts):

@@ -64,6 +64,7 @@ def make_engine(
     compared_with: Path | None = None,
     vision_cache_bytes: int = 2**20,
     logprob_chunk: int = 1024,
+    offload: bool = False,
 ) -> LocalTrainEngine:
     """Return the engine of a model folder.
 
@@ -75,6 +76,7 @@ def make_engine(
         group.
         compared_with: model folder of the reference of the full KL.
         vision_cache_bytes: size of the feature cache, for a frozen vision tower.
+        offload: move weights and optimizer states to the CPU while they are not in use.
     """
     processors = processors_of(folder)
 
@@ -106,6 +108,8 @@ def make_engine(
     placement = Placement(
         device=CPU,
         compute_dtype=(compute_dtype or dtype) if sharding is None else None,
+        offload_params=offload,
+        offload_optimizer=offload,
         process_group=process_group,
     )
     reference = None

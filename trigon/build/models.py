@@ -27,6 +27,7 @@ from trigon.models.load import Processors, load_model
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
+from trigon.names import DeviceType
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup
@@ -47,6 +48,11 @@ class DevicePlacement:
         """Whether this process is the only rank."""
         return self.process_group.size == 1
 
+    @property
+    def device_type(self) -> DeviceType:
+        """The kind of the device, on which some defaults depend."""
+        return device_type(self.device)
+
 
 def choose_device(config: Config) -> torch.device:
     """Return the device to train on, and make its kernels deterministic as set_determinism does.
@@ -61,6 +67,11 @@ def choose_device(config: Config) -> torch.device:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if requested == "auto" else requested)
     set_determinism(device)
     return device
+
+
+def device_type(device: torch.device) -> DeviceType:
+    """Return the kind of a device, on which some defaults depend."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def set_determinism(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from trigon.cpus import count_usable_cpus
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 
@@ -22,12 +23,12 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 """The one file, beside those of the train engine, that every checkpoint has."""
 
-_NUM_HASHING_THREADS = 8
+_MAX_HASHING_THREADS = 8
 
 
 def start_hashing_threads() -> ThreadPool:
     """Start the threads that write_manifest uses; leaving the pool's context ends them."""
-    return ThreadPool(_NUM_HASHING_THREADS)
+    return ThreadPool(min(_MAX_HASHING_THREADS, count_usable_cpus()))
 
 
 def write_manifest(folder: Path, threads: ThreadPool) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trigon.models.dtypes import autocast_off, compute_dtype
+from trigon.models.transfer import to_device
 from trigon.types import GroupSpan, TokenLogprobs
 
 CHUNK_BYTES = 128 * 2**20
@@ -99,12 +101,11 @@ def token_logprobs(
     Returns: logprobs [S] and entropy [S], and kl [S] or None, in float32 (float64 for float64).
         Gradient flows into states and head_weight, from logprobs, kl and, if asked for, entropy.
     """
-    device = states.device.type
-    banned = torch.tensor(tuple(banned_token_ids), dtype=torch.int64, device=states.device)
+    banned = to_device(torch.tensor(tuple(banned_token_ids), dtype=torch.int64), states.device)
     # Fixed here: autocast is off in the backward, which has to recompute exactly the same logits.
-    product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    product_dtype = compute_dtype(states.device, states.dtype)
     settings = _Settings(temperature, chunk_tokens or rows_per_chunk(len(head_weight)), product_dtype)
-    with torch.autocast(device, enabled=False):
+    with autocast_off(states.device):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             states, head_weight, targets, banned, settings, entropy_gradient
         )
@@ -151,7 +152,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprobs[rows] = gaps.gather(1, targets[rows, None])[:, 0]
             unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
             total[rows] = unnormalized.sum(1)
-            gaps[:, banned] = 0.0  # their term below is 0 * gap; 0 * -inf would be nan
+            gaps.index_fill_(1, banned, 0.0)  # their term below is 0 * gap; 0 * -inf would be nan
             mean_gap[rows] = unnormalized.mul_(gaps).sum(1) / total[rows]
         log_total = total.log()
         logprobs -= log_total
@@ -177,7 +178,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
             per_logprob = (grad_logprobs[rows] / total[rows])[:, None]
             if ctx.entropy_gradient:
-                gaps[:, banned] = 0.0  # not 0 * -inf, as above
+                gaps.index_fill_(1, banned, 0.0)  # not 0 * -inf, as above
                 per_entropy = (grad_entropy[rows] / total[rows])[:, None]
                 factor = gaps.sub_(mean_gap[rows, None]).mul_(-per_entropy).sub_(per_logprob)
                 grad_logits = unnormalized.mul_(factor)
@@ -273,7 +274,7 @@ def _accumulate_gradients(
 def _log_ratio(log_p: Tensor, log_q: Tensor, banned: Tensor) -> Tensor:
     """Return log p - log q; 0 for banned tokens, where both are -inf. Overwrites log_q."""
     log_ratio = torch.sub(log_p, log_q, out=log_q)
-    log_ratio[:, banned] = 0.0
+    log_ratio.index_fill_(1, banned, 0.0)
     return log_ratio
 
 
@@ -299,7 +300,7 @@ def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, b
         logits.copy_(states.to(settings.product_dtype) @ head.T)
     if settings.temperature != 1.0:
         logits.div_(settings.temperature)
-    logits[:, banned] = -torch.inf
+    logits.index_fill_(1, banned, -torch.inf)
     return logits
 
 

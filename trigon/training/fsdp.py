@@ -46,15 +46,17 @@ class Sharding:
 class TorchProcessGroup:
     """The ranks of torch.distributed's default process group. Satisfies ProcessGroup."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, timeout_seconds: float | None = None) -> None:
         """Wrap the default process group, which is initialized already.
 
-        device: on which this rank computes.
+        device: on which this rank computes. timeout_seconds: of the state group; None: torch's
+        default, which is less than a large checkpoint may take.
         """
         self.device = device
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         # Checkpoints are written from a second thread while training goes on.
-        self._state_group = dist.new_group(backend="gloo")
+        timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
+        self._state_group = dist.new_group(backend="gloo", timeout=timeout)
 
     @classmethod
     def joined(cls, device: torch.device, *, timeout_seconds: float) -> TorchProcessGroup:
@@ -68,7 +70,7 @@ class TorchProcessGroup:
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
-        return cls(device)
+        return cls(device, timeout_seconds=timeout_seconds)
 
     @property
     def rank(self) -> int:
