@@ -45,7 +45,7 @@ class LocalTracer:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # There is one cycle only. Without acc_events torch 2.11 warns that events of others are lost.
+        # There is one cycle only. Without acc_events torch 2.11 warns that others lose events.
         self._profile = torch.profiler.profile(activities=activities, acc_events=True)
         self._profile.start()
 
