@@ -262,3 +262,4 @@ def test_the_image_does_not_run_as_root() -> None:
     instructions = [line.split()[0] for line in read(DOCKERFILE).splitlines() if re.match(r"[A-Z]+ ", line)]
     assert "USER" in instructions
     assert "RUN" not in instructions[instructions.index("USER") :]
+    assert "&& chown trigon:trigon ." in read(DOCKERFILE)  # WORKDIR, where commands write by default
