@@ -399,7 +399,17 @@ def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, p
     engine.close()
 
 
-def test_a_vllm_that_is_built_for_another_device_raises(tiny_model):
+def test_a_vllm_that_is_built_for_another_device_raises(tiny_model, monkeypatch):
     folder = tiny_model("qwen2")
+    switches = {
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": None,
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "1",  # what the user has set stays
+        "VLLM_USE_FLASHINFER_SAMPLER": None,
+    }
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value or "")  # restores it after the test
+        if value is None:
+            monkeypatch.delenv(name)
     with pytest.raises(EngineError, match=r"built for cpu, but the rollout engine is to run on cuda"):
         make_vllm_engine(folder, load_processors(str(folder)), device="cuda")
+    assert [os.environ[name] for name in switches] == ["0", "1", "0"]
