@@ -61,13 +61,13 @@ def make_transformers_engine(
 
 def handle_of(weights: Mapping[str, Tensor]) -> LocalWeights:
     """Return a handle of these tensors."""
-    return LocalWeights(lambda: iter(weights.items()))
+    return LocalWeights(lambda dtype=None: iter(weights.items()))
 
 
 def unreadable_weights() -> LocalWeights:
     """Return a handle that fails the test if it is read."""
 
-    def read() -> NamedTensors:
+    def read(dtype: torch.dtype | None = None) -> NamedTensors:
         raise AssertionError("the weights were read")
 
     return LocalWeights(read)

@@ -288,6 +288,15 @@ def test_no_strategy_trains_fp16_weights():
         )
 
 
+def test_gradients_in_fp16_are_refused():
+    compute = "worker.actor.fsdp.mp_param_dtype=fp16"
+    for overrides in ((compute,), (compute, "worker.actor.model.lora.rank=8")):
+        message = problem(*overrides)
+        assert message.startswith("worker.actor.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large")
+        assert "gradients are not scaled here; set worker.actor.fsdp.mp_param_dtype=bf16" in message
+    assert warnings(compute, "trainer.val_only=true") == ()
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_weights_that_are_not_trained_may_have_16_bits(dtype):
     assert warnings(dtype, "worker.actor.model.lora.rank=8") == ()  # the adapters are in float32

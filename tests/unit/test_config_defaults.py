@@ -40,6 +40,20 @@ def test_weights_are_stored_in_fp32_and_the_reference_in_bf16_by_default():
 
 
 @pytest.mark.parametrize(
+    ("fsdp", "dtype"),
+    [
+        ({}, "bf16"),
+        ({"mp_param_dtype": "fp32"}, "fp32"),
+        ({"torch_dtype": "fp32"}, "fp32"),
+        ({"mp_param_dtype": "fp32", "torch_dtype": "bf16"}, "bf16"),
+    ],
+)
+def test_the_frozen_weights_of_lora_have_the_format_of_the_forward_pass_unless_it_is_configured(fsdp, dtype):
+    config = make_config(worker={"actor": {"fsdp": fsdp, "model": {"lora": {"rank": 8}}}})
+    assert resolve_weight_dtype(config) == dtype
+
+
+@pytest.mark.parametrize(
     ("rollout", "fsdp", "tolerance"),
     [
         ({"dtype": "fp32"}, {"mp_param_dtype": "fp32"}, 1e-3),

@@ -27,7 +27,7 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
-from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine
+from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine, TunableEngine
 from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 
@@ -81,7 +81,7 @@ def open_engines(
         stack.callback(trainer.close)
         check_space(config, store, (trainer.sizes(),))
     with report.phase("start rollout engine"):
-        rollout = open_rollout(config, processors, place, shows_videos=shows_videos)
+        rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos)
         stack.callback(rollout.close)
     tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
 
@@ -93,12 +93,15 @@ def open_engines(
 
 
 def open_rollout(
-    config: Config, processors: Processors, place: DevicePlacement, *, shows_videos: bool
+    config: Config, processors: Processors, place: DevicePlacement, trainer: TunableEngine, *, shows_videos: bool
 ) -> RolloutEngine:
     """Start the rollout engine.
 
+    trainer: the train engine on the same device. What it offloads leaves the device first: vLLM
+    takes a share of all of its memory when it starts, not of what is left.
     Raises: ConfigError if vLLM is configured and not installed.
     """
+    trainer.offload()
     rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
         case "vllm":

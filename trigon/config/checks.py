@@ -176,10 +176,18 @@ def _check_numbers(config: Config) -> list[str]:
 
 
 def _check_optimizer(config: Config) -> list[str]:
-    """Return a problem if updates would be lost to the rounding of 16-bit weights."""
+    """Return the problems of training with numbers of 16 bits, which may lose updates."""
     actor, dtype = config.worker.actor, resolve_weight_dtype(config)
+    if config.trainer.val_only:
+        return []
+    if actor.fsdp.mp_param_dtype == "fp16":
+        return [
+            "worker.actor.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large for most gradients: they "
+            "would be 0, since gradients are not scaled here; set worker.actor.fsdp.mp_param_dtype=bf16, which has "
+            "the range of fp32, or fp32"
+        ]
     # Adapters are in float32, whatever the dtype of the weights.
-    if dtype == "fp32" or actor.model.lora.rank > 0 or config.trainer.val_only:
+    if dtype == "fp32" or actor.model.lora.rank > 0:
         return []
     problem = f"worker.actor.fsdp.torch_dtype is {dtype}"
     match dtype:

@@ -78,7 +78,7 @@ def resolve_auto_micro_batch(config: Config, device: DeviceType) -> bool:
 # -- defaults that depend on other options --------------------------------------------------------
 
 WEIGHT_DTYPE: Dtype = "fp32"
-"""Default of worker.actor.fsdp.torch_dtype."""
+"""Default of worker.actor.fsdp.torch_dtype without LoRA."""
 
 REFERENCE_DTYPE: Dtype = "bf16"
 """Default of worker.ref.fsdp.torch_dtype."""
@@ -109,8 +109,13 @@ def resolve_run_folder(config: Config) -> Path:
 
 
 def resolve_weight_dtype(config: Config) -> Dtype:
-    """Return the format in which the policy's weights are stored and updated."""
-    return config.worker.actor.fsdp.torch_dtype or WEIGHT_DTYPE
+    """Return the format in which the policy's weights are stored and updated.
+
+    Default with LoRA, whose base model is not updated: the format of the forward pass, to which
+    each pass would round the weights anyway.
+    """
+    fsdp, lora = config.worker.actor.fsdp, config.worker.actor.model.lora
+    return fsdp.torch_dtype or (fsdp.mp_param_dtype if lora.rank > 0 else WEIGHT_DTYPE)
 
 
 def resolve_reference_dtype(config: Config) -> Dtype:

@@ -163,8 +163,8 @@ class DataConfig(Section):
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1, le=4096)
-    """Threads that measure prompts and prepare images.
-    Raising it shortens the start, up to the number of usable CPUs."""
+    """Threads that measure prompts and prepare images; of several workers, each has its own.
+    Raising it helps up to the number of usable CPUs (in a worker, its share of the node's)."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.
@@ -349,12 +349,13 @@ class FsdpConfig(Section):
     """Number formats of the policy, and its sharding over workers (FSDP)."""
 
     torch_dtype: DtypeOption | None = None
-    """Dtype in which weights are stored and updated; null: fp32.
+    """Dtype in which weights are stored and updated; null: fp32, and with LoRA mp_param_dtype.
     bf16 needs less memory, and optim.strategy=adamw_bf16; fp16 cannot be trained. With LoRA both
-    are allowed, since its adapters are in fp32."""
+    are allowed: it updates adapters only, which are in fp32."""
 
     mp_param_dtype: DtypeOption = "bf16"
-    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""
+    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact.
+    fp16 is for trainer.val_only alone, since its gradients would need scaling."""
 
     mp_reduce_dtype: DtypeOption = "fp32"
     """Dtype in which gradients are reduced over workers."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from trigon.models.flops import head_dim
+from trigon.models.dimensions import head_dim
 from trigon.models.load import Processors
 from trigon.names import DeviceType
 

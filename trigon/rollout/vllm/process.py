@@ -101,6 +101,8 @@ def import_vllm(device: DeviceType) -> Any:
             # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
             os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
             os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+            # It needs nvcc, and takes no requests with seeds: all of ours have one.
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         case _:
             assert_never(device)
     declare_operators()

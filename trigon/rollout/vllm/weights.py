@@ -44,7 +44,7 @@ def load_weights(
     check = WeightCheck(model, device)
 
     def read_tensors() -> NamedTensors:
-        for name, tensor in weights.read():
+        for name, tensor in weights.read(common_dtype(model)):
             names.append(name)
             yield name, tensor.detach()
 
@@ -65,6 +65,16 @@ def load_weights(
     if device == "cpu":
         llm_engine.apply_model(repack_heads)
         llm_engine.apply_model(repack_experts)
+
+
+def common_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype of all parameters of vLLM's model; None if they differ.
+
+    If some are in float32, they have to receive weights that were not rounded. Parameters that the
+    CPU build has packed, which are empty, are not counted.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.numel()}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def reset_caches(llm_engine: Any) -> None:
