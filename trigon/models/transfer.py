@@ -7,6 +7,8 @@ Does not depend on models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":  # meta: pinning fails without a driver
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Concatenate tensors of the host, in pinned memory if they will be copied to a GPU.
+
+    device: to which the result will be copied by to_device.
+    """
+    if device.type == "cpu":
+        return torch.cat(list(parts))
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    return torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
