@@ -21,7 +21,7 @@ def test_on_a_cpu_the_available_variants_are_measured_and_agree(
     runpy.run_path(str(SCRIPT), run_name="__main__")
     printed = capsys.readouterr().out
     rows = {line[:22].strip(): line[22:].split() for line in printed.partition("seconds")[2].splitlines()[1:]}
-    assert len(rows) == 11
+    assert len(rows) == 12
     measured = {name: cells for name, cells in rows.items() if cells != ["needs", "CUDA"]}
     assert measured.keys() == {"padded", "packed, sdpa", "with sdpa"}
     assert all(float(cells[-1]) < 1e-5 for cells in measured.values())

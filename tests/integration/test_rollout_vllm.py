@@ -279,7 +279,8 @@ def test_wrong_weights_raise_and_make_the_engine_unusable(tiny_model, prompts, r
     try:
         with engine.awake(handle_of(weights), version=0):
             engine.generate(prompts[2:], SAMPLING, step=1)
-        with pytest.raises(EngineError, match=message), engine.awake(LocalWeights(lambda: read(weights)), version=1):
+        wrong = LocalWeights(lambda dtype=None: read(weights))
+        with pytest.raises(EngineError, match=message), engine.awake(wrong, version=1):
             pass
         with pytest.raises(EngineError, match="did not finish"), engine.awake(handle_of(weights), version=2):
             pass
@@ -351,6 +352,30 @@ def test_parameters_that_are_not_the_trainers_weights_raise(tiny_model, monkeypa
         engine.close()
 
 
+def test_weights_are_read_in_the_dtype_of_vllm_with_the_same_completions(tiny_model, prompts):
+    """The checksums of all parameters are compared at each load."""
+    folder = tiny_model("qwen2", tie_word_embeddings=True)
+    processors = load_processors(str(folder))
+    model = load_model(str(folder), dtype=torch.float32, device="cpu")
+    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    dtypes = []
+
+    def read(dtype=None):
+        dtypes.append(dtype)
+        return policy.named_weights(dtype)
+
+    engine = make_vllm_engine(folder, processors, dtype=torch.bfloat16)
+    try:
+        with engine.awake(LocalWeights(read), version=0):
+            rounded = engine.generate(prompts[2:], SAMPLING, step=1)
+        with engine.awake(LocalWeights(lambda dtype=None: policy.named_weights()), version=1):
+            exact = engine.generate(prompts[2:], SAMPLING, step=1)
+    finally:
+        engine.close()
+    assert dtypes == [torch.bfloat16]
+    assert [[replace(each, policy_version=1) for each in group] for group in rounded] == exact
+
+
 def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, prompts):
     """Published folders name tensors differently from what save_pretrained writes today."""
     import shutil
@@ -374,7 +399,17 @@ def test_a_checkpoint_may_hold_a_tied_head_and_old_names(tiny_model, tmp_path, p
     engine.close()
 
 
-def test_a_vllm_that_is_built_for_another_device_raises(tiny_model):
+def test_a_vllm_that_is_built_for_another_device_raises(tiny_model, monkeypatch):
     folder = tiny_model("qwen2")
+    switches = {
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": None,
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "1",  # what the user has set stays
+        "VLLM_USE_FLASHINFER_SAMPLER": None,
+    }
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value or "")  # restores it after the test
+        if value is None:
+            monkeypatch.delenv(name)
     with pytest.raises(EngineError, match=r"built for cpu, but the rollout engine is to run on cuda"):
         make_vllm_engine(folder, load_processors(str(folder)), device="cuda")
+    assert [os.environ[name] for name in switches] == ["0", "1", "0"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trigon"
 
 LAYER = {
-    "trainer": 7, "cli": 7, "tiny": 7, "build": 7,
+    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7,
     "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
@@ -41,6 +41,9 @@ NEIGHBOURS = {
     ("cli", "build"),
     ("cpus", "cgroups"),
     ("host_memory", "cgroups"),
+    ("cli", "doctor"),
+    ("doctor", "build"),
+    ("doctor", "tiny"),
     ("loop", "evaluate"),
     ("loop", "parity"),
     ("loop", "batch"),

@@ -40,6 +40,15 @@ def test_weights_have_the_names_that_save_pretrained_writes(
     assert all(torch.equal(named[name], written[name]) for name in written)
 
 
+def test_named_weights_are_rounded_to_a_narrower_dtype_and_never_widened(tiny_model: TinyModel) -> None:
+    policy = make_policy(tiny_model("qwen2"))
+    exact, rounded = dict(policy.named_weights()), dict(policy.named_weights(torch.bfloat16))
+    assert list(rounded) == list(exact)
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
+    policy.model.bfloat16()
+    assert {weight.dtype for _, weight in policy.named_weights(torch.float32)} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_load_named_weights_restores_named_weights(tiny_model: TinyModel, model_type: str) -> None:
     source = make_policy(tiny_model(model_type, seed=1))

@@ -21,6 +21,7 @@ COMMON = {
     "dtype": torch.float32,
     "max_model_len": 256,
     "max_num_batched_tokens": 1024,
+    "max_num_seqs": 128,
     "gpu_memory_utilization": 0.5,
     "enable_prefix_caching": True,
     "distributed_executor_backend": "uni",
@@ -53,6 +54,11 @@ PARALLEL = {
     1: {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1},
     2: {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2},
 }
+# Each worker sees one GPU, so that all-reduce by peer-to-peer access would fail.
+NCCL_ONLY = {
+    "disable_custom_all_reduce": True,
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
 VISION = {
     "limit_mm_per_prompt": {"video": 0, "image": 1},
     "mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 50176},
@@ -76,6 +82,8 @@ def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
     )
     processors = load_processors(str(tiny_model(model_type)), min_pixels=784, max_pixels=50176)
     expected = DEVICES[device] | PARALLEL[tensor_parallel_size] | MODELS[model_type]
+    if device == "cuda" and tensor_parallel_size == 2:
+        expected |= NCCL_ONLY
     assert engine_arguments(settings, processors) == expected
 
 
@@ -123,6 +131,15 @@ def test_a_forward_pass_holds_a_prompt_unless_prompts_are_split(device, chunked,
         "MODEL", device=device, enable_chunked_prefill=chunked, max_num_batched_tokens=100, max_model_len=256
     )
     assert batched_tokens(settings) == tokens
+
+
+def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model):
+    settings = make_vllm_settings(
+        "MODEL", device="cuda", enable_chunked_prefill=True, max_num_seqs=1024, max_num_batched_tokens=512
+    )
+    processors = load_processors(str(tiny_model("qwen2")))
+    assert engine_arguments(settings, processors)["max_num_seqs"] == 512
+    assert engine_arguments(replace(settings, max_num_seqs=300), processors)["max_num_seqs"] == 300
 
 
 def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):

@@ -259,11 +259,13 @@ def _build_row(
 
 def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> MicroBatch:
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    loss_mask = torch.cat([sequence.loss_mask for sequence in sequences])
     return MicroBatch(
         packed=packed,
         num_sequences=len(sequences),
         sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
-        loss_mask=torch.cat([sequence.loss_mask for sequence in sequences]),
+        trainable=(loss_mask > 0).nonzero().flatten(),
+        loss_mask=loss_mask,
         advantages=torch.cat([sequence.advantages for sequence in sequences]),
         sampling_logprobs=torch.cat([sequence.sampling_logprobs for sequence in sequences]),
         old_logprobs=_concatenate_optional([sequence.old_logprobs for sequence in sequences]),

@@ -24,23 +24,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trigon.models.attention import sliding_windows
+from trigon.models.dimensions import TextDimensions, VisionDimensions, dimensions_of
 
 Counting = Literal["shared", "repeated"]
-
-_TEXT = (
-    *(
-        "llama",
-        "mistral",
-        "gemma",
-        "gemma3_text",
-        "qwen2",
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "qwen3",
-        "qwen3_vl_text",
-    ),
-    *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"),
-)
 
 # Dense bfloat16 TFLOP/s as the manufacturers state them. The patterns match whole names: other
 # variants (PCIe, MIG slices) have other peaks.
@@ -93,11 +79,12 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Coun
         groups: the lengths of each group.
         counting: how often prompts and images count, see the module.
     """
-    text, vision = hf_config.get_text_config(), getattr(hf_config, "vision_config", None)
-    if text.model_type not in _TEXT or (vision is not None and hf_config.model_type not in _HAS_GATED_VISION_MLP):
+    dimensions = dimensions_of(hf_config)
+    if dimensions is None:
         return None
+    text, vision = dimensions.text, dimensions.vision
     tokens = pairs = logits = blocks = patch_embedding = 0
-    windows = sliding_windows(text)
+    windows = sliding_windows(hf_config.get_text_config())
     for group in groups:
         prompt, lengths = group.prompt, group.completions
         if counting == "shared":
@@ -112,13 +99,13 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Coun
         pairs += sum(_attended_pairs(start, end, window) for window in windows for start, end in spans)
         if group.grids:
             assert vision is not None, "a text model has no images"
-            of_blocks, of_patch_embedding = _vision_flops(hf_config.model_type, vision, group.grids)
+            of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, group.grids)
             blocks += repeats * of_blocks
             patch_embedding += repeats * of_patch_embedding
     return Flops(
         linear=2 * tokens * _active_weights(text),
-        attention=4 * pairs * text.num_attention_heads * head_dim(text),
-        head=2 * logits * text.hidden_size * text.vocab_size,
+        attention=4 * pairs * text.heads * text.head_dim,
+        head=2 * logits * text.width * text.vocabulary,
         vision=blocks,
         patch_embedding=patch_embedding,
     )
@@ -162,67 +149,39 @@ def _attended_pairs(start: int, end: int, window: int | None) -> int:
     return (limited * (limited + 1) - start * (start + 1)) // 2 + (end - limited) * window
 
 
-def head_dim(text: Any) -> int:
-    """Return the dimension of an attention head, from the config of a text model."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _active_weights(text: Any) -> int:
+def _active_weights(text: TextDimensions) -> int:
     """Return the number of weights in linear layers that each token is multiplied with."""
-    width = text.hidden_size
-    attention = width * head_dim(text) * 2 * (text.num_attention_heads + text.num_key_value_heads)
-    layers = int(text.num_hidden_layers)
-    num_experts = getattr(text, "num_experts", None) or 0
-    if not num_experts:
-        return int(layers * (attention + 3 * width * text.intermediate_size))
-    moe_layers = sum(
-        layer not in (text.mlp_only_layers or ()) and (layer + 1) % text.decoder_sparse_step == 0
-        for layer in range(layers)
-    )
-    moe = width * num_experts + text.num_experts_per_tok * 3 * width * text.moe_intermediate_size
-    if text.model_type == "qwen2_moe":  # has a shared expert as well, and its gate
-        moe += 3 * width * text.shared_expert_intermediate_size + width
-    return int(layers * attention + moe_layers * moe + (layers - moe_layers) * 3 * width * text.intermediate_size)
+    moe = text.width * text.experts + text.experts_per_token * 3 * text.width * text.expert_mlp
+    if text.shared_mlp:  # has a gate as well
+        moe += 3 * text.width * text.shared_mlp + text.width
+    dense = 3 * text.width * text.mlp
+    return text.layers * text.attention_weights + text.moe_layers * moe + (text.layers - text.moe_layers) * dense
 
 
-# Whether the MLPs of a vision tower have three matrices (gated) instead of two.
-_HAS_GATED_VISION_MLP = {
-    "qwen2_vl": False,
-    "qwen2_5_vl": True,
-    "qwen3_vl": False,
-    "qwen3_vl_moe": False,
-}
-
-
-def _vision_flops(model_type: str, vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+def _vision_flops(
+    vision: VisionDimensions, vision_config: Any, grids: Sequence[tuple[int, int, int]]
+) -> tuple[int, int]:
     """Return the operations of a vision tower for these images.
 
     Returns: (those of its blocks and mergers, those of its first layer).
     """
-    if model_type == "qwen2_vl":  # calls the width of its tower embed_dim, and its output width hidden_size
-        width, inner, out = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio), vision.hidden_size
-    else:
-        width, inner, out = vision.hidden_size, vision.intermediate_size, vision.out_hidden_size
-    merge = vision.spatial_merge_size
+    merge, width = vision.merge, vision.width
     patches = sum(time * height * columns for time, height, columns in grids)
-    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    block = 4 * width**2 + (3 if _HAS_GATED_VISION_MLP[model_type] else 2) * width * inner
     merged = width * merge**2
-    mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     full_pairs = sum(time * (height * columns) ** 2 for time, height, columns in grids)
-    full_layers = vision.depth
+    full_layers = vision.layers
     window_pairs = 0
-    if model_type == "qwen2_5_vl":
-        full_layers = len(vision.fullatt_block_indexes)
-        side = vision.window_size // vision.patch_size // merge
+    if hasattr(vision_config, "fullatt_block_indexes"):  # Qwen2.5-VL
+        full_layers = len(vision_config.fullatt_block_indexes)
+        side = vision_config.window_size // vision_config.patch_size // merge
         window_pairs = sum(
             time * merge**4 * _sum_of_squares(height // merge, side) * _sum_of_squares(columns // merge, side)
             for time, height, columns in grids
         )
-    pairs = full_layers * full_pairs + (vision.depth - full_layers) * window_pairs
-    blocks = 2 * patches * vision.depth * block + 4 * pairs * width
-    merging = mergers * 2 * (patches // merge**2) * (merged**2 + merged * out)
-    return blocks + merging, 2 * patches * values * width
+    pairs = full_layers * full_pairs + (vision.layers - full_layers) * window_pairs
+    blocks = 2 * patches * vision.layers * vision.block_weights + 4 * pairs * width
+    merging = vision.mergers * 2 * (patches // merge**2) * (merged**2 + merged * vision.out)
+    return blocks + merging, 2 * patches * vision.values_per_patch * width
 
 
 def _sum_of_squares(length: int, window: int) -> int:

@@ -118,6 +118,15 @@ def memory_of(device: torch.device, *, shared_by: int) -> Memory:
     return CudaMemory(device) if device.type == "cuda" else HostMemory(shared_by=shared_by)
 
 
+def free_cached_memory(device: torch.device) -> None:
+    """Return the free blocks of a GPU's caching allocator to the device, for other allocators.
+
+    vLLM allocates its weights and its cache past torch's allocator. Does nothing on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are created inside the context, until they are freed."""
 

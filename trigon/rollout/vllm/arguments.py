@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from trigon.models.flops import head_dim
+from trigon.models.dimensions import head_dim
 from trigon.models.load import Processors
+from trigon.names import DeviceType
 
-VllmDevice = Literal["cpu", "cuda"]
-
-CPU_MAX_SEQUENCES = 256
-"""Requests that vLLM runs at a time on the CPU: its own default."""
+CPU_CACHED_SEQUENCES = 256
+"""Sequences of maximum length for which the KV cache on the CPU has room, within 1 GiB."""
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of vLLM's KV cache on the CPU: the fewest that its attention supports there.
@@ -37,6 +36,7 @@ class VllmSettings:
     dtype: of weights, activations and KV cache.
     max_model_len: most tokens of a prompt and its completion together.
     max_num_batched_tokens: most tokens of all requests in one forward pass; see batched_tokens.
+    max_num_seqs: most sequences in one forward pass.
     gpu_memory_utilization: fraction of the GPU's memory that vLLM may hold while awake. Not used on
         the CPU, see cpu_cache_bytes.
     enforce_eager: neither compile the model nor record CUDA graphs. Always so on the CPU.
@@ -56,10 +56,11 @@ class VllmSettings:
     """
 
     model_folder: Path
-    device: VllmDevice
+    device: DeviceType
     dtype: torch.dtype
     max_model_len: int
     max_num_batched_tokens: int
+    max_num_seqs: int
     gpu_memory_utilization: float
     enforce_eager: bool
     enable_chunked_prefill: bool
@@ -87,6 +88,8 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": batched_tokens(settings),
+        # vLLM allows no more sequences than tokens of a forward pass.
+        "max_num_seqs": min(settings.max_num_seqs, batched_tokens(settings)),
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "kv_cache_memory_bytes": cpu_cache_bytes(settings, processors) if on_cpu else None,
@@ -108,6 +111,8 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
         "use_tqdm_on_load": False,
         "seed": settings.seed,
     }
+    if not on_cpu and (settings.tensor_parallel_size or 1) > 1:
+        arguments |= _collective_arguments()
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
 
 
@@ -133,13 +138,27 @@ def batched_tokens(settings: VllmSettings) -> int:
 def cpu_cache_bytes(settings: VllmSettings, processors: Processors) -> int:
     """Return the size of the KV cache on the CPU, all of which vLLM allocates at the start.
 
-    1 GiB, or less where CPU_MAX_SEQUENCES sequences of max_model_len tokens need less. The
+    1 GiB, or less where CPU_CACHED_SEQUENCES sequences of max_model_len tokens need less. The
     environment variable VLLM_CPU_KVCACHE_SPACE, in GiB, overrides it.
     """
     config = processors.hf_config.get_text_config()
     width = config.num_key_value_heads * head_dim(config)
     token_bytes = int(2 * config.num_hidden_layers * width * settings.dtype.itemsize)  # keys and values
-    return min(2**30, CPU_MAX_SEQUENCES * (settings.max_model_len + CPU_BLOCK_TOKENS) * token_bytes)
+    return min(2**30, CPU_CACHED_SEQUENCES * (settings.max_model_len + CPU_BLOCK_TOKENS) * token_bytes)
+
+
+def _collective_arguments() -> dict[str, Any]:
+    """Return the arguments of several ranks that share a model: all collectives are NCCL's.
+
+    vLLM's own all-reduce, and FlashInfer's fused one, open the memory of the other ranks' GPUs by
+    device number. Each worker sees only its own GPU (Ray sets CUDA_VISIBLE_DEVICES), so that vLLM
+    0.32 fails at its start with an IndexError. The environment variables in process.py switch off
+    the others.
+    """
+    return {
+        "disable_custom_all_reduce": True,
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+    }
 
 
 def _vision_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
 from trigon.rollout.vllm.process import start_llm_engine
-from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, load_weights, reset_caches
+from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
+from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
@@ -55,6 +56,10 @@ class VllmEngine:
             device=settings.device,
             architectures=processors.hf_config.architectures,
         )
+        self._state = SleepingState(())
+        if settings.device == "cuda":
+            [model] = self._llm_engine.apply_model(itself)
+            self._state = find_state(model, in_weights_pool())
         self._sleep()
 
     @property
@@ -85,6 +90,7 @@ class VllmEngine:
         on_gpu = self._settings.device == "cuda"
         if on_gpu:
             self._llm_engine.wake_up(["weights"])
+            self._state.restore()
         if version != self._version:
             self._load(weights, version)
         if on_gpu:
@@ -206,6 +212,7 @@ class VllmEngine:
         if self._settings.device == "cuda":
             # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
             # loads them anyway.
+            self._state.save()
             self._llm_engine.sleep(level=2)
             self._version = None
 

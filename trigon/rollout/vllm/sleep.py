@@ -1,0 +1,107 @@
+"""What vLLM loses while it sleeps, other than the weights: saved before, restored afterwards.
+
+A sleep of level 2 drops all memory that vLLM allocated while it loaded the model. The next weight
+sync loads the parameters again, and vLLM itself restores buffers. Other tensors from that time come
+back with whatever the memory then holds. Seen in the sources of vLLM 0.32:
+
+- Qwen3-VL adds `deepstack_input_embeds`, a list of tensors in a module, to the hidden states of
+  every batch, and expects zeros where no image is (vLLM RFC 53343; NeMo-RL issue 2631).
+- The V2 model runner allocates its m-RoPE positions and input embeddings there, and expects valid
+  numbers in the rows that pad a batch to the size of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+
+Dropped = Callable[[UntypedStorage], bool]
+"""Whether a sleep drops this memory."""
+
+
+class SleepingState:
+    """Memory that a sleep drops, other than parameters and buffers.
+
+    All of it was allocated while the model was loaded, so it is looked for once.
+    """
+
+    def __init__(self, storages: Iterable[UntypedStorage]) -> None:
+        self._storages = tuple(storages)
+        self._saved: tuple[UntypedStorage, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the memory, which is copied to the host while vLLM sleeps."""
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def save(self) -> None:
+        """Copy the memory to the host. To be called before the sleep."""
+        self._saved = tuple(_on_host(storage) for storage in self._storages)
+
+    def restore(self) -> None:
+        """Copy the memory back. To be called after waking, before the weights are loaded."""
+        for storage, saved in zip(self._storages, self._saved, strict=True):
+            storage.copy_(saved)
+        self._saved = ()
+
+
+def find_state(model: torch.nn.Module, is_dropped: Dropped) -> SleepingState:
+    """Return the memory of all tensors in this process that a sleep drops.
+
+    Wherever the tensors are referred to: in modules, in the model runner, in caches of functions.
+    Objects that are frozen (gc.freeze) are not found.
+    Args: model: vLLM's, whose parameters and buffers are left out.
+    """
+    loaded = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, UntypedStorage] = {}
+    for tensor in _tensors():
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address and address not in loaded and address not in found and is_dropped(storage):
+            found[address] = storage
+    return SleepingState(found[address] for address in sorted(found))
+
+
+def in_weights_pool() -> Dropped:
+    """Return whether memory is in the pool in which vLLM allocates while it loads the model.
+
+    Not public in 0.32: the allocator's table of allocations, with a tag each. It cannot be imported
+    on the CPU, where vLLM does not sleep.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocations = CuMemAllocator.get_instance().pointer_to_data
+    ranges = sorted(
+        (address, address + data.handle[1]) for address, data in allocations.items() if data.tag == "weights"
+    )
+    starts = [start for start, _ in ranges]
+
+    def is_dropped(storage: UntypedStorage) -> bool:
+        index = bisect_right(starts, storage.data_ptr()) - 1
+        return storage.is_cuda and index >= 0 and storage.data_ptr() < ranges[index][1]
+
+    return is_dropped
+
+
+def _tensors() -> Iterator[Tensor]:
+    """Yield the tensors of this process that have memory of their own: no DTensor, no fake one."""
+    for instance in gc.get_objects():
+        # By type: isinstance asks objects for __class__, which some proxies answer with an import.
+        kind = type(instance)
+        if issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+            tensor: Tensor = instance
+            if tensor.layout == torch.strided and not tensor.is_meta:
+                yield tensor
+
+
+def _on_host(storage: UntypedStorage) -> UntypedStorage:
+    copy: UntypedStorage = UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    return copy.copy_(storage)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
