@@ -5,6 +5,7 @@ On a machine without a GPU the device is the one of support.device.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,13 @@ from trigon.training.step import LossTerms
 CORRECTED = replace(KL_TERMS, entropy_coefficient=0.01, correction=Correction("truncate", "sequence", 0.5, 2.0))
 FEW_TOKENS, FEWER_TOKENS = 45, 20  # of a row; the groups of make_rollouts take 2 rows, and 6 or 7
 GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fused_on_the_device(monkeypatch):
+    """Let torch's fused AdamW accept the device, whose type it does not know."""
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *arguments, **options: None)
 
 
 def make_engine(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,14 +25,18 @@ from trigon.models.dtypes import autocast_off, compute_dtype
 from trigon.models.transfer import to_device
 from trigon.types import GroupSpan, TokenLogprobs
 
-CHUNK_BYTES = 128 * 2**20
-"""Bytes of one chunk of logits in float32; two such buffers are allocated. On a CPU larger chunks
-are not faster (benchmarks/logprobs.py). On a GPU a chunk of 220 rows, for a vocabulary of 152,000,
-is large enough that the product with the head takes about as long as reading the head's weight.
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+"""Bytes of one chunk of logits in float32, by type of device; two such buffers are allocated.
+
+On a CPU larger chunks are not faster (benchmarks/logprobs.py). On a GPU each chunk reads and writes
+the head's gradient, 8 bytes for each 2 * rows operations: with the 295 operations per byte of an
+H100 both take equally long at 1,200 rows. For a vocabulary of 152,000, 2**30 bytes are 1,536 rows.
 """
 
+MAX_CHUNK_ROWS = {"cpu": 1024, "cuda": 2048}
 
-MAX_CHUNK_ROWS = 1024
+_GPU_ROW_MULTIPLE = 256  # rows of the tiles of a GPU's matrix product, or a multiple
+_SLICE_ROWS = 16_384  # rows of the head's gradient that are computed at a time, where a product is not added to it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +50,15 @@ class Predictions:
     head_weight: Tensor
 
 
-def rows_per_chunk(vocab_size: int) -> int:
+def rows_per_chunk(vocab_size: int, device_type: str) -> int:
     """Return the number of rows of logits in a chunk.
 
-    As many as CHUNK_BYTES hold, at least 1 and at most MAX_CHUNK_ROWS.
+    As many as CHUNK_BYTES hold, at least 1 and at most MAX_CHUNK_ROWS; on a GPU a multiple of 256
+    if there are as many.
     """
-    return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size)))
+    kind = "cuda" if device_type == "cuda" else "cpu"
+    rows = max(1, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (4 * vocab_size)))
+    return rows - rows % _GPU_ROW_MULTIPLE if kind == "cuda" and rows >= _GPU_ROW_MULTIPLE else rows
 
 
 def target_and_source_positions(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
@@ -104,7 +112,9 @@ def token_logprobs(
     banned = to_device(torch.tensor(tuple(banned_token_ids), dtype=torch.int64), states.device)
     # Fixed here: autocast is off in the backward, which has to recompute exactly the same logits.
     product_dtype = compute_dtype(states.device, states.dtype)
-    settings = _Settings(temperature, chunk_tokens or rows_per_chunk(len(head_weight)), product_dtype)
+    settings = _Settings(
+        temperature, chunk_tokens or rows_per_chunk(len(head_weight), states.device.type), product_dtype
+    )
     with autocast_off(states.device):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             states, head_weight, targets, banned, settings, entropy_gradient
@@ -264,11 +274,41 @@ def _accumulate_gradients(
     if grad_states is not None:
         grad_states[rows] = grad_product @ head
     if grad_weight is not None:
-        inputs = states[rows].to(settings.product_dtype)
-        if grad_weight.dtype == inputs.dtype:
-            grad_weight.addmm_(grad_product.T, inputs)
-        else:
-            grad_weight += grad_product.T @ inputs
+        _add_product(grad_weight, grad_product, states[rows].to(settings.product_dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left.T @ right to total.
+
+    Without a temporary of the size of total, except on a CPU in 16 bits, where one product is
+    faster than several.
+    Args: total: [V, D], float32 or wider. left: [rows, V], right: [rows, D], in the same dtype.
+    """
+    if total.dtype == right.dtype:
+        total.addmm_(left.T, right)
+    elif total.device.type == "cpu":
+        total += left.T @ right
+    elif _adds_in_float32(total.device, right.dtype):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    else:
+        for part in _chunks(len(total), _SLICE_ROWS):
+            total[part] += left[:, part].T @ right
+
+
+@cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether addmm adds a product in 16 bits to a float32 matrix, in place and unrounded.
+
+    torch has this for CUDA only, and some versions refuse a matrix to add to in float32. Tried once
+    for each device and dtype, since no version number says so; the host waits for the result.
+    """
+    total = torch.ones(16, 16, device=device)
+    factor = torch.full((16, 16), 1.0078125, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, factor.T, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17.2509765625).all())  # 1 + 16 * 1.0078125 ** 2, which bfloat16 does not have
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor, banned: Tensor) -> Tensor:
