@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PINNED_FOR = {"cuda"}
-"""Types of devices that copy from pinned memory. Not meta: without a driver nothing can be pinned."""
+"""Device types that copy from pinned memory. Not meta: without a driver nothing can be pinned."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
