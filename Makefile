@@ -12,7 +12,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-unit test-oldest bench lint format clean
+.PHONY: help setup quickstart gpu-check test test-all test-unit test-oldest bench lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -21,6 +21,12 @@ setup: $(VENV)/.ready ## create .venv with the tested versions (CPU)
 
 quickstart: $(VENV)/.ready ## set up, then train a tiny vision-language model and export it
 	$(VENV)/bin/trigon quickstart
+
+# The GPU environment is the user's: `trigon` on PATH, else .venv, else python3 with what it has.
+gpu-check: ## check GPUs, versions, kernels, training, vLLM, memory and speed (ten minutes on a GPU), and write a report
+	@if command -v trigon >/dev/null; then trigon doctor --gpu; \
+	elif [ -x $(VENV)/bin/trigon ]; then $(VENV)/bin/trigon doctor --gpu; \
+	else python3 -m trigon.cli doctor --gpu; fi
 
 test: lint ## lint, types, unit tests, invariants, and one run of each kind (under 15 minutes on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended"

@@ -6,7 +6,7 @@
 
 Lengths are those of Geometry3K: prompts of about 450 tokens, 340 of them an image, and five
 completions of about 275 tokens each. All variants do the same work: they score all completions and
-accumulate their gradients, with gradient checkpointing and without an optimizer.
+accumulate their gradients, with gradient checkpointing except in one, and without an optimizer.
 
     padded                transformers with SDPA: a right-padded batch, each completion with its
                           own copy of prompt and image
@@ -15,7 +15,8 @@ accumulate their gradients, with gradient checkpointing and without an optimizer
     + varlen for images   the vision tower's as well
     + shared prompts      a prompt and its image once for all its completions
     + chunked log-probs   no table of logits of a whole row
-    with ..., + ...       the last variant with other kernels, compiled modules, or liger-kernel
+    no recomputation      the same without gradient checkpointing, which needs more memory
+    with ..., + ...       chunked log-probs with other kernels, compiled modules, or liger-kernel
 
 tokens/s counts each completion with its prompt, in every variant. MFU is the fraction of the GPU's
 peak that is used for operations of the model (trigon/models/flops.py): "shared" counts each prompt
@@ -38,70 +39,19 @@ import torch
 from torch import Tensor
 
 from trigon.data.packing import by_group, pack_rollouts
-from trigon.errors import ModelError
-from trigon.models.attention import WINDOW_ATTENTION, group_attention, use_group_attention, window_attention
-from trigon.models.attention_metadata import AttentionMetadata
+from trigon.doctor import kernel_errors
+from trigon.doctor.random_models import COMPLETIONS, MODELS, lengths_of, make_groups, make_model
+from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
-from trigon.models.flops import Counting, GroupLengths, peak_tflops, update_flops
-from trigon.models.kernels import Kernel, resolve_kernel
+from trigon.models.flops import Counting, peak_tflops, update_flops
+from trigon.models.kernels import Kernel
+from trigon.models.patches import use_patch_projection
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
-from trigon.torchvision_stub import declare_operators
-from trigon.types import Completion, GroupSpan, Prompt, Rollout, RolloutGroup, Score, Vision
+from trigon.types import Prompt, RolloutGroup
 
-COMPLETIONS = 5
 _COUNTINGS: tuple[Counting, ...] = ("shared", "repeated")
 ONE_CHUNK = 1 << 30
-
-# From the published config.json of Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct.
-TOWER = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "3b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "mrope_section": [16, 24, 24],
-        "vision": TOWER,
-    },
-    "7b": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "mrope_section": [16, 24, 24],
-        "vision": TOWER,
-    },
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "mrope_section": [4, 6, 6],
-        "vision": {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "fullatt_block_indexes": [1],
-        },
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +59,16 @@ class Variant:
     """One line of the table.
 
     kernel: of the language model; None for the padded batch. tower: kernel of the vision tower.
+    chunk: rows of logits that are computed at a time; None: as many as in a run.
+    checkpointing: recompute each layer in the backward.
     """
 
     name: str
     kernel: Kernel | None
     tower: Kernel = "sdpa"
     shared: bool = False
-    chunk: int = ONE_CHUNK
+    chunk: int | None = ONE_CHUNK
+    checkpointing: bool = True
     module_kernels: Literal["", "compiled", "liger"] = ""
 
 
@@ -125,14 +78,15 @@ VARIANTS = (
     Variant("packed, varlen", "varlen"),
     Variant("+ varlen for images", "varlen", "varlen"),
     Variant("+ shared prompts", "varlen", "varlen", shared=True),
-    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=1024),
-    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=1024),
-    Variant("with flex", "flex", "varlen", shared=True, chunk=1024),
-    Variant("with flash-attn", "flash", "flash", shared=True, chunk=1024),
+    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=None),
+    Variant("no recomputation", "varlen", "varlen", shared=True, chunk=None, checkpointing=False),
+    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=None),
+    Variant("with flex", "flex", "varlen", shared=True, chunk=None),
+    Variant("with flash-attn", "flash", "flash", shared=True, chunk=None),
     # These modify the model, and so come last; the second replaces all forwards that the first
     # replaced.
-    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=1024, module_kernels="compiled"),
-    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=1024, module_kernels="liger"),
+    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=None, module_kernels="compiled"),
+    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=None, module_kernels="liger"),
 )
 
 
@@ -146,80 +100,6 @@ class Measured:
     seconds: float
     peak_bytes: int
     logprobs: Tensor
-
-
-def make_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a Qwen2.5-VL with random weights."""
-    declare_operators()
-    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
-
-    numbers = {**shape}
-    vision, mrope_section = numbers.pop("vision"), numbers.pop("mrope_section")
-    tied, last = numbers.pop("tie_word_embeddings"), numbers["vocab_size"]
-    config = Qwen2_5_VLConfig(
-        text_config={
-            **numbers,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "max_position_embeddings": 128000,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope_section},
-        },
-        vision_config={**vision, "out_hidden_size": shape["hidden_size"], "window_size": 112, "patch_size": 14},
-        tie_word_embeddings=tied,
-        image_token_id=last - 4,
-        video_token_id=last - 3,
-        vision_start_token_id=last - 2,
-        vision_end_token_id=last - 1,
-    )
-    torch.manual_seed(0)
-    with device:
-        return AutoModelForImageTextToText.from_config(config, dtype=dtype)
-
-
-def make_groups(config: Any, count: int, scale: float, seed: int) -> list[RolloutGroup]:
-    """Return random groups with the lengths of Geometry3K times scale.
-
-    Images have 262144 pixels or slightly more, as with data.min_pixels, and different shapes: about
-    340 tokens each. Text has 110 +- 30 tokens, completions 275 +- 110.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    num_text_tokens = config.get_text_config().vocab_size - 4
-
-    def text(length: int) -> list[int]:
-        return torch.randint(0, num_text_tokens, (length,), generator=generator).tolist()
-
-    def random_length(mean: float, std: float, minimum: int) -> int:
-        return max(minimum, round(scale * (mean + std * float(torch.randn((), generator=generator)))))
-
-    groups = []
-    for number in range(count):
-        ratio = 0.6 + 1.0 * float(torch.rand((), generator=generator))
-        tokens = 340 * scale
-        height, width = (max(1, round((tokens * side) ** 0.5)) for side in (ratio, 1 / ratio))
-        grid = torch.tensor([[1, 2 * height, 2 * width]])
-        image = [config.vision_start_token_id, *[config.image_token_id] * (height * width), config.vision_end_token_id]
-        prompt = Prompt(
-            prompt_id=f"bench:{number}",
-            token_ids=(*text(10), *image, *text(random_length(100, 30, 5))),
-            vision=Vision(
-                pixel_values=torch.randn(4 * height * width, 3 * 2 * 14 * 14, generator=generator),
-                grid_thw=grid,
-                hashes=(str(number),),
-            ),
-            text="",
-            ground_truth=None,
-            row={},
-            image_refs=("",),
-        )
-        completions = tuple(tuple(text(random_length(275, 110, 3))) for _ in range(COMPLETIONS))
-        groups.append(RolloutGroup(prompt, tuple(map(make_rollout, completions))))
-    return groups
-
-
-def make_rollout(token_ids: tuple[int, ...]) -> Rollout:
-    completion = Completion(token_ids, (0.0,) * len(token_ids), "stop", "", 0)
-    return Rollout(completion, Score(0.0, {}, "ok", ""))
 
 
 def packed_run(
@@ -303,12 +183,17 @@ def padded_run(model: Any, groups: Sequence[RolloutGroup], *, row_tokens: int) -
 def prepare(variant: Variant, model: Any, family: ModelFamily, groups: Sequence[RolloutGroup], row_tokens: int) -> Any:
     """Set up the model for a variant, and return the function that runs it."""
     language, tower = family.language_model(model), family.vision_tower(model)
+    if variant.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
     assert tower is not None
     if variant.kernel is None:
         language.set_attn_implementation("sdpa")
         tower.config._attn_implementation = "sdpa"
         return padded_run(model, groups, row_tokens=row_tokens)
     use_group_attention(model, family, variant.kernel)
+    use_patch_projection(model, family)
     tower.config._attn_implementation = WINDOW_ATTENTION[variant.tower]
     policy = Policy(model, family, temperature=1.0, banned_token_ids=(), logprob_chunk=variant.chunk)
     match variant.module_kernels:
@@ -339,86 +224,41 @@ def measure(model: Any, run: Callable[[], Tensor], repeats: int) -> Measured:
     return Measured(min(seconds), torch.cuda.max_memory_allocated() if on_gpu else 0, logprobs)
 
 
+def profile_of(run: Callable[[], Tensor], device: torch.device) -> str:
+    """Return a table of the operations of one run that take most of the time of the device."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+    order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60))
+
+
 def why_unavailable(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a variant cannot run here; None if it can."""
     if variant.module_kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
         return "needs liger-kernel" if device.type == "cuda" else "needs CUDA"
     for kernel in {variant.kernel or "sdpa", variant.tower}:
-        try:
-            resolve_kernel(kernel, device=device, dtype=dtype)
-        except ModelError as error:
-            return "needs CUDA" if device.type != "cuda" else str(error)
+        reason = kernel_errors.why_unavailable(kernel, device, dtype)
+        if reason is not None:
+            return reason
     return None
 
 
-def kernel_errors(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+def print_kernel_errors(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Print the relative errors of each kernel against float64.
 
     Of the output, and of the worst of the three gradients.
     """
-    text = config.get_text_config()
-    width = text.hidden_size // text.num_attention_heads
-    spans, end = [], 0
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
-        prompt, parts = (end, end := end + 200), []
-        for length in torch.randint(20, 120, (COMPLETIONS,), generator=generator).tolist():
-            parts.append((end, end := end + length))
-        spans.append(GroupSpan(prompt, tuple(parts)))
-    heads = (text.num_attention_heads, text.num_key_value_heads, text.num_key_value_heads)
-    tower = config.vision_config
-    lengths = [64] * 12 + [32, 48, 16]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
-    tower_width = tower.hidden_size // tower.num_heads
-
-    def of_groups(kernel: Kernel, inputs: list[Tensor]) -> Tensor:
-        return group_attention(*inputs, AttentionMetadata(spans, device, kernel), scale=width**-0.5)
-
-    def of_images(kernel: Kernel, inputs: list[Tensor]) -> Tensor:
-        by: Literal["sdpa", "varlen", "flash"] = "sdpa" if kernel == "flex" else kernel
-        return window_attention(*inputs, starts, scale=tower_width**-0.5, kernel=by)
-
     print(f"\nerror against float64, in {str(dtype).removeprefix('torch.')}        output    gradient")
-    for what, attend, shapes in (
-        ("groups", of_groups, [(1, count, end, width) for count in heads]),
-        ("images", of_images, [(1, tower.num_heads, sum(lengths), tower_width)] * 3),
-    ):
-        rounded = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        exact = [each.double().to(device).requires_grad_() for each in rounded]
-        expected = attend("sdpa", exact)
-        expected_gradients = torch.autograd.grad(expected.pow(2).sum(), exact)
-        kernels: tuple[Kernel, ...] = (
-            ("sdpa", "varlen", "flex", "flash") if what == "groups" else ("sdpa", "varlen", "flash")
+    for error in kernel_errors.kernel_errors(config, device, dtype):
+        name = f"  {error.what} {error.kernel:<28}"
+        print(
+            f"{name}    {error.unavailable}"
+            if error.unavailable
+            else f"{name} {error.output:9.1e}   {error.gradient:9.1e}"
         )
-        for kernel in kernels:
-            reason = why_unavailable(Variant("", kernel), device, dtype)
-            if reason is not None:
-                print(f"  {what} {kernel:<28}    {reason}")
-                continue
-            inputs = [each.to(device).requires_grad_() for each in rounded]
-            output = attend(kernel, inputs)
-            gradients = torch.autograd.grad(output.to(torch.promote_types(dtype, torch.float32)).pow(2).sum(), inputs)
-            worst = max(relative_error(*pair) for pair in zip(gradients, expected_gradients, strict=True))
-            print(f"  {what} {kernel:<28} {relative_error(output, expected):9.1e}   {worst:9.1e}")
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    return float((result.detach().double() - expected.detach()).norm() / expected.detach().norm())
-
-
-def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
-    lengths = []
-    for group in groups:
-        pixels = group.prompt.pixels()
-        assert pixels is not None
-        lengths.append(
-            GroupLengths(
-                prompt=len(group.prompt.token_ids),
-                completions=tuple(len(one.completion.token_ids) for one in group.rollouts),
-                grids=tuple((time, height, width) for time, height, width in pixels.grid_thw.tolist()),
-            )
-        )
-    return lengths
 
 
 def main() -> None:
@@ -431,6 +271,16 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, help="tokens of a packed row, or of a padded batch (8192; 400)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each variant; the fastest counts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--profile", metavar="NAME", help="show the operations that take most of the time of this line of the table"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        choices=[variant.name for variant in VARIANTS],
+        help="only these lines of the table, in its order",
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
@@ -442,7 +292,6 @@ def main() -> None:
     model = make_model(MODELS[name], device, dtype)
     family = family_of(model.config)
     family.language_model(model).config.use_cache = False
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     groups = make_groups(
         model.config, arguments.groups or (4 if arguments.tiny else 16), 0.1 if arguments.tiny else 1.0, arguments.seed
@@ -458,12 +307,15 @@ def main() -> None:
     print(f"{len(groups)} prompts x {COMPLETIONS} completions, {tokens} tokens, {once} with each prompt once")
     print(f"an update: {', '.join(f'{(each or 0) / 1e12:.3g} TFLOP {name}' for name, each in flops.items())}")
     print(f"rows of {row_tokens} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'unknown, so no MFU'}")
-    kernel_errors(model.config, device, dtype)
+    print_kernel_errors(model.config, device, dtype)
     print(
         f"\n{'':<22}{'seconds':>9}{'tokens/s':>10}{'MFU shared':>12}{'repeated':>10}{'peak GiB':>10}{'|logp diff|':>13}"
     )
     reference: Tensor | None = None
+    profile = ""
     for variant in VARIANTS:
+        if arguments.variants and variant.name not in arguments.variants:
+            continue
         reason = why_unavailable(variant, device, dtype)
         if reason is not None:
             print(f"{variant.name:<22}  {reason}")
@@ -485,6 +337,10 @@ def main() -> None:
             f"{variant.name:<22}{measured.seconds:>9.3f}{tokens / measured.seconds:>10.0f}{shares[0]:>12}"
             f"{shares[1]:>10}{memory:>10}{difference:>13.1e}"
         )
+        if variant.name == arguments.profile:
+            profile = profile_of(prepare(variant, model, family, groups, row_tokens), device)
+    if profile:
+        print(f"\n{arguments.profile}, one update:\n{profile}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import json
 import sys
 from typing import Any
 
+from trigon.config.defaults import options_by_device
 from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES
-from trigon.config.options import descriptions, options, sections
+from trigon.config.options import Option, descriptions, options, sections
 
 INTRODUCTION = """\
 # Configuration
@@ -32,6 +33,7 @@ Renamed and ignored keys are listed [below](#renamed-keys).
   If a key is given several times, the last value applies.
 - Numbers may be written as `1e-6`; `null` is no value. `worker.actor:` in a file is `actor:` within
   `worker:`.
+- Where a default differs on a GPU, another column shows it, and `null` means: by device.
 - The full configuration of a run, defaults included, is saved with its checkpoints, and can be
   trained from again.
 """
@@ -68,13 +70,13 @@ def document() -> str:
     for path, _ in sections():
         own = [option for option in options().values() if option.path[:-1] == path]
         if own:
-            parts.append(
-                f"## {'.'.join(path)}\n\n{texts[path]}\n\n| key | value | default | meaning |\n|---|---|---|---|"
-            )
-            parts += [
-                _row(f"`{option.path[-1]}`", option.expected, f"`{_format_yaml(option.default)}`", texts[option.path])
-                for option in own
-            ]
+            differs = any(option.name in options_by_device() for option in own)
+            columns = ["key", "value", "default", *(["default on a GPU"] if differs else []), "meaning"]
+            parts += [f"## {'.'.join(path)}\n\n{texts[path]}\n", _row(*columns), "|---" * len(columns) + "|"]
+            for option in own:
+                default, default_on_gpu = _defaults(option)
+                cells = [default, *([default_on_gpu] if differs else [])]
+                parts.append(_row(f"`{option.path[-1]}`", option.expected, *cells, texts[option.path]))
             parts.append("")
     parts += [RENAMED_KEYS, *(_row(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()), ""]
     parts += [IGNORED_KEYS]
@@ -83,6 +85,14 @@ def document() -> str:
         parts.append(_row(f"`{key}`", entry.reason, f"only {allowed}: {entry.advice}" if allowed else "any"))
     parts += ["", UNSUPPORTED, *(_row(f"`{key}={value}`", why) for (key, value), why in UNSUPPORTED_VALUES.items()), ""]
     return "\n".join(parts)
+
+
+def _defaults(option: Option) -> tuple[str, str]:
+    """Return the default, and the default on a GPU or nothing where it is the same."""
+    by_device = options_by_device().get(option.name)
+    if by_device is None:
+        return f"`{_format_yaml(option.default)}`", ""
+    return f"`{_format_yaml(by_device['cpu'])}`", f"`{_format_yaml(by_device['cuda'])}`"
 
 
 def _row(*cells: str) -> str:

@@ -181,6 +181,8 @@ DEFAULT_REASONS = {
     "worker.actor.model.trust_remote_code": "running code from a model's repository needs explicit consent",
     "worker.ref.fsdp.enable_cpu_offload": "the reference is used once per step, and sampling needs the memory;"
     " EasyR1's own example file has true as well",
+    "worker.rollout.enable_chunked_prefill": "`true` on a GPU, where vLLM does not officially support `false`; an"
+    " explicit `false` is kept, with a warning",
     "worker.rollout.tensor_parallel_size": "if a model fits on one GPU, two copies sample faster than one on two GPUs",
 }
 """The reason of each default that differs from EasyR1's."""

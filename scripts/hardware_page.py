@@ -43,8 +43,6 @@ SETTINGS: Mapping[str, Any] = {
     "data.max_response_length": 2048,
     "worker.rollout.n": 5,
     "worker.rollout.gpu_memory_utilization": 0.6,
-    "worker.actor.micro_batch_size_per_device_for_update": 1,
-    "worker.actor.micro_batch_size_per_device_for_experience": 2,
     "algorithm.use_kl_loss": True,
     "algorithm.kl_penalty": "low_var_kl",
 }
@@ -82,10 +80,10 @@ rows of maximum length, at which this page counts, only give a warning.
 ## Tables
 
 Conditions: prompts and completions of 2,048 tokens, n = 5, `gpu_memory_utilization=0.6`, gradient
-checkpointing, `micro_batch_size_per_device_for_update=1` and `..._for_experience=2`, a KL term whose
-reference is in host memory between its passes, the vision tower trained, 16 GPUs as two machines of
-eight, {DEVICE_BYTES // GIB} GiB of each GPU. `tensor_parallel_size` is the smallest of 1, 2, 4 and 8 with
-which a run fits.
+checkpointing, passes of one longest sequence (the least that `trainer.auto_micro_batch` accepts), a
+KL term whose reference is in host memory between its passes, the vision tower trained, 16 GPUs as
+two machines of eight, {DEVICE_BYTES // GIB} GiB of each GPU. `tensor_parallel_size` is the smallest of 1, 2, 4 and 8
+with which a run fits.
 
 Each cell has the phase that needs most and its GiB on each GPU. **fits**: at most {TIGHT:.0%} of the GPU.
 **offload**: fits with `worker.actor.offload.offload_params=true` and `offload_optimizer=true`.
@@ -160,7 +158,7 @@ def _options(name: str, method: str, gpus: int) -> dict[str, Any]:
 def _count(options: Mapping[str, Any]) -> RunMemory:
     config = with_options(Config(), options)
     size = _size(tuple((key, options[key]) for key in SIZE_OPTIONS if key in options))
-    return count_memory(config, size, HARDWARE, measures_budgets=False)
+    return count_memory(config, size, HARDWARE)
 
 
 @cache

@@ -139,7 +139,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             )
             probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
         with run.report.phase("parity"):
-            parity = run.parity.check(probes, run.trainer)
+            parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
         prepared = prepare_groups(
             batch.groups,
             run.advantage_settings,

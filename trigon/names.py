@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+DeviceType = Literal["cpu", "cuda"]
+"""The kind of a device: torch.device.type. Some defaults depend on it (config/defaults.py)."""
+
 AdvantageEstimator = Literal[
     "grpo",
     "grpo_passk",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -215,6 +216,8 @@ class GroupSpan:
 class PackedGroups:
     """Groups concatenated to one row without padding, the input of the policy's forward pass.
 
+    All tensors are on the CPU: the policy copies what it needs to its device.
+
         row     [ p p p | a a | b b b b ][ q q | c c c ]
         spans     prompt  completions     prompt completion
 
@@ -222,18 +225,14 @@ class PackedGroups:
     positions of each completion continue those of its prompt.
     spans: one per group, in row order. S is the number of completion tokens of the row; every [S]
     tensor of a micro-batch lists them in row order.
-    pixel_values, grid_thw: the Vision of all groups concatenated ([patches, D] float32, [images or
-    videos, 3] int64), on the CPU; None if no group has any.
-    vision_hashes: the content hash of each image or video; empty if unknown, which disables the
-    cache of image features.
+    visions: the images or videos of each group that has any, in row order. They are concatenated
+    when the row is computed, so that memory holds a second copy of one row's pixels at a time.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     spans: tuple[GroupSpan, ...]
-    pixel_values: Tensor | None
-    grid_thw: Tensor | None
-    vision_hashes: tuple[str, ...] = ()
+    visions: tuple[Vision, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,12 +240,14 @@ class MicroBatch:
     """A packed row with the inputs of the loss for its S completion tokens, in row order.
 
     num_sequences: number of completions. sequence_index: [S] int64, the completion of each token
-    (0 .. num_sequences - 1, in row order). All other tensors are float32 [S], as in TrainSequence.
+    (0 .. num_sequences - 1, in row order). trainable: int64, the tokens whose loss_mask is not 0.
+    All other tensors are float32 [S], as in TrainSequence.
     """
 
     packed: PackedGroups
     num_sequences: int
     sequence_index: Tensor
+    trainable: Tensor
     loss_mask: Tensor
     advantages: Tensor
     sampling_logprobs: Tensor
@@ -283,15 +284,26 @@ class WeightsHandle:
     __slots__ = ()
 
 
+class ReadWeights(Protocol):
+    """Reads the weights of a LocalWeights."""
+
+    def __call__(self, dtype: torch.dtype | None = None) -> NamedTensors:
+        """Return a new iterator over all tensors, for one sync.
+
+        A train engine may free memory once the iterator is exhausted. In a sharded policy all ranks
+        must iterate together.
+
+        dtype: of the parameters into which they are loaded; wider tensors are rounded to it, before
+            they are gathered. None: as they are stored.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalWeights(WeightsHandle):
-    """Weights in this process.
+    """Weights in this process."""
 
-    read: returns a new iterator over all tensors, for one sync. A train engine may free memory once
-    the iterator is exhausted. In a sharded policy all ranks must iterate together.
-    """
-
-    read: Callable[[], NamedTensors]
+    read: ReadWeights
 
 
 class Phase(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -114,6 +115,18 @@ def test_two_workers_have_the_numbers_of_one(one_worker, two_workers):
     # no weights (3 MB).
     moved = [line["metrics"]["moved/sent_bytes"] for line in lines(two_workers)[1:3]]
     assert all(0 < sent < 30_000 for sent in moved), moved
+
+
+def images_processed(folder: Path) -> list[float]:
+    """Return how many images the workers processed in each step."""
+    parsed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["metrics"]["perf/images_processed"] for line in parsed]
+
+
+def test_two_workers_process_each_image_about_once_a_step(two_workers):
+    """Four prompts with an image each; sampled, scored by two models, learned from twice."""
+    assert sum(images_processed(two_workers)) <= 1.25 * 4 * STEPS
+    assert max(images_processed(two_workers)) <= 6
 
 
 def test_one_worker_resumes_from_a_checkpoint_of_two(made, two_workers, tmp_path):

@@ -14,11 +14,21 @@ from PIL import Image
 from support.builders import make_builder
 from support.oracle import load_hugging_face, padded_logprobs
 from support.rollout import make_transformers_engine, make_vllm_engine, unreadable_weights
-from trigon.errors import EngineError
+from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
-from trigon.types import GroupSpan, LocalWeights, PackedGroups, SamplingParams, WeightsHandle
+from trigon.parity import ParityCheck
+from trigon.types import (
+    GroupSpan,
+    LocalWeights,
+    PackedGroups,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    WeightsHandle,
+)
 
 # Several full blocks of vLLM's KV cache, on any device: only full blocks are reused, and so can be
 # stale.
@@ -79,8 +89,7 @@ class Scene:
             token_ids=torch.cat([ids, *(torch.tensor(completion.token_ids) for completion in completions)]),
             position_ids=torch.cat([positions, *(completion_positions(positions, length) for length in lengths)], 1),
             spans=(GroupSpan((0, len(ids)), tuple(pairwise(ends))),),
-            pixel_values=None if prompt.vision is None else prompt.vision.pixel_values,
-            grid_thw=grid,
+            visions=() if prompt.vision is None else (prompt.vision,),
         )
         return self.policy(packed).logprobs
 
@@ -91,6 +100,14 @@ class Scene:
             float((self.trainer_logprobs(prompt, row, sampling.temperature) - sampled(row)).abs().max())
             for prompt, row in zip(self.prompts, completions, strict=True)
         )
+
+    def logprobs(self, groups):
+        """Return the policy's log-probabilities as a train engine does."""
+        return [
+            self.trainer_logprobs(group.prompt, completions, 1.0).split([len(each.token_ids) for each in completions])
+            for group in groups
+            if (completions := [rollout.completion for rollout in group.rollouts])
+        ]
 
     def hugging_face_model(self):
         """Return transformers' own model, with its own attention, with the policy's weights."""
@@ -177,6 +194,36 @@ def test_stale_weights_give_other_log_probabilities(scene):
         for prompt, row in zip(scene.prompts, completions, strict=True)
     ]
     assert min(differences) > 0.01
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9}], ids=["of the step", "sampled for it"])
+def test_the_parity_check_excuses_one_token_but_not_stale_weights(scene, truncation):
+    sampling, step, tolerance = replace(SAMPLING, **truncation), scene.version + 1, 1e-3
+    parity = ParityCheck(tolerance)
+    with scene.awake():
+        rows = scene.engine.generate(scene.prompts, sampling, step=step)
+        groups = [
+            RolloutGroup(prompt, tuple(Rollout(completion, Score(0.0, {}, "ok", "")) for completion in row))
+            for prompt, row in zip(scene.prompts, rows, strict=True)
+        ]
+        [probe] = parity.probe(groups, scene.engine, sampling, step=step)
+    metrics = parity.check([probe], scene, warn=pytest.fail)
+    assert metrics["parity/logprobs_diff_max"].value < 1e-4
+
+    rollout, *others = probe.first.rollouts
+    num_tokens = sum(len(each.completion.token_ids) for each in probe.first.rollouts)
+    own, *rest = rollout.completion.sampling_logprobs
+    wrong = replace(rollout.completion, sampling_logprobs=(own - 1.5 * tolerance * num_tokens, *rest))
+    first = replace(probe.first, rollouts=(replace(rollout, completion=wrong), *others))
+    warnings = []
+    metrics = parity.check([replace(probe, first=first)], scene, warn=warnings.append)
+    assert metrics["parity/first_diff_mean"].value == pytest.approx(1.5 * tolerance, rel=0.1)
+    assert metrics["parity/logprobs_diff_mean"].value < tolerance
+    assert len(warnings) == 1
+
+    scene.change_weights()
+    with pytest.raises(ParityError, match="with further ones"):
+        parity.check([probe], scene, warn=pytest.fail)
 
 
 def test_the_same_call_gives_the_same_bits(scene):

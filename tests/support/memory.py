@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
+from trigon.models.activations import (
+    PassBytes,
+    PassFormat,
+    PassOptions,
+    RowLengths,
+    score_pass_bytes,
+    update_pass_bytes,
+)
 from trigon.models.kernels import Kernel
 from trigon.models.memory import model_size
 from trigon.training.dry_run import as_rollouts, dummy_group
@@ -71,4 +78,4 @@ def measure(
             on_cpu=True,
         ),
     )
-    return Peaks(update_peak, score_peak, update_bytes(*arguments), score_bytes(*arguments))
+    return Peaks(update_peak, score_peak, update_pass_bytes(*arguments), score_pass_bytes(*arguments))

@@ -23,6 +23,7 @@ def make_vllm_settings(folder: Path | str, **changes: Any) -> VllmSettings:
         "dtype": torch.float32,
         "max_model_len": 256,
         "max_num_batched_tokens": 1024,
+        "max_num_seqs": 128,
         "gpu_memory_utilization": 0.5,
         "enforce_eager": True,
         "enable_chunked_prefill": False,
@@ -60,13 +61,13 @@ def make_transformers_engine(
 
 def handle_of(weights: Mapping[str, Tensor]) -> LocalWeights:
     """Return a handle of these tensors."""
-    return LocalWeights(lambda: iter(weights.items()))
+    return LocalWeights(lambda dtype=None: iter(weights.items()))
 
 
 def unreadable_weights() -> LocalWeights:
     """Return a handle that fails the test if it is read."""
 
-    def read() -> NamedTensors:
+    def read(dtype: torch.dtype | None = None) -> NamedTensors:
         raise AssertionError("the weights were read")
 
     return LocalWeights(read)

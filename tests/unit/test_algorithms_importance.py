@@ -8,14 +8,21 @@ import pytest
 import torch
 
 from trigon.algorithms.importance import Correction, correction_weights, mismatch_metrics
-from trigon.metrics import merge
+from trigon.algorithms.unread import UnreadMetrics, read_metrics
+from trigon.metrics import Metric
 
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
+def read(*batches: UnreadMetrics) -> dict[str, Metric]:
+    return read_metrics(batches)[0]
+
+
 def test_mismatch_by_hand():
-    metrics = mismatch_metrics(
-        torch.tensor([HALF, HALF, HALF]), torch.tensor([HALF, QUARTER, 0.0]), torch.tensor([1.0, 1.0, 0.0])
+    metrics = read(
+        mismatch_metrics(
+            torch.tensor([HALF, HALF, HALF]), torch.tensor([HALF, QUARTER, 0.0]), trainable=torch.tensor([0, 1])
+        )
     )
     assert metrics["mismatch/probs_diff_mean"].value == pytest.approx(0.125)
     assert metrics["mismatch/probs_diff_max"].value == pytest.approx(0.25)
@@ -29,14 +36,14 @@ def test_mismatch_by_hand():
 
 def test_metrics_of_two_halves_merge_to_those_of_the_batch():
     engine, trainer = torch.tensor([-1.0, -2.0, -0.5, -3.0]), torch.tensor([-1.5, -1.0, -0.4, -3.3])
-    full = mismatch_metrics(engine, trainer, torch.ones(4))
-    halves = merge(*(mismatch_metrics(engine[s], trainer[s], torch.ones(2)) for s in (slice(2), slice(2, 4))))
+    full = read(mismatch_metrics(engine, trainer, torch.arange(4)))
+    halves = read(*(mismatch_metrics(engine[s], trainer[s], torch.arange(2)) for s in (slice(2), slice(2, 4))))
     for key, metric in full.items():
         assert halves[key].value == pytest.approx(metric.value), key
 
 
 def test_without_selected_tokens_there_are_no_metrics():
-    assert mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.zeros(2)) == {}
+    assert mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.tensor([], dtype=torch.int64)) == {}
 
 
 def weights(ratios, kind, level, *, low=0.5, high=2.0, lengths=None, mask=None):

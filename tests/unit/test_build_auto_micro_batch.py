@@ -23,11 +23,11 @@ BUDGETS = Budgets(
 )
 
 
-def make_config(**model) -> Config:
+def make_config(*, auto: bool | None = True, **model) -> Config:
     return Config(
         data={"max_prompt_length": 100, "max_response_length": 30, "rollout_batch_size": 8, "max_pixels": 5000},
         worker={"actor": {"global_batch_size": 4, "model": {"model_path": "some/model", **model}}, "rollout": {"n": 5}},
-        trainer={"auto_micro_batch": True},
+        trainer={"auto_micro_batch": auto},
     )
 
 
@@ -84,3 +84,14 @@ def test_stored_budgets_that_cannot_be_parsed_are_an_error(tmp_path):
             folder.read_budgets()
         (tmp_path / "auto_micro_batch.json").write_text('{"of another": "version"}')
         assert tune(make_config(), folder)[1][0][1] is None
+
+
+def test_budgets_that_are_measured_by_default_are_announced(tmp_path, capsys):
+    with RunFolder(tmp_path) as folder:
+        tune(make_config(), folder)
+        assert "are not used" not in " ".join(capsys.readouterr().out.split())
+        tune(make_config(auto=None), folder)
+        assert (
+            "worker.actor.micro_batch_size_per_device_for_update and micro_batch_size_per_device_for_experience are "
+            "not used; trainer.auto_micro_batch=false uses them"
+        ) in " ".join(capsys.readouterr().out.split())

@@ -466,3 +466,23 @@ def test_a_process_does_not_end_before_its_save_is_published(store, tmp_path, en
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.strip()) == (code, "the end" if code else "")
     assert store.latest(resumable=False).step == 1
+
+
+def test_a_save_in_the_background_needs_no_thread_that_is_not_running_yet(tmp_path, monkeypatch):
+    """Python 3.12 and later start none once the main thread has ended."""
+    may_finish = threading.Event()
+
+    def write(actor):
+        (actor / "weights").write_bytes(b"w")
+        return may_finish.wait
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    store = CheckpointStore(tmp_path / "run", keep=-1, background=True)
+    store.save(1, write=write, progress={}, score=None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    may_finish.set()
+    store.wait()
+    monkeypatch.undo()
+    assert store.latest(resumable=False).step == 1

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from trigon.config.checks import find_device_warnings
 from trigon.config.load import load_config
+from trigon.config.schema import Config
 from trigon.errors import ConfigError
 
 NEEDED = (
@@ -116,11 +118,34 @@ def test_max_model_len_must_hold_prompt_and_completion():
 
 
 def test_a_batch_of_vllm_must_hold_a_sequence_without_chunked_prefill():
-    small = ("worker.rollout.max_num_batched_tokens=1000",)
-    assert "set it to at least 1024, or worker.rollout.enable_chunked_prefill=true" in problem(*small)
-    assert "set it to at least 9000" in problem("worker.rollout.max_model_len=9000")
-    assert warnings(*small, "worker.rollout.enable_chunked_prefill=true") == ()
-    assert warnings(*small, "worker.rollout.name=transformers") == ()
+    small, off = "worker.rollout.max_num_batched_tokens=1000", "worker.rollout.enable_chunked_prefill=false"
+    assert "set it to at least 1024, or worker.rollout.enable_chunked_prefill=true" in problem(small, off)
+    assert "set it to at least 9000" in problem("worker.rollout.max_model_len=9000", off)
+    assert warnings(small, "worker.rollout.enable_chunked_prefill=true") == warnings(small) == ()
+    assert warnings(small, off, "worker.rollout.name=transformers") == ()
+
+
+def device_warnings(device, **rollout):
+    return find_device_warnings(Config(worker={"rollout": rollout}), device)
+
+
+def test_options_of_vllm_without_effect_on_the_cpu_are_warned_about():
+    options = {"model_runner": "v2", "async_scheduling": True, "enable_chunked_prefill": True}
+    assert device_warnings("cpu", **options) == (
+        "worker.rollout.model_runner=v2 has no effect on the CPU",
+        "worker.rollout.async_scheduling=true has no effect on the CPU",
+        "worker.rollout.enable_chunked_prefill=true has no effect on the CPU",
+    )
+    assert device_warnings("cuda", **options) == device_warnings("cpu", **options, name="transformers") == ()
+    assert device_warnings("cpu", async_scheduling=False) == device_warnings("cpu") == ()
+
+
+def test_chunked_prefill_that_is_switched_off_is_warned_about_on_a_gpu():
+    [warning] = device_warnings("cuda", enable_chunked_prefill=False)
+    assert "does not officially support this on a GPU" in warning
+    assert device_warnings("cpu", enable_chunked_prefill=False) == ()
+    assert device_warnings("cuda") == device_warnings("cuda", enable_chunked_prefill=True) == ()
+    assert device_warnings("cuda", enable_chunked_prefill=False, name="transformers") == ()
 
 
 @pytest.mark.parametrize(
@@ -261,6 +286,15 @@ def test_no_strategy_trains_fp16_weights():
             "set worker.actor.fsdp.torch_dtype=bf16 worker.actor.optim.strategy=adamw_bf16, or "
             "worker.actor.fsdp.torch_dtype=fp32"
         )
+
+
+def test_gradients_in_fp16_are_refused():
+    compute = "worker.actor.fsdp.mp_param_dtype=fp16"
+    for overrides in ((compute,), (compute, "worker.actor.model.lora.rank=8")):
+        message = problem(*overrides)
+        assert message.startswith("worker.actor.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large")
+        assert "gradients are not scaled here; set worker.actor.fsdp.mp_param_dtype=bf16" in message
+    assert warnings(compute, "trainer.val_only=true") == ()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

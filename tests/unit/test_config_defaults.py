@@ -5,14 +5,19 @@ from pathlib import Path
 import pytest
 
 from trigon.config.defaults import (
+    options_by_device,
+    resolve_auto_micro_batch,
     resolve_cispo_cap,
+    resolve_enable_chunked_prefill,
     resolve_loss_fixed_length,
+    resolve_max_num_seqs,
     resolve_parity_tolerance,
     resolve_prompts_per_round,
     resolve_reference_dtype,
     resolve_run_folder,
     resolve_weight_dtype,
 )
+from trigon.config.options import options
 from trigon.config.schema import Config
 
 
@@ -32,6 +37,20 @@ def test_weights_are_stored_in_fp32_and_the_reference_in_bf16_by_default():
     fp16 = {"fsdp": {"torch_dtype": "fp16"}}
     config = make_config(worker={"actor": fp16, "ref": fp16})
     assert (resolve_weight_dtype(config), resolve_reference_dtype(config)) == ("fp16", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "dtype"),
+    [
+        ({}, "bf16"),
+        ({"mp_param_dtype": "fp32"}, "fp32"),
+        ({"torch_dtype": "fp32"}, "fp32"),
+        ({"mp_param_dtype": "fp32", "torch_dtype": "bf16"}, "bf16"),
+    ],
+)
+def test_the_frozen_weights_of_lora_have_the_format_of_the_forward_pass_unless_it_is_configured(fsdp, dtype):
+    config = make_config(worker={"actor": {"fsdp": fsdp, "model": {"lora": {"rank": 8}}}})
+    assert resolve_weight_dtype(config) == dtype
 
 
 @pytest.mark.parametrize(
@@ -67,3 +86,33 @@ def test_a_filtering_round_samples_the_prompts_of_a_step_unless_it_is_configured
     assert resolve_prompts_per_round(make_config(data={"rollout_batch_size": 8})) == 8
     data = {"rollout_batch_size": 8, "mini_rollout_batch_size": 3}
     assert resolve_prompts_per_round(make_config(data=data)) == 3
+
+
+def test_options_with_a_default_by_device_are_null_unless_they_are_configured():
+    defaults = {option.name: option.default for option in options().values()}
+    assert options_by_device() == {
+        "worker.rollout.max_num_seqs": {"cpu": 128, "cuda": 1024},
+        "worker.rollout.enable_chunked_prefill": {"cpu": False, "cuda": True},
+        "trainer.auto_micro_batch": {"cpu": False, "cuda": True},
+    }
+    assert {defaults[name] for name in options_by_device()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "on_cpu", "on_gpu"),
+    [
+        ({}, {}, (128, False, False), (1024, True, True)),
+        (
+            {"max_num_seqs": 7, "enable_chunked_prefill": False},
+            {"auto_micro_batch": False},
+            (7, False, False),
+            (7, False, False),
+        ),
+        ({"enable_chunked_prefill": True}, {"auto_micro_batch": True}, (128, True, True), (1024, True, True)),
+    ],
+)
+def test_defaults_follow_the_device(rollout, trainer, on_cpu, on_gpu):
+    config = make_config(worker={"rollout": rollout}, trainer=trainer)
+    resolvers = (resolve_max_num_seqs, resolve_enable_chunked_prefill, resolve_auto_micro_batch)
+    assert tuple(resolve(config, "cpu") for resolve in resolvers) == on_cpu
+    assert tuple(resolve(config, "cuda") for resolve in resolvers) == on_gpu

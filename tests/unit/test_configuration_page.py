@@ -21,6 +21,14 @@ def test_the_committed_page_is_up_to_date():
     )
 
 
+def test_the_page_shows_the_default_on_a_gpu_where_it_differs():
+    rows = [line.split(" | ") for line in document().splitlines() if line.startswith("| `")]
+    [max_num_seqs] = [cells for cells in rows if cells[0] == "| `max_num_seqs`"]
+    assert max_num_seqs[2:4] == ["`128`", "`1024`"]
+    [temperature, _] = [cells for cells in rows if cells[0] == "| `temperature`"]
+    assert temperature[2:4] == ["`1.0`", ""]
+
+
 def test_every_option_and_section_has_a_description():
     assert descriptions().keys() == {*options(), *(path for path, _ in sections())}
     assert [".".join(path) for path, text in descriptions().items() if not text.endswith(".")] == []

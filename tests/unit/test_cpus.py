@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trigon.build.options import count_image_threads
+from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
 
 PACKAGE = Path(__file__).parents[2] / "trigon"
@@ -74,6 +76,15 @@ def test_threads_that_build_prompts_are_no_more_than_the_usable_cpus():
         "print(count_data_threads(Config(data={'filter_overlong_prompts_workers': 16})))"
     )
     assert run_on_one_cpu(script) == "1"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "configured", "workers", "expected"),
+    [(128, 16, 8, 16), (128, 4, 8, 4), (64, 16, 8, 8), (12, 16, 8, 1), (4, 16, 8, 1), (6, 16, 2, 3)],
+)
+def test_a_worker_processes_images_in_its_share_of_the_usable_cpus(cpus, configured, workers, expected):
+    config = Config(data={"filter_overlong_prompts_workers": configured}, trainer={"n_gpus_per_node": workers})
+    assert count_image_threads(config, usable_cpus=cpus) == expected
 
 
 def test_no_other_module_counts_cpus():

@@ -14,6 +14,7 @@ from trigon.data.media_processing import MediaProcessor
 from trigon.data.packing import pack_rollouts
 from trigon.data.vision import ImageProcessor
 from trigon.errors import DataError
+from trigon.metrics import Sum
 from trigon.models.load import load_processors
 from trigon.types import RolloutGroup
 
@@ -117,6 +118,15 @@ def test_an_image_is_processed_once_for_all_passes_of_a_step(make_prompt, open_p
     ]
     assert images.calls == 2
     assert all(prompt.vision is passes[0][0].vision for prompt in (each[0] for each in passes))
+
+
+def test_processed_images_are_counted_where_they_are_not_cached(make_prompt, open_processor):
+    media, _ = open_processor()
+    media.process([make_prompt(png(), png(seed=1)), make_prompt(png(seed=2)), make_prompt()])
+    assert media.pop_metrics() == {"perf/images_processed": Sum(3.0)}
+    media.process([make_prompt(png(seed=2)), make_prompt(png(seed=3))])
+    assert media.pop_metrics() == {"perf/images_processed": Sum(1.0)}
+    assert media.pop_metrics() == {"perf/images_processed": Sum(0.0)}
 
 
 def test_a_repeated_image_in_one_call_is_processed_once_even_without_a_cache(make_prompt, open_processor):

@@ -1,4 +1,4 @@
-"""partition_balanced and the costs it is used with: no rank gets much more work than another."""
+"""Partitions of groups over ranks: no rank gets much more work than another, or many new images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import partition_balanced
+from trigon.distributed.balance import TOLERANCE, partition_balanced, partition_near
 from trigon.distributed.engines import update_costs
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, TrainGroup, TrainSequence
 
@@ -54,6 +54,125 @@ def test_the_largest_sum_is_at_most_that_of_a_greedy_partition():
         for cost in sorted(costs, reverse=True):
             greedy[greedy.index(min(greedy))] += cost
         assert max(sums(costs, partition_balanced(costs, 3))) <= max(greedy) + 1
+
+
+# -- partition_near --
+
+
+def moved(parts, homes):
+    """Return how many indices with homes are elsewhere."""
+    return sum(bool(homes[index]) and part not in homes[index] for part, found in enumerate(parts) for index in found)
+
+
+def test_the_example_of_the_docstring_of_partition_near():
+    assert partition_near([5, 5, 2, 2], [{0}, {0}, {1}, {1}], 2) == [[1, 2], [0, 3]]
+
+
+def test_without_homes_both_partitions_are_the_same():
+    costs = [random.Random(1).randint(1, 100) for _ in range(37)]
+    assert partition_near(costs, [()] * 37, 4) == partition_balanced(costs, 4)
+    assert partition_near([], [], 3) == [[], [], []]
+
+
+def test_balanced_homes_are_kept():
+    homes = [{index % 4} for index in range(12)]
+    assert partition_near([7] * 12, homes, 4) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+
+
+def test_one_of_several_homes_is_chosen_by_its_sum():
+    assert partition_near([6, 4, 2], [{0, 1}, {0, 1}, {0, 1}], 3) == [[0], [1, 2], []]
+    assert partition_near([6, 6, 6], [{0, 1}, {0, 1}, {2}], 3) == [[0], [1], [2]]
+
+
+def test_indices_without_homes_fill_the_parts():
+    assert partition_near([6, 3, 3, 3, 6], [{1}, (), (), (), {1}], 2) == [[1, 2, 3], [0, 4]]
+
+
+def test_a_partition_that_cannot_keep_homes_is_the_balanced_one_in_the_best_order():
+    # The homes have the sums 41 and 64; no move or exchange leads to 53 and 52.
+    costs = [24, 26, 13, 14, 22, 6]
+    homes = [{1}, {1}, {0}, {1}, {0}, {0}]
+    assert partition_balanced(costs, 2) == [[1, 2, 3], [0, 4, 5]]
+    parts = partition_near(costs, homes, 2)
+    assert parts == [[0, 4, 5], [1, 2, 3]]
+    assert moved(parts, homes) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_index_is_in_one_part_and_the_largest_sum_within_the_tolerance(seed):
+    generator = random.Random(seed)
+    num_parts = generator.choice([1, 2, 3, 8])
+    costs = [generator.choice([1, generator.randint(1, 3000)]) for _ in range(generator.randint(0, 40))]
+    homes = [set(generator.sample(range(num_parts), generator.randint(0, min(2, num_parts)))) for _ in costs]
+    parts = partition_near(costs, homes, num_parts)
+    assert sorted(index for part in parts for index in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in parts)
+    assert len(parts) == num_parts
+    best = max(sums(costs, partition_balanced(costs, num_parts)))
+    assert max(sums(costs, parts)) <= best * (1 + TOLERANCE)
+    assert parts == partition_near(costs, [sorted(home, reverse=True) for home in homes], num_parts)
+
+
+class Step:
+    """A step of 512 groups of five completions, which counts the images that ranks process."""
+
+    def __init__(self, seed: int, *, num_workers: int, replica_size: int, sampled: int = 512):
+        self.generator = random.Random(seed)
+        self.num_workers = num_workers
+        num_replicas = num_workers // replica_size
+        self.costs = [self.group_tokens() for _ in range(sampled)]
+        self.kept = sorted(self.generator.sample(range(sampled), 512))  # by online filtering
+        self.has_pixels = [
+            {index % num_replicas * replica_size + rank for rank in range(replica_size)} for index in range(sampled)
+        ]
+        self.processed = 0  # after sampling
+        self.imbalance = 1.0
+
+    def group_tokens(self) -> int:
+        mean = self.generator.lognormvariate(5.7, 0.5)
+        completions = [min(2048, round(mean * self.generator.lognormvariate(0, 0.4))) for _ in range(5)]
+        return self.generator.randint(200, 1300) + sum(completions)
+
+    def compute(self, groups: list[int], costs: list[int], partition) -> None:
+        parts = partition(costs, [self.has_pixels[group] for group in groups], self.num_workers)
+        best = max(sums(costs, partition_balanced(costs, self.num_workers)))
+        self.imbalance = max(self.imbalance, max(sums(costs, parts)) / best)
+        for rank, part in enumerate(parts):
+            for position in part:
+                self.processed += rank not in self.has_pixels[groups[position]]
+                self.has_pixels[groups[position]].add(rank)
+
+    def run(self, partition, *, update_size: int, without_gradient: float) -> None:
+        self.compute(self.kept, [self.costs[group] for group in self.kept], partition)  # old log-probabilities
+        for start in range(0, 512, update_size):
+            groups = self.kept[start : start + update_size]
+            has_gradient = [self.generator.random() >= without_gradient for _ in groups]
+            costs = [self.costs[group] if has else 1 for group, has in zip(groups, has_gradient, strict=True)]
+            self.compute(groups, costs, partition)
+
+
+@pytest.mark.parametrize(("num_workers", "replica_size"), [(8, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("sampled", "update_size", "without_gradient"),
+    [(512, 512, 0.0), (512, 128, 0.0), (512, 128, 0.4), (1536, 128, 0.0)],
+    ids=["one update", "four updates", "equal rewards", "online filtering"],
+)
+def test_training_processes_few_images_that_sampling_has_not(
+    num_workers, replica_size, sampled, update_size, without_gradient
+):
+    """Sampling processes an image on the ranks of one replica; training at most 0.1 more of it."""
+    step = Step(0, num_workers=num_workers, replica_size=replica_size, sampled=sampled)
+    step.run(partition_near, update_size=update_size, without_gradient=without_gradient)
+    assert step.processed <= 0.1 * 512
+    assert step.imbalance <= 1 + TOLERANCE
+
+    balanced_only = Step(0, num_workers=num_workers, replica_size=replica_size, sampled=sampled)
+    balanced_only.run(
+        lambda costs, homes, num_parts: partition_balanced(costs, num_parts),
+        update_size=update_size,
+        without_gradient=without_gradient,
+    )
+    assert balanced_only.processed >= 0.7 * 512  # so that the bound above says something
 
 
 def test_the_tokens_of_a_group_are_its_prompt_once_and_every_completion():

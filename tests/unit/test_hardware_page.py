@@ -28,7 +28,7 @@ def test_the_page_is_up_to_date():
 def fits(config: Config, model: str) -> None:
     config = with_options(config, {"worker.actor.model.model_path": str(CONFIGS / model)})
     warnings: list[str] = []
-    check_memory(config, HARDWARE, measures_budgets=False, warn=warnings.append)
+    check_memory(config, HARDWARE, warn=warnings.append)
     assert warnings == []
 
 

@@ -309,7 +309,20 @@ def test_under_autocast_gradients_are_those_of_a_bfloat16_computation(temperatur
         torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(151_936, 220), (32_000, 1024), (1024, 1024), (10**9, 1)])
-def test_a_chunk_has_as_many_rows_as_fit_and_at_least_one(vocabulary: int, rows: int) -> None:
-    assert rows_per_chunk(vocabulary) == rows
-    assert rows == 1 or 4 * rows * vocabulary <= CHUNK_BYTES
+@pytest.mark.parametrize(
+    ("vocabulary", "device_type", "rows"),
+    [
+        (151_936, "cpu", 220),
+        (32_000, "cpu", 1024),
+        (1024, "cpu", 1024),
+        (10**9, "cpu", 1),
+        (151_936, "cuda", 1536),
+        (32_000, "cuda", 2048),
+        (262_208, "cuda", 768),
+        (3 * 10**6, "cuda", 89),
+        (10**9, "cuda", 1),
+    ],
+)
+def test_a_chunk_has_as_many_rows_as_fit_and_at_least_one(vocabulary: int, device_type: str, rows: int) -> None:
+    assert rows_per_chunk(vocabulary, device_type) == rows
+    assert rows == 1 or 4 * rows * vocabulary <= CHUNK_BYTES[device_type]

@@ -122,6 +122,24 @@ def test_merged_weight_by_hand() -> None:
     assert merged.item() == 1 + 1 / 128
 
 
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, None])
+def test_merged_weights_are_rounded_once_to_the_dtype_that_is_read(
+    tiny_model: TinyModel, base: torch.dtype, wanted: torch.dtype | None
+) -> None:
+    adapted, _ = with_lora(tiny_model("qwen2"), dtype=base)
+    merged = dict(adapted.named_weights(wanted))
+    with torch.no_grad():
+        for name, adapter in adapters_of(adapted.model).items():
+            weight = adapted.model.get_submodule(name).base_layer.weight
+            exact = weight.float() + adapter.scaling * (adapter.lora_b @ adapter.lora_a)
+            expected = exact.to(wanted or base)
+            assert merged[f"{name}.weight"].dtype == expected.dtype
+            torch.testing.assert_close(merged[f"{name}.weight"], expected, rtol=2**-8, atol=1e-6)
+            if expected.dtype == torch.float32:
+                assert not torch.equal(merged[f"{name}.weight"], expected.bfloat16().float())
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_with_adapters_off_a_policy_computes_as_without_lora(tiny_model: TinyModel, model_type: str) -> None:
     plain, processors = make_policy(tiny_model(model_type))

@@ -10,7 +10,7 @@ from support.rollout import NO_WEIGHTS
 from trigon.errors import ParityError
 from trigon.metrics import Max, Mean
 from trigon.models.load import load_processors
-from trigon.parity import SAMPLED_PROBE_TOKENS, ParityCheck
+from trigon.parity import SAMPLED_PROBE_TOKENS, ParityCheck, Probe
 from trigon.rollout.fake import FakeEngine
 from trigon.training.fake import FakeTrainEngine
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
@@ -19,14 +19,16 @@ UNTRUNCATED = SamplingParams(n=2, temperature=0.7, top_p=1.0, top_k=-1, max_toke
 
 
 class FixedTrainer:
-    """A trainer that returns the given log-probabilities for one group."""
+    """A trainer that returns the given log-probabilities for a group, and others in later calls."""
 
-    def __init__(self, *logprobs):
-        self.fixed_logprobs = [torch.tensor(tokens) for tokens in logprobs]
+    def __init__(self, *logprobs, later=()):
+        self.calls = [[[torch.tensor(tokens) for tokens in logprobs]]]
+        self.calls += [[[torch.tensor(tokens) for tokens in group] for group in call] for call in later]
 
     def logprobs(self, groups):
-        assert len(groups) == 1
-        return [self.fixed_logprobs]
+        logprobs = self.calls.pop(0)
+        assert len(groups) == len(logprobs)
+        return logprobs
 
 
 def sampled(*logprobs):
@@ -38,8 +40,12 @@ def sampled(*logprobs):
     )
 
 
+def probe_of(*logprobs, further=()):
+    return Probe(sampled(*logprobs), tuple(sampled(*group) for group in further))
+
+
 def test_differences_within_the_tolerance_pass_and_are_metrics():
-    metrics = ParityCheck(0.25).check([sampled([-1.0, -2.0], [-3.0, -4.0])], FixedTrainer([-1.0, -2.5], [-3.0, -4.25]))
+    metrics = ParityCheck(0.25).check([probe_of([-1.0, -2.0], [-3.0, -4.0])], FixedTrainer([-1.0, -2.5], [-3.0, -4.25]))
     assert metrics == {
         "parity/logprobs_diff_mean": Mean(0.75, 4.0),
         "parity/logprobs_diff_max": Max(0.5),
@@ -47,12 +53,12 @@ def test_differences_within_the_tolerance_pass_and_are_metrics():
 
 
 def test_a_difference_of_exactly_the_tolerance_passes():
-    ParityCheck(0.5).check([sampled([-1.0, -2.0])], FixedTrainer([-1.5, -2.5]))
+    ParityCheck(0.5).check([probe_of([-1.0, -2.0])], FixedTrainer([-1.5, -2.5]))
 
 
 def test_a_difference_above_the_tolerance_raises_with_the_numbers():
     with pytest.raises(ParityError) as caught:
-        ParityCheck(0.1).check([sampled([-1.0, -2.0], [-3.0])], FixedTrainer([-1.0, -2.5], [-3.25]))
+        ParityCheck(0.1).check([probe_of([-1.0, -2.0], [-3.0])], FixedTrainer([-1.0, -2.5], [-3.25]))
     for part in ("3 tokens", "train:17", "policy version 3", "0.25", "0.5", "0.1", "worker.rollout.parity_tolerance"):
         assert part in str(caught.value)
 
@@ -61,9 +67,59 @@ def test_a_difference_above_the_tolerance_raises_with_the_numbers():
 @pytest.mark.parametrize("tolerance", [0.1, 1e9])
 def test_a_difference_that_is_not_finite_never_passes(wrong, tolerance):
     with pytest.raises(ParityError):
-        ParityCheck(tolerance).check([sampled([-1.0, -2.0])], FixedTrainer([-1.0, wrong]))
+        ParityCheck(tolerance).check([probe_of([-1.0, -2.0])], FixedTrainer([-1.0, wrong]))
     with pytest.raises(ParityError):
-        ParityCheck(tolerance).check([sampled([-1.0, wrong])], FixedTrainer([-1.0, -2.0]))
+        ParityCheck(tolerance).check([probe_of([-1.0, wrong])], FixedTrainer([-1.0, -2.0]))
+
+
+def test_a_replica_above_the_tolerance_passes_if_it_agrees_on_further_tokens():
+    """As in an MoE model where one token takes another expert: 0.5 on 2 tokens, 0.1 on 10."""
+    trainer = FixedTrainer([-1.0, -3.0], later=[[[[-5.0] * 4], [[-6.0] * 3, [-7.0]]]])
+    probe = probe_of([-1.0, -2.0], further=[[[-5.0] * 4], [[-6.0] * 3, [-7.0]]])
+    messages = []
+    metrics = ParityCheck(0.25).check([probe], trainer, warn=messages.append)
+    assert metrics == {
+        "parity/logprobs_diff_mean": Mean(1.0, 10.0),
+        "parity/logprobs_diff_max": Max(1.0),
+        "parity/first_diff_mean": Max(0.5),
+    }
+    [message] = messages
+    assert "0.5 on 2 tokens (largest 1), with further ones 0.1 on 10 tokens (largest 1)" in message
+    assert "replica 0, accepted 0.25" in message
+
+
+def test_a_replica_that_disagrees_on_further_tokens_too_raises_with_both_measurements():
+    trainer = FixedTrainer([-1.0, -3.0], later=[[[[-5.5] * 4]]])
+    with pytest.raises(ParityError) as caught:
+        ParityCheck(0.25).check([probe_of([-1.0, -2.0], further=[[[-5.0] * 4]])], trainer)
+    assert "0.5 on 2 tokens (largest 1), with further ones 0.5 on 6 tokens (largest 1)" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_further_tokens_do_not_excuse_a_difference_that_is_not_finite(wrong):
+    trainer = FixedTrainer([-1.0, wrong], later=[[[[-5.0] * 4]]])
+    with pytest.raises(ParityError, match=r"nan|inf"):
+        ParityCheck(0.25).check([probe_of([-1.0, -2.0], further=[[[-5.0] * 4]])], trainer)
+
+
+def test_further_tokens_are_not_scored_without_a_miss():
+    trainer = FixedTrainer([-1.0, -2.0])  # a second call would fail
+    ParityCheck(0.25).check([probe_of([-1.0, -2.0], further=[[[-5.0] * 4]])], trainer)
+    assert trainer.calls == []
+
+
+def test_each_replica_is_judged_by_its_own_tokens():
+    probes = [sampled_by(replica, -1.2 if replica == 1 else -1.0) for replica in range(2)]
+    agreeing = [sampled_by(replica, -1.0) for replica in range(2)]
+    several = [
+        Probe(probes[0], (agreeing[0],)),
+        Probe(probes[1], (agreeing[1], agreeing[1], agreeing[1])),
+    ]
+    metrics = ParityCheck(0.1).check(several, FakeTrainEngine(), warn=lambda text: None)
+    assert metrics["parity/logprobs_diff_mean"].value == pytest.approx(0.2 / 6)
+    swapped = [Probe(probes[0], (agreeing[0],) * 3), Probe(probes[1], ())]
+    with pytest.raises(ParityError, match="replica 1 of 2"):
+        ParityCheck(0.1).check(swapped, FakeTrainEngine())
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +150,23 @@ def engine(tokenizer):
 def test_without_truncation_the_probe_is_the_first_completions_of_the_first_group(engine, lengths, compared):
     groups = [sampled(*([-1.0] * length for length in lengths)), sampled([-3.0], [-4.0])]
     [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, step=4)
-    assert probe.prompt is groups[0].prompt
-    assert probe.rollouts == groups[0].rollouts[:compared]
+    assert probe.first.prompt is groups[0].prompt
+    assert probe.first.rollouts == groups[0].rollouts[:compared]
     assert engine.calls == ()
+
+
+def test_further_completions_are_those_after_the_first_up_to_four_times_their_tokens(engine):
+    groups = [sampled([-1.0] * 80, [-1.1] * 80), sampled(*[[-1.2] * 80] * 2), sampled(*[[-1.3] * 80] * 5)]
+    [probe] = ParityCheck(0.1).probe(groups, engine, UNTRUNCATED, step=4)
+    assert [group.rollouts for group in probe.further] == [
+        groups[0].rollouts[1:],
+        groups[1].rollouts,
+        groups[2].rollouts[:1],
+    ]
+    [probe] = ParityCheck(0.1).probe(groups[:1], engine, UNTRUNCATED, step=4)
+    assert [group.rollouts for group in probe.further] == [groups[0].rollouts[1:]]
+    [probe] = ParityCheck(0.1).probe([sampled([-1.0])], engine, UNTRUNCATED, step=4)
+    assert probe.further == ()
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 50}])
@@ -105,12 +175,14 @@ def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, trunc
     sampling = replace(UNTRUNCATED, max_tokens=max_tokens, **truncation)
     with engine.awake(NO_WEIGHTS, version=6):
         [probe] = ParityCheck(0.1).probe([sampled([-9.0], [-9.0])], engine, sampling, step=7)
-    [(prompt_ids, used, step)] = engine.calls
-    assert (prompt_ids, step) == (["train:17"], 7)
-    assert used == replace(UNTRUNCATED, n=1, max_tokens=length)
-    [rollout] = probe.rollouts
+    [first, further] = engine.calls
+    assert first == (["train:17"], replace(UNTRUNCATED, n=1, max_tokens=length), 7)
+    assert further == (["train:17"], replace(UNTRUNCATED, n=5, max_tokens=length), 7)
+    [rollout] = probe.first.rollouts
     assert len(rollout.completion.token_ids) == length
     assert rollout.completion.policy_version == 6
+    [group] = probe.further
+    assert [len(rollout.completion.token_ids) for rollout in group.rollouts] == [length] * 4
     assert ParityCheck(1e-6).check([probe], FakeTrainEngine())["parity/logprobs_diff_max"] == Max(0.0)
 
 
@@ -141,7 +213,7 @@ def sampled_by(replica, logprob, *, version=3):
 def test_each_replica_is_compared_by_the_first_group_that_it_sampled(replicas):
     groups = [sampled_by(replica, -1.0) for replica in (2, 0, 2, 1, 0)]
     probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, step=4)
-    assert [probe.rollouts for probe in probes] == [groups[1].rollouts, groups[3].rollouts, groups[0].rollouts]
+    assert [probe.first.rollouts for probe in probes] == [groups[1].rollouts, groups[3].rollouts, groups[0].rollouts]
     assert replicas.calls == ()
 
 
@@ -149,15 +221,20 @@ def test_a_replica_without_groups_of_this_step_samples_a_short_completion(replic
     groups = [sampled_by(2, -1.0), sampled_by(0, -1.0, version=2)]
     with replicas.awake(NO_WEIGHTS, version=3):
         probes = ParityCheck(0.1).probe(groups, replicas, UNTRUNCATED, step=4)
-    assert [probe.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
-    assert [len(probe.rollouts[0].completion.token_ids) for probe in probes] == [16, 16, 1]
-    [(prompt_ids, used, _)] = replicas.calls
-    assert (prompt_ids, used.n) == (["train:2"] * 3, 1)
+    assert [probe.first.rollouts[0].completion.replica for probe in probes] == [0, 1, 2]
+    assert [len(probe.first.rollouts[0].completion.token_ids) for probe in probes] == [16, 16, 1]
+    assert [(prompt_ids, used.n) for prompt_ids, used, _ in replicas.calls] == [(["train:2"] * 3, n) for n in (1, 5)]
+    further = [[group.rollouts for group in probe.further] for probe in probes]
+    assert [[rollout.completion.replica for rollouts in each for rollout in rollouts] for each in further] == [
+        [0] * 4,
+        [1] * 4,
+        [],
+    ]
 
 
 @pytest.mark.parametrize("stale", [0, 1, 2])
 def test_one_replica_of_three_with_other_log_probabilities_raises_with_its_number(stale):
-    probes = [sampled_by(replica, -1.2 if replica == stale else -1.0) for replica in range(3)]
+    probes = [Probe(sampled_by(replica, -1.2 if replica == stale else -1.0), ()) for replica in range(3)]
     trainer = FakeTrainEngine()
     with pytest.raises(ParityError, match=rf"tokens of train:{stale} .* in replica {stale} of 3"):
         ParityCheck(0.1).check(probes, trainer)

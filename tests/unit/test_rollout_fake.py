@@ -65,7 +65,7 @@ def test_weights_are_read_once_for_each_version(tokenizer):
     fake = engine(tokenizer)
     reads = []
 
-    def read():
+    def read(dtype=None):
         reads.append("updates")
         yield "updates", torch.zeros(1)
 

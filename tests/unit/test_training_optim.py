@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trigon.training.optim import Schedule, make_optimizer, upgrade_state
+from trigon.training.memory import HostMemory
+from trigon.training.optim import AdamWBf16, Schedule, make_optimizer, move_states, update_bytes, upgrade_state
 
 
 def test_warm_up_starts_above_zero_and_reaches_the_peak():
@@ -69,6 +71,75 @@ def test_bf16_adamw_equals_adamw_in_float32():
         rtol=1e-4,
         atol=1e-6,
     )
+
+
+def adamw_of(parameter, strategy="adamw"):
+    return make_optimizer([parameter], strategy=strategy, learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_update_of_adamw_allocates_no_temporaries(device):
+    memory = HostMemory(shared_by=1)
+    with FakeTensorMode():  # of which no device has to exist
+        parameter = nn.Parameter(torch.zeros(64, 64, device=device))
+        optimizer = adamw_of(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert memory.peak_bytes(optimizer.step) == update_bytes([parameter], "adamw") == 0
+
+
+def test_the_step_count_of_adamw_stays_on_the_device_of_the_fused_kernel_when_states_are_offloaded():
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(4, 4, device="cuda"))
+        optimizer = adamw_of(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        on_gpu = {"step": "cuda", "exp_avg": "cuda", "exp_avg_sq": "cuda"}
+        assert {key: value.device.type for key, value in optimizer.state[parameter].items()} == on_gpu
+        move_states(optimizer, torch.device("cpu"))
+        offloaded = {"step": "cuda", "exp_avg": "cpu", "exp_avg_sq": "cpu"}
+        assert {key: value.device.type for key, value in optimizer.state[parameter].items()} == offloaded
+        move_states(optimizer, torch.device("cuda:0"))
+        assert {key: value.device.type for key, value in optimizer.state[parameter].items()} == on_gpu
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(37,), (8, 129), (3, 5, 7, 11), (0, 4)])
+def test_slices_do_not_change_the_update_of_bf16_adamw_bit_for_bit(shape, dtype):
+    def train(slice_values, *, transposed):
+        generator = torch.Generator().manual_seed(0)
+
+        def values():
+            drawn = torch.randn(shape, generator=generator).to(dtype)
+            return drawn.mT.contiguous().mT if transposed and len(shape) > 1 else drawn
+
+        parameter = nn.Parameter(values())
+        groups = [{"params": [parameter], "weight_decay": 0.01}]
+        optimizer = AdamWBf16(groups, learning_rate=1e-3, betas=(0.9, 0.999), slice_values=slice_values)
+        for _ in range(3):
+            parameter.grad = values()
+            optimizer.step()
+        return {"weight": parameter.detach(), **optimizer.state[parameter]}
+
+    at_once = train(2**24, transposed=False)
+    for slice_values, transposed in ((1, False), (10, True), (100, False)):
+        in_slices = train(slice_values, transposed=transposed)
+        assert [key for key in at_once if not torch.equal(in_slices[key], at_once[key])] == []
+
+
+def test_the_temporaries_of_bf16_adamw_are_those_of_one_slice():
+    memory = HostMemory(shared_by=1)
+    parameter = nn.Parameter(torch.ones(100, 100, dtype=torch.bfloat16))
+    optimizer = adamw_of(parameter, "adamw_bf16")
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert memory.peak_bytes(optimizer.step) == update_bytes([parameter], "adamw_bf16") == 12 * 10_000
+    sliced = AdamWBf16(optimizer.param_groups, learning_rate=1e-3, betas=(0.9, 0.999), slice_values=500)
+    sliced.step()
+    assert memory.peak_bytes(sliced.step) == 12 * 500
+    with torch.device("meta"):  # of a layer of 72B
+        assert update_bytes([torch.empty(152_064, 8_192)], "adamw_bf16") == 12 * 2**24
 
 
 def start_weights():

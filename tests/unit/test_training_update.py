@@ -194,6 +194,7 @@ def test_a_trained_vision_tower_changes(tiny_vlm):
 def test_sizes_are_those_of_the_tensors_after_an_update(tiny_vlm, tmp_path, strategy, dtype, bytes_each, freeze):
     engine = make_engine(tiny_vlm, strategy=strategy, dtype=dtype, freeze=freeze)
     before = engine.sizes()
+    temporaries = engine.optimizer_bytes - before.optimizer_bytes
     engine.step(to_train(make_rollouts(tiny_vlm)))
     engine.save_state(tmp_path, model_only=False)()
     assert engine.sizes() == before
@@ -207,3 +208,5 @@ def test_sizes_are_those_of_the_tensors_after_an_update(tiny_vlm, tmp_path, stra
     assert before.gradient_bytes == bytes_each[1] * trainable
     assert sum(tensor.nbytes for tensor in states) == bytes_each[2] * trainable
     assert before.optimizer_bytes == sum(tensor.nbytes for tensor in states)
+    largest = max(parameter.numel() for parameter in engine.policy.parameters() if parameter.requires_grad)
+    assert temporaries == (12 * largest if strategy == "adamw_bf16" else 0)

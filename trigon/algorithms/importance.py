@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trigon.algorithms.losses import MAX_LOG_RATIO
 from trigon.algorithms.reduce import sequence_means, sequence_sums
-from trigon.metrics import EffectiveShare, Max, Mean, Metric
+from trigon.algorithms.unread import Unread
+from trigon.metrics import EffectiveShare, Max, Mean
 from trigon.names import CorrectionKind, CorrectionLevel
 
 
@@ -70,31 +71,31 @@ def correction_weights(
             assert_never(correction.kind)
 
 
-def mismatch_metrics(sampling_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
+def mismatch_metrics(sampling_logprobs: Tensor, logprobs: Tensor, trainable: Tensor) -> dict[str, Unread]:
     """Return the metrics of the train-inference mismatch before any update.
 
     probs_diff: |p - q|. logprobs_diff: |log p - log q|. k3: low-variance estimate of
     KL(engine || trainer). weight: w = p_trainer / p_engine. effective_share: effective sample size
     of these weights as a share of their number.
-    Args: all [S] float32; loss_mask selects the tokens. Returns: no metric if it selects none.
+    Args: sampling_logprobs, logprobs: [S] float32. trainable: int64 indices of the tokens that
+    count. Returns: no metric if there are none.
     """
-    selected = loss_mask > 0
-    engine, trainer = sampling_logprobs[selected], logprobs.detach()[selected]
-    count = float(selected.sum())
+    count = float(len(trainable))
     if count == 0:
         return {}
+    engine, trainer = (each.index_select(0, trainable) for each in (sampling_logprobs, logprobs.detach()))
     log_weight = (trainer - engine).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = log_weight.exp()
     probs_diff = (trainer.exp() - engine.exp()).abs()
     logprobs_diff = log_weight.abs()
-    total, squares = float(weight.sum()), float(weight.square().sum())
+    total, squares = weight.sum(), weight.square().sum()
     return {
-        "mismatch/probs_diff_mean": Mean(float(probs_diff.sum()), count),
-        "mismatch/probs_diff_max": Max(float(probs_diff.max())),
-        "mismatch/logprobs_diff_mean": Mean(float(logprobs_diff.sum()), count),
-        "mismatch/logprobs_diff_max": Max(float(logprobs_diff.max())),
-        "mismatch/k3": Mean(float((weight - log_weight - 1.0).sum()), count),
-        "mismatch/weight_mean": Mean(total, count),
-        "mismatch/weight_max": Max(float(weight.max())),
-        "mismatch/effective_share": EffectiveShare(total, squares, count),
+        "mismatch/probs_diff_mean": Unread(Mean, (probs_diff.sum(), count)),
+        "mismatch/probs_diff_max": Unread(Max, (probs_diff.max(),)),
+        "mismatch/logprobs_diff_mean": Unread(Mean, (logprobs_diff.sum(), count)),
+        "mismatch/logprobs_diff_max": Unread(Max, (logprobs_diff.max(),)),
+        "mismatch/k3": Unread(Mean, ((weight - log_weight - 1.0).sum(), count)),
+        "mismatch/weight_mean": Unread(Mean, (total, count)),
+        "mismatch/weight_max": Unread(Max, (weight.max(),)),
+        "mismatch/effective_share": Unread(EffectiveShare, (total, squares, count)),
     }

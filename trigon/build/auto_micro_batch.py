@@ -35,6 +35,11 @@ def tune_plan(
     run that is resumed with other budgets packs other rows, which changes the last bits of its
     numbers. resumes: the run continues from a checkpoint; new budgets are then warned about.
     """
+    if config.trainer.auto_micro_batch is None:
+        console.print(
+            "trainer.auto_micro_batch is on by default on a GPU: worker.actor.micro_batch_size_per_device_for_update "
+            "and micro_batch_size_per_device_for_experience are not used; trainer.auto_micro_batch=false uses them"
+        )
     lengths = make_lengths(config, plan)
     # Through JSON, as the stored key has gone through it.
     budget_key = json.loads(json.dumps(make_budget_key(config, lengths)))

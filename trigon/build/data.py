@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trigon.build.options import (
     count_data_threads,
+    count_image_threads,
     make_frame_sampling,
     make_validation_sampling_params,
     model_path,
@@ -15,6 +16,7 @@ from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
+from trigon.cpus import count_usable_cpus
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.mixture import mix
@@ -151,7 +153,7 @@ def open_images(config: Config, processors: Processors) -> MediaProcessor | None
     return MediaProcessor(
         image_processor,
         max_image_pixels=config.data.max_image_pixels,
-        num_workers=max(1, count_data_threads(config) // config.trainer.n_gpus_per_node),
+        num_workers=count_image_threads(config, usable_cpus=count_usable_cpus()),
         max_bytes=PIXEL_CACHE_BYTES,
         video_processor=video_processor_of(processors),
         video_sampling=make_frame_sampling(config),

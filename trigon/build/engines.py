@@ -14,7 +14,7 @@ import torch
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
-from trigon.config.defaults import resolve_run_folder
+from trigon.config.defaults import resolve_enable_chunked_prefill, resolve_max_num_seqs, resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
@@ -27,7 +27,7 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
-from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine
+from trigon.training.protocol import LogprobEngine, Sizes, TrainEngine, TunableEngine
 from trigon.training.trace import FOLDER, LocalTracer, Tracer
 
 
@@ -81,7 +81,7 @@ def open_engines(
         stack.callback(trainer.close)
         check_space(config, store, (trainer.sizes(),))
     with report.phase("start rollout engine"):
-        rollout = open_rollout(config, processors, place, shows_videos=shows_videos)
+        rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos)
         stack.callback(rollout.close)
     tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
 
@@ -93,12 +93,15 @@ def open_engines(
 
 
 def open_rollout(
-    config: Config, processors: Processors, place: DevicePlacement, *, shows_videos: bool
+    config: Config, processors: Processors, place: DevicePlacement, trainer: TunableEngine, *, shows_videos: bool
 ) -> RolloutEngine:
     """Start the rollout engine.
 
+    trainer: the train engine on the same device. What it offloads leaves the device first: vLLM
+    takes a share of all of its memory when it starts, not of what is left.
     Raises: ConfigError if vLLM is configured and not installed.
     """
+    trainer.offload()
     rollout, model, device = config.worker.rollout, config.worker.actor.model, place.device
     match rollout.name:
         case "vllm":
@@ -111,13 +114,14 @@ def open_rollout(
 
             settings = VllmSettings(
                 model_folder=model_folder(model_path(config)),
-                device="cuda" if device.type == "cuda" else "cpu",
+                device=place.device_type,
                 dtype=DTYPES[rollout.dtype],
                 max_model_len=context_length(config),
                 max_num_batched_tokens=rollout.max_num_batched_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 enforce_eager=rollout.enforce_eager,
-                enable_chunked_prefill=rollout.enable_chunked_prefill,
+                max_num_seqs=resolve_max_num_seqs(config, place.device_type),
+                enable_chunked_prefill=resolve_enable_chunked_prefill(config, place.device_type),
                 enable_prefix_caching=rollout.enable_prefix_caching,
                 limit_images=rollout.limit_images,
                 seed=rollout.seed,
@@ -127,6 +131,8 @@ def open_rollout(
                 disable_log_stats=rollout.disable_log_stats,
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
                 shows_videos=shows_videos,
+                model_runner=None if rollout.model_runner == "auto" else rollout.model_runner,
+                async_scheduling=rollout.async_scheduling,
                 weight_check_freq=rollout.weight_check_freq,
             )
             return VllmEngine(settings, processors)

@@ -22,17 +22,29 @@ import torch
 from trigon.build.memory_table import GIB, Hardware, Part, PhaseMemory, RunMemory, exactly, phase_of
 from trigon.build.models import open_trained_policy
 from trigon.build.options import kl_is_full, make_lora_settings, needs_reference
-from trigon.config.defaults import PIXEL_CACHE_BYTES, resolve_reference_dtype, resolve_weight_dtype
+from trigon.config.defaults import (
+    PIXEL_CACHE_BYTES,
+    resolve_auto_micro_batch,
+    resolve_reference_dtype,
+    resolve_weight_dtype,
+)
 from trigon.config.plan import context_length, num_workers, workers_per_copy
 from trigon.config.schema import Config
-from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
+from trigon.models.activations import (
+    PassBytes,
+    PassFormat,
+    PassOptions,
+    RowLengths,
+    score_pass_bytes,
+    update_pass_bytes,
+)
 from trigon.models.dimensions import Dimensions
 from trigon.models.dtypes import DTYPES
 from trigon.models.kernels import FLASH_DTYPES, Kernel
 from trigon.models.load import Processors, family_of_folder, model_folder
 from trigon.models.logprobs import rows_per_chunk
 from trigon.models.memory import ModelSize, model_size
-from trigon.training.optim import state_bytes
+from trigon.training.optim import state_bytes, update_bytes
 
 CONTEXT_BYTES = GIB
 """Expected memory of CUDA's context, NCCL's buffers and the libraries, on each device."""
@@ -47,7 +59,7 @@ PROCESS_BYTES = 3 * GIB
 """Expected host memory of one worker with its libraries, without tensors."""
 
 _ADAPTER_BYTES = 4
-_STEP_BYTES = 13 * 2**24  # temporaries of adamw_bf16, which works in slices of 2^24 values
+_SYNC_COPIES = 3  # of a tensor: gathered, converted, and as vLLM collects it for a layer
 
 
 def size_of_model(config: Config) -> ModelSize:
@@ -67,19 +79,17 @@ def size_of_model(config: Config) -> ModelSize:
     assert plain.model_path is not None
     # Sizes depend on the family alone, not on the tokenizer and the processors.
     processors = Processors(None, None, None, family_of_folder(model_folder(plain.model_path)), None, (), ())
-    policy = open_trained_policy(plain_config, processors, "sdpa", "meta")
+    policy = open_trained_policy(plain_config, processors, "sdpa", torch.device("meta"))
     return model_size(policy, make_lora_settings(config) if actor.model.lora.rank > 0 else None)
 
 
-def count_memory(config: Config, size: ModelSize, hardware: Hardware, *, measures_budgets: bool) -> RunMemory:
-    """Return the memory of a run.
+def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemory:
+    """Return the memory of a run. size: of the policy, with frozen parts and adapters.
 
-    Args:
-        size: of the policy, with frozen parts and adapters.
-        measures_budgets: token budgets are measured on the device; a pass then has at least the
-            longest sequence.
+    Where token budgets are measured on the device (trainer.auto_micro_batch), a pass has the
+    longest sequence, which it has at least.
     """
-    run = _Run(config, size, hardware, measures_budgets)
+    run = _Run(config, size, hardware)
     phases = run.on_device() if hardware.device == "cuda" else ()
     return RunMemory(hardware, (*phases, *run.on_host()), counts_passes=size.dimensions is not None)
 
@@ -87,11 +97,11 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware, *, measure
 class _Run:
     """Counts the parts of a run's memory, for one rank."""
 
-    def __init__(self, config: Config, size: ModelSize, hardware: Hardware, measures_budgets: bool) -> None:
+    def __init__(self, config: Config, size: ModelSize, hardware: Hardware) -> None:
         self._config = config
         self._size = size
         self._hardware = hardware
-        self._measures_budgets = measures_budgets
+        self._measures_budgets = resolve_auto_micro_batch(config, hardware.device)
         actor = config.worker.actor
         self._on_gpu = hardware.device == "cuda"
         self._trains = not config.trainer.val_only
@@ -160,7 +170,8 @@ class _Run:
         gradients = exactly("gradients", 0 if self._fsdp_offload else self._gradients())
         reference = exactly("reference model", 0 if self._offload_reference else self._reference())
         awake = exactly("reference model", self._reference())
-        moved = Part("largest tensor, gathered", self._size.largest * (4 + 2), 0)
+        synced = self._size.largest * DTYPES[self._config.worker.rollout.dtype].itemsize
+        moved = Part("largest tensor, gathered and converted", _SYNC_COPIES * synced, 0)
         phases: list[PhaseMemory] = [
             phase_of("start", "GPU", [at_rest, reference, *self._engine(starts=True), context]),
             phase_of(
@@ -182,8 +193,9 @@ class _Run:
         ]
         if not self._trains:
             return phases
-        scoring = [*self._pass_parts(self._score_pass()), self._gathered(updates=False), graphs, context]
-        updating = [*self._pass_parts(self._update_pass()), self._gathered(updates=True), graphs, context]
+        score, update = self._score_pass(), self._update_pass()
+        scoring = [*self._pass_parts(score), self._gathered(score, updates=False), graphs, context]
+        updating = [*self._pass_parts(update), self._gathered(update, updates=True), graphs, context]
         in_update = awake if kl_is_full(self._config) else reference
         # FSDP moves the shards of an offloaded reference unit by unit.
         in_scoring = reference if self._offload_reference and self._shards > 1 else awake
@@ -217,37 +229,41 @@ class _Run:
         ]
 
     def _step_temporaries(self) -> int:
-        return _STEP_BYTES if self._config.worker.actor.optim.strategy == "adamw_bf16" else 0
+        return update_bytes(self._trained(), self._config.worker.actor.optim.strategy)
 
-    def _gathered(self, *, updates: bool) -> Part:
-        """What FSDP gathers from other ranks: the root, and a layer and the next one.
+    def _gathered(self, counted: PassBytes | None, *, updates: bool) -> Part:
+        """What FSDP gathers from other ranks at the peak of a pass.
 
-        With gradients a layer has them in full as well, and once more in the format in which they
-        are reduced.
+        The root, and either a layer and the next one, or the head. With gradients a unit has them
+        in full as well, and once more in the format in which they are reduced.
         """
         if self._shards == 1 and not self._fsdp_offload:
             return Part("gathered layers", 0, 0)
-        fsdp = self._config.worker.actor.fsdp
-        size = self._compute_dtype.itemsize
-        layer = max((unit.total for unit in self._size.layers), default=0)
-        units = 2 * layer if fsdp.enable_full_shard else sum(unit.total for unit in self._size.layers)
-        expected = (units + self._size.root.total) * size
-        if updates:
-            trained = max((unit.trained + unit.adapters for unit in (*self._size.layers, self._size.root)), default=0)
-            expected += trained * (size + DTYPES[fsdp.mp_reduce_dtype].itemsize)
-        return Part("layers gathered by FSDP", expected, (layer + self._size.root.total) * size)
+        size, fsdp = self._size, self._config.worker.actor.fsdp
+        compute = self._compute_dtype.itemsize
+        layer = max((unit.total for unit in size.layers), default=0)
+        head = 0 if size.head is None else size.head.total
+        layers = 2 * layer if fsdp.enable_full_shard else sum(unit.total for unit in size.layers)
+        expected = (size.root.total + layers) * compute
+        if counted is not None and counted.logits:
+            expected = (size.root.total + layers - layer + head) * compute
+        elif updates:
+            units = [unit for unit in (*size.layers, size.head, size.embedding, size.root) if unit is not None]
+            largest = max(unit.trained + unit.adapters for unit in units)
+            expected += largest * (compute + DTYPES[fsdp.mp_reduce_dtype].itemsize)
+        return Part("layers gathered by FSDP", expected, (size.root.total + layer) * compute)
 
     # -- passes -----------------------------------------------------------------------------------
 
     def _update_pass(self) -> PassBytes | None:
         micro = self._config.worker.actor.micro_batch_size_per_device_for_update
         dimensions = self._size.dimensions
-        return None if dimensions is None else update_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        return None if dimensions is None else update_pass_bytes(dimensions, *self._pass_arguments(dimensions, micro))
 
     def _score_pass(self) -> PassBytes | None:
         micro = self._config.worker.actor.micro_batch_size_per_device_for_experience
         dimensions = self._size.dimensions
-        return None if dimensions is None else score_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        return None if dimensions is None else score_pass_bytes(dimensions, *self._pass_arguments(dimensions, micro))
 
     def _pass_arguments(self, dimensions: Dimensions, micro: int) -> tuple[RowLengths, PassFormat, PassOptions]:
         config, size = self._config, self._size
@@ -262,7 +278,7 @@ class _Run:
                 trains_weights=not size.has_adapters,
                 trains_vision=size.trains_vision,
                 kernel=self._kernel(),
-                chunk_rows=rows_per_chunk(dimensions.text.vocabulary),
+                chunk_rows=rows_per_chunk(dimensions.text.vocabulary, self._hardware.device),
                 tied=size.tied,
                 on_cpu=not self._on_gpu,
                 full_kl=kl_is_full(config),
@@ -297,9 +313,10 @@ class _Run:
         parameters = self._size.all.frozen + self._size.all.trained
         process = self._of_ranks("processes", PROCESS_BYTES, 0)
         caches = self._of_ranks("caches of images and features", self._cache_bytes(), 0)
-        full = parameters * self._weight_dtype.itemsize
-        # Rank 0 reads all weights, and sends each rank its part.
-        reading = exactly("model that rank 0 reads", full if self._shards > 1 or self._on_gpu else 0)
+        # A process with a GPU of its own converts the weights on the CPU. With several, rank 0 maps
+        # the files, and sends each rank its part.
+        full = parameters * self._weight_dtype.itemsize if num_workers(self._config) == 1 and self._on_gpu else 0
+        reading = exactly("model, as it is read", full)
         kept = self._kept_on_host()
         staged = self._weights() if not self._size.has_adapters else self._gradients()
         staged += 0 if self._config.trainer.save_model_only else self._states()
@@ -314,7 +331,7 @@ class _Run:
         passes = [
             self._of_ranks(part.name, part.expected, part.certain) for part in self._pass_parts(self._update_pass())
         ]
-        gathered = self._gathered(updates=True)
+        gathered = self._gathered(self._update_pass(), updates=True)
         return [
             phase_of("start", "host", [*kept[:2], reading, process]),
             phase_of(

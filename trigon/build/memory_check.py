@@ -18,8 +18,8 @@ from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_g
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.host_memory import count_total_bytes
 from trigon.models.memory import ModelSize
-from trigon.training.memory import usable_host_bytes
 
 TIGHT = 0.95
 """Fraction of a pool of memory above which a run that is expected to need as much is warned."""
@@ -48,7 +48,7 @@ class Remedy:
 
 def find_hardware(device: torch.device) -> Hardware | None:
     """Return the memory of this process's device and machine; None if it cannot be read."""
-    host_bytes = usable_host_bytes()
+    host_bytes = count_total_bytes()
     if host_bytes is None:
         return None
     if device.type == "cuda":
@@ -60,12 +60,11 @@ def check_memory(
     config: Config,
     hardware: Hardware,
     *,
-    measures_budgets: bool,
     warn: Callable[[str], None],
 ) -> RunMemory | None:
     """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
 
-    Args: measures_budgets: see count_memory. warn: gets a message.
+    warn: gets a message.
     Returns: the arithmetic; None if trainer.check_memory is false.
     """
     if not config.trainer.check_memory:
@@ -82,7 +81,7 @@ def check_memory(
     def count(changed: Config) -> RunMemory:
         model = changed.worker.actor.model
         size = size_with_rank(model.lora.rank, model.freeze_vision_tower)
-        return count_memory(changed, size, hardware, measures_budgets=measures_budgets)
+        return count_memory(changed, size, hardware)
 
     memory = count(config)
     worst = memory.worst(certain=True)
@@ -156,7 +155,8 @@ def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]
         yield [bf16]
     else:
         yield [{**bf16, "worker.actor.optim.strategy": "adamw_bf16"}]
-        yield [{"worker.actor.model.lora.rank": 64, **bf16}]
+        # The frozen weights of LoRA have the format of the forward pass by default.
+        yield [{"worker.actor.model.lora.rank": 64, **({} if actor.fsdp.torch_dtype is None else bf16)}]
     yield [{"worker.actor.model.freeze_vision_tower": True}]
     params = {"worker.actor.offload.offload_params": True}
     optimizer = {"worker.actor.offload.offload_optimizer": True}

@@ -39,6 +39,15 @@ def count_data_threads(config: Config) -> int:
     return min(config.data.filter_overlong_prompts_workers, count_usable_cpus())
 
 
+def count_image_threads(config: Config, *, usable_cpus: int) -> int:
+    """Return how many threads process the images of one of several workers.
+
+    As configured, but at most its share of the usable CPUs of its node, whose other workers process
+    images at the same time; at least 1.
+    """
+    return min(config.data.filter_overlong_prompts_workers, max(1, usable_cpus // config.trainer.n_gpus_per_node))
+
+
 # -- the KL term --------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from trigon.build.data import open_builder, open_evaluator, open_processors, ope
 from trigon.build.engines import Engines, open_engines, save_state
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
-from trigon.build.models import choose_device, choose_kernel
+from trigon.build.models import choose_device, choose_kernel, device_type
 from trigon.build.options import (
     make_advantage_settings,
     make_group_filter,
@@ -31,7 +31,8 @@ from trigon.build.options import (
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
-from trigon.config.defaults import resolve_parity_tolerance, resolve_run_folder
+from trigon.config.checks import find_device_warnings
+from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
 from trigon.config.load import dump_config
 from trigon.config.paths import DATASET_SUFFIXES, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
@@ -98,6 +99,9 @@ def run_training(
             worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
+        device = device_type(choose_device(config)) if worker_group is None else worker_group.device
+        for warning in find_device_warnings(config, device):
+            console.warn(warning)
         rewards.ready()
         report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint))
 
@@ -118,7 +122,7 @@ def run_training(
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
         else:
             engines = open_workers(config, plan, worker_group, store, report, shows_videos=shows_videos)
-        if config.trainer.auto_micro_batch and not config.trainer.val_only:
+        if resolve_auto_micro_batch(config, device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
         if checkpoint is not None:
@@ -163,7 +167,7 @@ def check_environment(config: Config) -> None:
 
 def check_run_memory(config: Config, console: Console, hardware: Hardware) -> None:
     """Raise ConfigError if the run does not fit into the memory that is there. See check_memory."""
-    check_memory(config, hardware, measures_budgets=bool(config.trainer.auto_micro_batch), warn=console.warn)
+    check_memory(config, hardware, warn=console.warn)
 
 
 def announce_downloads(config: Config, console: Console) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import TorchProcessGroup
 
-JOIN_GRACE_SECONDS = 60
+COLLECTIVE_GRACE_SECONDS = 60
 """Seconds that a rank waits longer than the driver, whose error names the rank at fault."""
 
 
@@ -140,10 +140,18 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessG
     ignore_pillow_warnings()
     set_determinism(torch.device(device))
     torch.set_num_threads(max(1, count_usable_cpus() // config.trainer.n_gpus_per_node))
-    process_group = TorchProcessGroup.joined(
-        torch.device(device), timeout_seconds=config.trainer.worker_timeout_seconds + JOIN_GRACE_SECONDS
-    )
+    process_group = TorchProcessGroup.joined(torch.device(device), timeout_seconds=collective_timeout_seconds(config))
     return process_group, inspect_node(process_group, model_path=model_path(config), run_folder=folder, marker=LOCK)
+
+
+def collective_timeout_seconds(config: Config) -> float:
+    """Return how long a rank waits for the other ranks in a collective call.
+
+    It exceeds every deadline of the driver: loading and saving may take longer than other calls.
+    """
+    from trigon.distributed.worker_group import DISK_SECONDS
+
+    return max(config.trainer.worker_timeout_seconds, DISK_SECONDS) + COLLECTIVE_GRACE_SECONDS
 
 
 def open_worker_engines(
@@ -158,7 +166,7 @@ def open_worker_engines(
     return WorkerEngines(
         trainer=trainer,
         reference=reference,
-        rollout=open_rollout(config, processors, place, shows_videos=shows_videos),
+        rollout=open_rollout(config, processors, place, trainer, shows_videos=shows_videos),
         images=open_images(config, processors),
         replica_rank=process_group.rank % config.worker.rollout.tensor_parallel_size,
     )

@@ -15,6 +15,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from trigon.cpus import count_usable_cpus
 from trigon.errors import CheckpointError
 from trigon.json_files import write_json
 
@@ -22,17 +23,27 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 """The one file, beside those of the train engine, that every checkpoint has."""
 
-_NUM_HASHING_THREADS = 8
+_MAX_HASHING_THREADS = 8
 
 
-def write_manifest(folder: Path) -> None:
-    """Flush all files and folders of a checkpoint to the disk, and write its manifest."""
+def start_hashing_threads() -> ThreadPool:
+    """Start the threads that write_manifest uses; leaving the pool's context ends them."""
+    return ThreadPool(min(_MAX_HASHING_THREADS, count_usable_cpus()))
+
+
+def write_manifest(folder: Path, threads: ThreadPool) -> None:
+    """Flush all files and folders of a checkpoint to the disk, and write its manifest.
+
+    threads: started before, since none can be started once the main thread has ended (Python 3.12),
+    and a save in the background may still be running then. (A ThreadPoolExecutor would accept no
+    work then, with any Python.)
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     assert any(folder / "actor" in path.parents for path in files), "the train engine wrote nothing"
     for path in files:
         sync_to_disk(path)
     names = (path.relative_to(folder).as_posix() for path in files)
-    _write(folder, dict(zip(names, _hash_files(files), strict=True)))
+    _write(folder, dict(zip(names, _hash_files(files, threads), strict=True)))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_to_disk(inner)
 
@@ -51,7 +62,9 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, but {entry['bytes']:,} were saved")
     paths = [folder / name for name in entries]
-    for path, actual, saved in zip(paths, _hash_files(paths), entries.values(), strict=True):
+    with start_hashing_threads() as threads:
+        hashes = _hash_files(paths, threads)
+    for path, actual, saved in zip(paths, hashes, entries.values(), strict=True):
         if actual["sha256"] != saved["sha256"]:
             raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
 
@@ -126,8 +139,5 @@ def _hash_file(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def _hash_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    # Not a ThreadPoolExecutor: it accepts no work once the main thread has ended, and a save in the
-    # background may still be running then.
-    with ThreadPool(_NUM_HASHING_THREADS) as pool:
-        return pool.map(_hash_file, paths, chunksize=1)
+def _hash_files(paths: Sequence[Path], threads: ThreadPool) -> list[dict[str, Any]]:
+    return threads.map(_hash_file, paths, chunksize=1)

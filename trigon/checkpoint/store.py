@@ -30,6 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from trigon.checkpoint.manifest import (
     PROGRESS,
     has_all_files,
     read_manifest,
+    start_hashing_threads,
     sync_to_disk,
     total_bytes,
     verify_files,
@@ -126,12 +128,13 @@ class CheckpointStore:
             (temporary / "actor").mkdir(parents=True)
             finish = write(temporary / "actor")
             _write_json(temporary / PROGRESS, {**state, "progress": progress})
+        hashing = start_hashing_threads()
         if self._background:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = step, thread.submit(self._publish, temporary, final, finish)
+            self._pending = step, thread.submit(self._publish, temporary, final, finish, hashing)
             thread.shutdown(wait=False)  # ends the thread after this save
         else:
-            self._publish(temporary, final, finish)
+            self._publish(temporary, final, finish, hashing)
 
     def wait(self) -> None:
         """Wait for a save in the background. Raises: CheckpointError, once, if it failed."""
@@ -220,12 +223,12 @@ class CheckpointStore:
                 "Make room, lower trainer.save_limit, or set trainer.save_checkpoint_path to another disk"
             )
 
-    def _publish(self, temporary: Path, final: Path, finish: Finish | None) -> None:
-        """Finish writing the temporary folder, and make it a checkpoint."""
-        with self._remove_on_failure(temporary, final):
+    def _publish(self, temporary: Path, final: Path, finish: Finish | None, hashing: ThreadPool) -> None:
+        """Finish the temporary folder, make it a checkpoint, and end the hashing threads."""
+        with hashing, self._remove_on_failure(temporary, final):
             if finish is not None:
                 finish()
-            write_manifest(temporary)
+            write_manifest(temporary, hashing)
             os.rename(temporary, final)
             sync_to_disk(self._root)
             self._write_tracker()

@@ -17,6 +17,7 @@ from trigon.terminal import sanitize
 COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
+    "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),

@@ -28,7 +28,7 @@ from trigon.config.plan import (
 )
 from trigon.config.schema import Config, Section
 from trigon.errors import ConfigError
-from trigon.names import SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS
+from trigon.names import SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS, DeviceType
 
 MAX_PROBLEMS = 50
 """Maximum number of problems in one message; the others are counted."""
@@ -72,6 +72,31 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
 def find_warnings(config: Config) -> tuple[str, ...]:
     """Return warnings about options that work against each other or have no effect."""
     return (*_warn_of_conflicts(config), *_warn_of_unused(config))
+
+
+def find_device_warnings(config: Config, device: DeviceType) -> tuple[str, ...]:
+    """Return warnings about options that suit another device than that of the run."""
+    rollout = config.worker.rollout
+    if rollout.name != "vllm":
+        return ()
+    warnings = []
+    match device:
+        case "cuda":
+            if rollout.enable_chunked_prefill is False:
+                warnings.append(
+                    "worker.rollout.enable_chunked_prefill=false: vLLM does not officially support this on a GPU, "
+                    "where it may crash or give wrong results; leave the option out, or set it to true"
+                )
+        case "cpu":
+            options = (
+                (f"worker.rollout.model_runner={rollout.model_runner}", rollout.model_runner != "auto"),
+                ("worker.rollout.async_scheduling=true", rollout.async_scheduling is True),
+                ("worker.rollout.enable_chunked_prefill=true", rollout.enable_chunked_prefill is True),
+            )
+            warnings += [f"{option} has no effect on the CPU" for option, is_set in options if is_set]
+        case _:
+            assert_never(device)
+    return tuple(warnings)
 
 
 class _RecordedSection:
@@ -151,10 +176,18 @@ def _check_numbers(config: Config) -> list[str]:
 
 
 def _check_optimizer(config: Config) -> list[str]:
-    """Return a problem if updates would be lost to the rounding of 16-bit weights."""
+    """Return the problems of training with numbers of 16 bits, which may lose updates."""
     actor, dtype = config.worker.actor, resolve_weight_dtype(config)
+    if config.trainer.val_only:
+        return []
+    if actor.fsdp.mp_param_dtype == "fp16":
+        return [
+            "worker.actor.fsdp.mp_param_dtype is fp16, whose smallest numbers are too large for most gradients: they "
+            "would be 0, since gradients are not scaled here; set worker.actor.fsdp.mp_param_dtype=bf16, which has "
+            "the range of fp32, or fp32"
+        ]
     # Adapters are in float32, whatever the dtype of the weights.
-    if dtype == "fp32" or actor.model.lora.rank > 0 or config.trainer.val_only:
+    if dtype == "fp32" or actor.model.lora.rank > 0:
         return []
     problem = f"worker.actor.fsdp.torch_dtype is {dtype}"
     match dtype:
@@ -230,7 +263,9 @@ def _check_lengths(config: Config) -> list[str]:
         problems.append(
             f"worker.rollout.max_model_len is {context}, but {lengths}; set it to at least {longest}, or leave it out"
         )
-    elif rollout.name == "vllm" and rollout.max_num_batched_tokens < context and not rollout.enable_chunked_prefill:
+    elif (
+        rollout.name == "vllm" and rollout.max_num_batched_tokens < context and rollout.enable_chunked_prefill is False
+    ):
         problems.append(
             f"worker.rollout.max_num_batched_tokens is {rollout.max_num_batched_tokens}, but a sequence may have "
             f"{context} tokens, and vLLM does not split it without chunked prefill ({lengths}); set it to at least "

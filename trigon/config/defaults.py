@@ -1,4 +1,4 @@
-"""Values of the options that are null in schema.py because their default depends on other options.
+"""Values of options that are null in schema.py: their defaults depend on the device or on options.
 
 Each function returns the configured value, or the default where the option is null. Constants of
 the run that no option changes are here too. Does not depend on torch.
@@ -6,13 +6,79 @@ the run that no option changes are here too. Does not depend on torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from trigon.config.schema import Config
-from trigon.names import Dtype
+from trigon.names import DeviceType, Dtype
+
+# -- defaults that depend on the device -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """The defaults of options that are null in schema.py because they depend on the device.
+
+    The metadata of a field names its option.
+    """
+
+    max_num_seqs: int = field(metadata={"option": "worker.rollout.max_num_seqs"})
+    enable_chunked_prefill: bool = field(metadata={"option": "worker.rollout.enable_chunked_prefill"})
+    auto_micro_batch: bool = field(metadata={"option": "trainer.auto_micro_batch"})
+
+
+DEVICE_DEFAULTS: Mapping[DeviceType, DeviceDefaults] = {
+    "cpu": DeviceDefaults(
+        # vLLM's own value for an engine that is started as Trigon starts it.
+        max_num_seqs=128,
+        # vLLM 0.32 fails there at a seeded request whose prompt it has split.
+        enable_chunked_prefill=False,
+        # The memory of a machine is seldom the limit, and a run that measures it takes longer.
+        auto_micro_batch=False,
+    ),
+    "cuda": DeviceDefaults(
+        # Decoding is limited by the bandwidth of the memory: one pass takes about as long for many
+        # sequences as for few. vLLM's own value for offline sampling on a GPU of 70 GiB or more.
+        max_num_seqs=1024,
+        # vLLM warns that without it the engine may crash or give wrong results.
+        enable_chunked_prefill=True,
+        # FSDP gathers the weights for each pass, so that passes should be as large as fits.
+        auto_micro_batch=True,
+    ),
+}
+
+
+def options_by_device() -> dict[str, dict[DeviceType, Any]]:
+    """Return the default on each device of every option whose default depends on it, by name."""
+    return {
+        each.metadata["option"]: {device: getattr(defaults, each.name) for device, defaults in DEVICE_DEFAULTS.items()}
+        for each in fields(DeviceDefaults)
+    }
+
+
+def resolve_max_num_seqs(config: Config, device: DeviceType) -> int:
+    """Return the maximum number of sequences that vLLM computes at a time."""
+    return config.worker.rollout.max_num_seqs or DEVICE_DEFAULTS[device].max_num_seqs
+
+
+def resolve_enable_chunked_prefill(config: Config, device: DeviceType) -> bool:
+    """Return whether vLLM is asked to split long prompts over several batches."""
+    configured = config.worker.rollout.enable_chunked_prefill
+    return DEVICE_DEFAULTS[device].enable_chunked_prefill if configured is None else configured
+
+
+def resolve_auto_micro_batch(config: Config, device: DeviceType) -> bool:
+    """Return whether token budgets are measured before the first step."""
+    configured = config.trainer.auto_micro_batch
+    return DEVICE_DEFAULTS[device].auto_micro_batch if configured is None else configured
+
+
+# -- defaults that depend on other options --------------------------------------------------------
 
 WEIGHT_DTYPE: Dtype = "fp32"
-"""Default of worker.actor.fsdp.torch_dtype."""
+"""Default of worker.actor.fsdp.torch_dtype without LoRA."""
 
 REFERENCE_DTYPE: Dtype = "bf16"
 """Default of worker.ref.fsdp.torch_dtype."""
@@ -43,8 +109,13 @@ def resolve_run_folder(config: Config) -> Path:
 
 
 def resolve_weight_dtype(config: Config) -> Dtype:
-    """Return the format in which the policy's weights are stored and updated."""
-    return config.worker.actor.fsdp.torch_dtype or WEIGHT_DTYPE
+    """Return the format in which the policy's weights are stored and updated.
+
+    Default with LoRA, whose base model is not updated: the format of the forward pass, to which
+    each pass would round the weights anyway.
+    """
+    fsdp, lora = config.worker.actor.fsdp, config.worker.actor.model.lora
+    return fsdp.torch_dtype or (fsdp.mp_param_dtype if lora.rank > 0 else WEIGHT_DTYPE)
 
 
 def resolve_reference_dtype(config: Config) -> Dtype:

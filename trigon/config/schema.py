@@ -163,8 +163,8 @@ class DataConfig(Section):
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
 
     filter_overlong_prompts_workers: int = Field(default=16, ge=1, le=4096)
-    """Threads that measure prompts and prepare images.
-    Raising it shortens the start, up to the number of usable CPUs."""
+    """Threads that measure prompts and prepare images; of several workers, each has its own.
+    Raising it helps up to the number of usable CPUs (in a worker, its share of the node's)."""
 
     max_bad_row_fraction: float = Field(default=0.01, ge=0, le=1)
     """Share of unusable rows (unreadable image, wrong number of markers) above which the run stops.
@@ -349,12 +349,13 @@ class FsdpConfig(Section):
     """Number formats of the policy, and its sharding over workers (FSDP)."""
 
     torch_dtype: DtypeOption | None = None
-    """Dtype in which weights are stored and updated; null: fp32.
+    """Dtype in which weights are stored and updated; null: fp32, and with LoRA mp_param_dtype.
     bf16 needs less memory, and optim.strategy=adamw_bf16; fp16 cannot be trained. With LoRA both
-    are allowed, since its adapters are in fp32."""
+    are allowed: it updates adapters only, which are in fp32."""
 
     mp_param_dtype: DtypeOption = "bf16"
-    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact."""
+    """Dtype of the forward and backward passes. bf16 is fast on a GPU; fp32 is exact.
+    fp16 is for trainer.val_only alone, since its gradients would need scaling."""
 
     mp_reduce_dtype: DtypeOption = "fp32"
     """Dtype in which gradients are reduced over workers."""
@@ -517,8 +518,10 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs: faster start and less memory, slower sampling."""
 
-    enable_chunked_prefill: bool = False
-    """Let vLLM split long prompts over several batches."""
+    enable_chunked_prefill: bool | None = None
+    """Let vLLM split long prompts over several batches; null: on a GPU.
+    vLLM warns that without it an engine on a GPU may crash or give wrong results. Not available on
+    the CPU. EasyR1's default is false."""
 
     enable_prefix_caching: bool = True
     """Let vLLM compute the shared prefix of prompts once. Trigon only."""
@@ -533,6 +536,19 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int = Field(default=8192, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens per batch of vLLM.
     Raising it speeds up prompts and needs more memory."""
+
+    max_num_seqs: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Maximum number of sequences that vLLM computes at a time, at most max_num_batched_tokens.
+    null: by device. Raising it samples faster as long as the KV cache holds all of them, and needs
+    a little more memory. Trigon only."""
+
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """vLLM's model runner on a GPU; auto: vLLM's choice, which is v2 from vLLM 0.32 on.
+    To be changed if a fault of the runner is suspected. Trigon only."""
+
+    async_scheduling: bool | None = None
+    """Let vLLM prepare a batch on a GPU while the last one runs; null: vLLM's choice, now true.
+    false samples more slowly; to be set if a fault is suspected here. Trigon only."""
 
     disable_log_stats: bool = True
     """Do not log vLLM's statistics."""
@@ -647,8 +663,8 @@ class TrainerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU if there is one. Trigon only."""
 
-    auto_micro_batch: bool = False
-    """Measure before the first step how many tokens a pass can take on this device.
+    auto_micro_batch: bool | None = None
+    """Measure before the first step how many tokens a pass can take on this device; null: on a GPU.
     The result replaces worker.actor.micro_batch_size_per_device_for_update and
     micro_batch_size_per_device_for_experience. Trigon only."""
 

@@ -17,6 +17,7 @@ from trigon.data.images import open_image
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
 from trigon.data.vision import ImageProcessor, VideoProcessor
 from trigon.errors import DataError
+from trigon.metrics import Metrics, Sum
 from trigon.types import EncodedMedia, Prompt, Vision
 
 _Hashes = tuple[str, ...]
@@ -57,6 +58,7 @@ class MediaProcessor:
         self._running: dict[_Hashes, Future[Vision]] = {}
         self._cache: OrderedDict[_Hashes, Vision] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
+        self._num_processed = 0
 
     def process(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with pixel values, in order.
@@ -72,6 +74,12 @@ class MediaProcessor:
             prompt if vision is None else replace(prompt, vision=_result(vision, prompt.prompt_id))
             for prompt, vision in zip(prompts, visions, strict=True)
         ]
+
+    def pop_metrics(self) -> Metrics:
+        """Return how many images and videos have been processed since the last call."""
+        with self._lock:
+            num_processed, self._num_processed = self._num_processed, 0
+        return {"perf/images_processed": Sum(float(num_processed))}
 
     def close(self) -> None:
         """Clear the cache and wait for the threads. Cannot be used afterwards."""
@@ -93,6 +101,7 @@ class MediaProcessor:
         try:
             vision = self._process_images(media) if media.kind == "image" else self._process_videos(media)
             with self._lock:
+                self._num_processed += len(media.encoded)
                 self._add_to_cache(media.hashes, vision)
             return vision
         finally:

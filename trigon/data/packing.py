@@ -243,15 +243,12 @@ def _build_row(
             positions.append(completion_positions(prompt_positions[part.group], len(completion)))
             owners.append((part.group, index))
         spans.append(GroupSpan(prompt=prompt_span, completions=tuple(completion_spans)))
-    visions = [vision for part in parts if (vision := prompts[part.group].pixels()) is not None]
     return PackedRow(
         packed=PackedGroups(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
             position_ids=torch.cat(positions, 1),
             spans=tuple(spans),
-            pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
-            grid_thw=torch.cat([vision.grid_thw for vision in visions]) if visions else None,
-            vision_hashes=tuple(key for vision in visions for key in vision.hashes),
+            visions=tuple(vision for part in parts if (vision := prompts[part.group].pixels()) is not None),
         ),
         owners=tuple(owners),
     )
@@ -259,11 +256,13 @@ def _build_row(
 
 def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> MicroBatch:
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    loss_mask = torch.cat([sequence.loss_mask for sequence in sequences])
     return MicroBatch(
         packed=packed,
         num_sequences=len(sequences),
         sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
-        loss_mask=torch.cat([sequence.loss_mask for sequence in sequences]),
+        trainable=(loss_mask > 0).nonzero().flatten(),
+        loss_mask=loss_mask,
         advantages=torch.cat([sequence.advantages for sequence in sequences]),
         sampling_logprobs=torch.cat([sequence.sampling_logprobs for sequence in sequences]),
         old_logprobs=_concatenate_optional([sequence.old_logprobs for sequence in sequences]),

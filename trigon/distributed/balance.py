@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+TOLERANCE = 0.02
+"""By how much partition_near may exceed the largest sum of partition_balanced."""
 
 
 def partition_balanced(costs: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -40,3 +44,137 @@ def partition_balanced(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     if not solutions:
         return [[] for _ in range(num_parts)]
     return [sorted(indices) for _, indices in solutions[0][2]]
+
+
+def partition_near(costs: Sequence[int], homes: Sequence[Collection[int]], num_parts: int) -> list[list[int]]:
+    """Partition the indices of costs like partition_balanced, and keep most of them in their homes.
+
+    The largest sum is at most that of partition_balanced, and TOLERANCE of it. An index starts in
+    the least filled part of its homes; those without homes then fill the parts up. Then indices are
+    moved out of parts whose sum is too large, or exchanged with others, those first that reduce the
+    excess most for each index that leaves its homes. If that does not get there, the result is that
+    of partition_balanced, with the parts in the order that keeps most indices in their homes.
+
+    Args:
+        homes: for each index, the parts where it should stay if it can; empty: anywhere.
+    Returns: one ascending list of indices for each part; deterministic.
+    Example: costs (5, 5, 2, 2) with homes ({0}, {0}, {1}, {1}) in 2 parts give [[1, 2], [0, 3]]:
+    two indices leave their homes, which had the sums 10 and 4.
+    """
+    balanced = partition_balanced(costs, num_parts)
+    if not any(homes):
+        return balanced
+    limit = int((1 + TOLERANCE) * max(sum(costs[index] for index in part) for part in balanced))
+    search = _Search(costs, homes, num_parts, limit)
+    while search.exceeds_limit():
+        if not search.improve():
+            return _reordered(balanced, homes)
+    return search.parts()
+
+
+class _Search:
+    """A partition that starts with all indices in their homes, and is improved by small changes."""
+
+    def __init__(self, costs: Sequence[int], homes: Sequence[Collection[int]], num_parts: int, limit: int) -> None:
+        self._costs = costs
+        self._homes = homes
+        self._limit = limit
+        self._sums = [0] * num_parts
+        self._part = [0] * len(costs)  # of each index
+        largest_first = sorted(range(len(costs)), key=lambda index: -costs[index])
+        for index in sorted(largest_first, key=lambda index: not homes[index]):  # stable: those with homes first
+            part = min(homes[index] or range(num_parts), key=lambda part: (self._sums[part], part))
+            self._part[index] = part
+            self._sums[part] += costs[index]
+
+    def exceeds_limit(self) -> bool:
+        """Return whether any sum is above the limit."""
+        return max(self._sums) > self._limit
+
+    def parts(self) -> list[list[int]]:
+        """Return the indices of each part, ascending."""
+        parts: list[list[int]] = [[] for _ in self._sums]
+        for index, part in enumerate(self._part):
+            parts[part].append(index)
+        return parts
+
+    def improve(self) -> bool:
+        """Make the change that reduces the excess over the limit most for its price, if one does.
+
+        The price of a change is the number of indices that it puts outside of their homes.
+        """
+        best: _Change | None = None
+        best_worth = 0.0
+        for change in self._changes():
+            gain = self._gain(change)
+            if gain <= 0:
+                continue
+            price = int(self._is_away(change.item, change.part))
+            if change.exchanged is not None:
+                price += self._is_away(change.exchanged, self._part[change.item])
+            worth = gain / price if price else float("inf")
+            if worth > best_worth:
+                best, best_worth = change, worth
+        if best is None:
+            return False
+        if best.exchanged is not None:
+            self._move(best.exchanged, self._part[best.item])
+        self._move(best.item, best.part)
+        return True
+
+    def _changes(self) -> Iterator[_Change]:
+        """Return the changes to choose from.
+
+        Each index of the part with the largest sum is moved to each other part, or exchanged with
+        each index of the part with the smallest sum.
+        """
+        heaviest, lightest = self._sums.index(max(self._sums)), self._sums.index(min(self._sums))
+        parts = self.parts()
+        for index in parts[heaviest]:
+            yield from (_Change(index, part, None) for part in range(len(parts)) if part != heaviest)
+            yield from (_Change(index, lightest, other) for other in parts[lightest])
+
+    def _gain(self, change: _Change) -> int:
+        """Return by how much a change reduces the excess of all sums over the limit."""
+        moved = self._costs[change.item]
+        if change.exchanged is not None:
+            moved -= self._costs[change.exchanged]
+        source, target = self._sums[self._part[change.item]], self._sums[change.part]
+        before = max(0, source - self._limit) + max(0, target - self._limit)
+        return before - max(0, source - moved - self._limit) - max(0, target + moved - self._limit)
+
+    def _is_away(self, index: int, part: int) -> bool:
+        return bool(self._homes[index]) and part not in self._homes[index]
+
+    def _move(self, index: int, part: int) -> None:
+        self._sums[self._part[index]] -= self._costs[index]
+        self._sums[part] += self._costs[index]
+        self._part[index] = part
+
+
+class _Change(NamedTuple):
+    """Puts an item into a part, and `exchanged`, if not None, into the part where the item was.
+
+    item, exchanged: indices of costs.
+    """
+
+    item: int
+    part: int
+    exchanged: int | None
+
+
+def _reordered(parts: Sequence[list[int]], homes: Sequence[Collection[int]]) -> list[list[int]]:
+    """Return the parts in another order, in which many indices are in one of their homes.
+
+    Greedy: the pair of a part and a place with the most indices at home comes first.
+    """
+    at_home = {
+        (place, number): sum(place in homes[index] for index in part)
+        for place in range(len(parts))
+        for number, part in enumerate(parts)
+    }
+    order: dict[int, int] = {}
+    for place, number in sorted(at_home, key=lambda pair: (-at_home[pair], pair)):
+        if place not in order and number not in order.values():
+            order[place] = number
+    return [parts[order[place]] for place in range(len(parts))]

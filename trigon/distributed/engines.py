@@ -1,8 +1,8 @@
 """The engines of a worker group: the same train and rollout protocols as those of a single process.
 
-Groups are distributed over ranks by their tokens, prompts evenly over the sampling replicas. Only
-serialized tokens, log-probabilities and media files pass through the driver; weights and pixels
-never do.
+Prompts are dealt to the sampling replicas in turn. Groups are distributed over ranks by their
+tokens, and stay on a rank that has their pixels where the balance allows it. Only serialized
+tokens, log-probabilities and media files pass through the driver; weights and pixels never do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from trigon.data.packing import tokens_of
-from trigon.distributed.balance import partition_balanced
+from trigon.distributed.balance import partition_near
 from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import (
     decode_completions,
@@ -71,7 +71,7 @@ class WorkersTrainEngine:
         """See TrainEngine. The metrics include the bytes moved since the last update."""
         worker_group = self._worker_group
         costs = update_costs(groups, regularized=self._regularized)
-        shares = partition_balanced(costs, len(worker_group.workers))
+        shares = _partition(worker_group, groups, costs)
         payloads = [
             _put_groups(worker_group, encode_train, [groups[index] for index in share], rank=rank, phase="update")
             for rank, share in enumerate(shares)
@@ -154,6 +154,7 @@ class WorkersRolloutEngine:
                 f"A rollout engine of several workers cannot load {type(weights).__name__}. Give it the weights() of "
                 "the train engine of the same workers."
             )
+        self._worker_group.processed.forget()
         self._worker_group.call_all(Worker.wake, version, phase="weights")
         try:
             yield
@@ -179,10 +180,12 @@ class WorkersRolloutEngine:
         shares = [range(replica, len(prompts), num_replicas) for replica in range(num_replicas)]
         payloads = []
         for replica, share in enumerate(shares):
-            files = _FilesOfRanks(worker_group.files[replica * replica_size : (replica + 1) * replica_size])
+            ranks = range(replica * replica_size, (replica + 1) * replica_size)
+            files = _FilesOfRanks([worker_group.files[rank] for rank in ranks])
             share_prompts = [prompts[index] for index in share]
             payloads.append(worker_group.put(encode_prompts(share_prompts, files), phase="rollout"))
             files.add(share_prompts)
+            worker_group.processed.add(share_prompts, ranks)
         generation = next(self._generations)
         progress = _GenerationProgress(
             worker_group,
@@ -271,7 +274,7 @@ def _call_by_group(
     phase: str,
 ) -> list[list[Tensor]]:
     """Call a method on all workers, each with a share of groups, and return its tensors."""
-    shares = partition_balanced([tokens_of(group) for group in groups], len(worker_group.workers))
+    shares = _partition(worker_group, groups, [tokens_of(group) for group in groups])
     payloads = [
         _put_groups(worker_group, encode_rollouts, [groups[index] for index in share], rank=rank, phase=phase)
         for rank, share in enumerate(shares)
@@ -280,6 +283,14 @@ def _call_by_group(
     return _restore_order(
         shares, [decode_logprobs(worker_group.count_received(result, phase=phase)) for result in results]
     )
+
+
+def _partition(
+    worker_group: WorkerGroup, groups: Sequence[RolloutGroup] | Sequence[TrainGroup], costs: Sequence[int]
+) -> list[list[int]]:
+    """Return the indices of each rank's groups: balanced by cost, most where their pixels are."""
+    homes = [worker_group.processed.ranks_of(group.prompt) for group in groups]
+    return partition_near(costs, homes, len(worker_group.workers))
 
 
 def _put_groups(
@@ -294,6 +305,7 @@ def _put_groups(
     files = worker_group.files[rank]
     payload = encode(groups, files)
     files.add(group.prompt for group in groups)
+    worker_group.processed.add((group.prompt for group in groups), [rank])
     return worker_group.put(payload, phase=phase)
 
 

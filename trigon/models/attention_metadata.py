@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trigon.models.kernels import Kernel, KeyLayout, Segments, TokenIndices, make_block_mask
+from trigon.models.transfer import to_device
 from trigon.types import GroupSpan
 
 RunLengths = tuple[tuple[int, int], ...]
@@ -109,18 +110,18 @@ class AttentionMetadata:
                 key_starts.append(begin + len(keys))
             shared.setdefault(len(copies), []).append((prompt, torch.stack(copies)))
         segments = Segments(
-            query_starts=torch.tensor(query_starts, dtype=torch.int32, device=self._device),
-            key_starts=torch.tensor(key_starts, dtype=torch.int32, device=self._device),
+            query_starts=to_device(torch.tensor(query_starts, dtype=torch.int32), self._device),
+            key_starts=to_device(torch.tensor(key_starts, dtype=torch.int32), self._device),
             max_queries=_max_length(query_starts),
             max_keys=_max_length(key_starts),
         )
         layout = KeyLayout(
-            sources=torch.cat(sources).to(self._device),
-            own=own.to(self._device),
+            sources=to_device(torch.cat(sources), self._device),
+            own=to_device(own, self._device),
             shared=tuple(
                 (
-                    torch.cat([tokens for tokens, _ in equal]).to(self._device),
-                    torch.cat([copies for _, copies in equal], 1).to(self._device),
+                    to_device(torch.cat([tokens for tokens, _ in equal]), self._device),
+                    to_device(torch.cat([copies for _, copies in equal], 1), self._device),
                 )
                 for equal in shared.values()
             ),
@@ -143,7 +144,7 @@ class AttentionMetadata:
                 segments.append(torch.full((end - start,), segment))
                 positions.append(torch.arange(end - start) + (prompt_length if segment else 0))
         return TokenIndices(
-            *(torch.cat(each).to(torch.int32).to(self._device) for each in (groups, segments, positions))
+            *(to_device(torch.cat(each).to(torch.int32), self._device) for each in (groups, segments, positions))
         )
 
 

@@ -1,6 +1,8 @@
-"""The torch dtypes of the names that configuration files and commands use."""
+"""The torch dtypes of the names that configuration files use, and the dtype of a computation."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -15,3 +17,15 @@ def dtype_named(name: str) -> torch.dtype | None:
         if short == DTYPE_ALIASES.get(name, name):
             return dtype
     return None
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of autocast if it is enabled on the device, else the given one."""
+    known = torch.amp.is_autocast_available(device.type)  # not for "meta"
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else dtype
+
+
+def autocast_off(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast on the device."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()

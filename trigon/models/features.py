@@ -7,11 +7,13 @@ or packed rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from trigon.models.transfer import to_device, to_pinned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,19 +28,19 @@ class VisionFeatures:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.tokens, *self.deepstack))
+        """The memory that the features take."""
+        return sum(map(_bytes_of, (self.tokens, *self.deepstack)))
 
-    def to(self, device: torch.device, *, copy: bool = False) -> VisionFeatures:
-        """Return the features on a device; with copy always in new memory."""
-        return VisionFeatures(
-            self.tokens.to(device, copy=copy), tuple(part.to(device, copy=copy) for part in self.deepstack)
-        )
+    def map(self, copy: Callable[[Tensor], Tensor]) -> VisionFeatures:
+        """Return the features with each tensor replaced by its copy."""
+        return VisionFeatures(copy(self.tokens), tuple(copy(part) for part in self.deepstack))
 
 
 class VisionFeatureCache:
-    """A least-recently-used cache of vision features in host memory.
+    """A least-recently-used cache of vision features in host memory, pinned if there is a GPU.
 
-    Features are returned bit for bit as they were stored.
+    Features are returned bit for bit as they were stored. The host does not read them: it issues
+    the copies to and from the GPU, and waits for none.
 
     max_bytes: the limit of all features together; 0 disables the cache.
     """
@@ -58,15 +60,15 @@ class VisionFeatureCache:
             if key in self._features:
                 self._num_hits += 1
                 self._features.move_to_end(key)
-                found[key] = self._features[key].to(device)
+                found[key] = self._features[key].map(lambda part: to_device(part, device))
         return found
 
     def store(self, key: str, features: VisionFeatures) -> None:
         """Store a copy and evict the least recently used, unless the copy exceeds max_bytes."""
         if features.num_bytes > self._max_bytes or key in self._features:
             return
-        self._features[key] = features.to(torch.device("cpu"), copy=True)
-        self._num_bytes += features.num_bytes
+        self._features[key] = features.map(to_pinned)
+        self._num_bytes += self._features[key].num_bytes
         while self._num_bytes > self._max_bytes:
             _, evicted = self._features.popitem(last=False)
             self._num_bytes -= evicted.num_bytes
@@ -84,3 +86,8 @@ class VisionFeatureCache:
         counts = self._num_hits, self._num_lookups
         self._num_hits = self._num_lookups = 0
         return counts
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    # Blocks of pinned memory have sizes of powers of two.
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_pinned() else tensor.nbytes

@@ -15,21 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trigon.models.dtypes import autocast_off, compute_dtype
+from trigon.models.transfer import to_device
 from trigon.types import GroupSpan, TokenLogprobs
 
-CHUNK_BYTES = 128 * 2**20
-"""Bytes of one chunk of logits in float32; two such buffers are allocated. On a CPU larger chunks
-are not faster (benchmarks/logprobs.py). On a GPU a chunk of 220 rows, for a vocabulary of 152,000,
-is large enough that the product with the head takes about as long as reading the head's weight.
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+"""Bytes of one chunk of logits in float32, by type of device; two such buffers are allocated.
+
+On a CPU larger chunks are not faster (benchmarks/logprobs.py). On a GPU each chunk reads and writes
+the head's gradient, 8 bytes for each 2 * rows operations: with the 295 operations per byte of an
+H100 both take equally long at 1,200 rows. For a vocabulary of 152,000, 2**30 bytes are 1,536 rows.
 """
 
+MAX_CHUNK_ROWS = {"cpu": 1024, "cuda": 2048}
 
-MAX_CHUNK_ROWS = 1024
+_GPU_ROW_MULTIPLE = 256  # rows of the tiles of a GPU's matrix product, or a multiple
+_SLICE_ROWS = 16_384  # rows of the head's gradient that are computed at a time, where a product is not added to it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +50,15 @@ class Predictions:
     head_weight: Tensor
 
 
-def rows_per_chunk(vocab_size: int) -> int:
+def rows_per_chunk(vocab_size: int, device_type: str) -> int:
     """Return the number of rows of logits in a chunk.
 
-    As many as CHUNK_BYTES hold, at least 1 and at most MAX_CHUNK_ROWS.
+    As many as CHUNK_BYTES hold, at least 1 and at most MAX_CHUNK_ROWS; on a GPU a multiple of 256
+    if there are as many.
     """
-    return max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size)))
+    kind = "cuda" if device_type == "cuda" else "cpu"
+    rows = max(1, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (4 * vocab_size)))
+    return rows - rows % _GPU_ROW_MULTIPLE if kind == "cuda" and rows >= _GPU_ROW_MULTIPLE else rows
 
 
 def target_and_source_positions(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
@@ -99,12 +109,13 @@ def token_logprobs(
     Returns: logprobs [S] and entropy [S], and kl [S] or None, in float32 (float64 for float64).
         Gradient flows into states and head_weight, from logprobs, kl and, if asked for, entropy.
     """
-    device = states.device.type
-    banned = torch.tensor(tuple(banned_token_ids), dtype=torch.int64, device=states.device)
+    banned = to_device(torch.tensor(tuple(banned_token_ids), dtype=torch.int64), states.device)
     # Fixed here: autocast is off in the backward, which has to recompute exactly the same logits.
-    product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    settings = _Settings(temperature, chunk_tokens or rows_per_chunk(len(head_weight)), product_dtype)
-    with torch.autocast(device, enabled=False):
+    product_dtype = compute_dtype(states.device, states.dtype)
+    settings = _Settings(
+        temperature, chunk_tokens or rows_per_chunk(len(head_weight), states.device.type), product_dtype
+    )
+    with autocast_off(states.device):
         logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             states, head_weight, targets, banned, settings, entropy_gradient
         )
@@ -151,7 +162,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logprobs[rows] = gaps.gather(1, targets[rows, None])[:, 0]
             unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
             total[rows] = unnormalized.sum(1)
-            gaps[:, banned] = 0.0  # their term below is 0 * gap; 0 * -inf would be nan
+            gaps.index_fill_(1, banned, 0.0)  # their term below is 0 * gap; 0 * -inf would be nan
             mean_gap[rows] = unnormalized.mul_(gaps).sum(1) / total[rows]
         log_total = total.log()
         logprobs -= log_total
@@ -177,7 +188,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             unnormalized = torch.exp(gaps, out=second_buffer[: len(gaps)])
             per_logprob = (grad_logprobs[rows] / total[rows])[:, None]
             if ctx.entropy_gradient:
-                gaps[:, banned] = 0.0  # not 0 * -inf, as above
+                gaps.index_fill_(1, banned, 0.0)  # not 0 * -inf, as above
                 per_entropy = (grad_entropy[rows] / total[rows])[:, None]
                 factor = gaps.sub_(mean_gap[rows, None]).mul_(-per_entropy).sub_(per_logprob)
                 grad_logits = unnormalized.mul_(factor)
@@ -263,17 +274,47 @@ def _accumulate_gradients(
     if grad_states is not None:
         grad_states[rows] = grad_product @ head
     if grad_weight is not None:
-        inputs = states[rows].to(settings.product_dtype)
-        if grad_weight.dtype == inputs.dtype:
-            grad_weight.addmm_(grad_product.T, inputs)
-        else:
-            grad_weight += grad_product.T @ inputs
+        _add_product(grad_weight, grad_product, states[rows].to(settings.product_dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left.T @ right to total.
+
+    Without a temporary of the size of total, except on a CPU in 16 bits, where one product is
+    faster than several.
+    Args: total: [V, D], float32 or wider. left: [rows, V], right: [rows, D], in the same dtype.
+    """
+    if total.dtype == right.dtype:
+        total.addmm_(left.T, right)
+    elif total.device.type == "cpu":
+        total += left.T @ right
+    elif _adds_in_float32(total.device, right.dtype):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    else:
+        for part in _chunks(len(total), _SLICE_ROWS):
+            total[part] += left[:, part].T @ right
+
+
+@cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether addmm adds a product in 16 bits to a float32 matrix, in place and unrounded.
+
+    torch has this for CUDA only, and some versions refuse a matrix to add to in float32. Tried once
+    for each device and dtype, since no version number says so; the host waits for the result.
+    """
+    total = torch.ones(16, 16, device=device)
+    factor = torch.full((16, 16), 1.0078125, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, factor.T, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17.2509765625).all())  # 1 + 16 * 1.0078125 ** 2, which bfloat16 does not have
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor, banned: Tensor) -> Tensor:
     """Return log p - log q; 0 for banned tokens, where both are -inf. Overwrites log_q."""
     log_ratio = torch.sub(log_p, log_q, out=log_q)
-    log_ratio[:, banned] = 0.0
+    log_ratio.index_fill_(1, banned, 0.0)
     return log_ratio
 
 
@@ -299,7 +340,7 @@ def _logits(states: Tensor, head: Tensor, banned: Tensor, settings: _Settings, b
         logits.copy_(states.to(settings.product_dtype) @ head.T)
     if settings.temperature != 1.0:
         logits.div_(settings.temperature)
-    logits[:, banned] = -torch.inf
+    logits.index_fill_(1, banned, -torch.inf)
     return logits
 
 

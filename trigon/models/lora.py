@@ -146,14 +146,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = was_disabled
 
 
-def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """Return weight + scaling * B @ A in weight's dtype, computed in float32 or wider.
+def merged_weight(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return weight + scaling * B @ A, computed in float32 or wider and then rounded to dtype.
 
     Args: weight: [out, in]. lora_a: [rank, in]. lora_b: [out, rank]. All full tensors on one
-    device.
+    device. dtype: None for weight's.
     """
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(dtype), lora_b.to(dtype), lora_a.to(dtype), alpha=scaling).to(weight.dtype)
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(exact), lora_b.to(exact), lora_a.to(exact), alpha=scaling).to(dtype or weight.dtype)
 
 
 def adapter_tensors(model: nn.Module) -> NamedTensors:

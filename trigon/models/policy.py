@@ -22,10 +22,13 @@ from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
-from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions, token_logprobs
+from trigon.models.head import LogprobHead, use_logprob_head
+from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
-from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
+from trigon.models.transfer import concatenated, to_device
+from trigon.models.vision_inputs import tower_inputs
+from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup, Vision
 
 
 class Policy(nn.Module):
@@ -34,7 +37,8 @@ class Policy(nn.Module):
     Args:
         temperature: of sampling; logits are divided by it.
         banned_token_ids: tokens that are never sampled, and are excluded from the distribution.
-        logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk.
+        logprob_chunk: rows of logits computed at a time; None for logprobs.rows_per_chunk of the
+            device that computes.
     """
 
     def __init__(
@@ -53,7 +57,10 @@ class Policy(nn.Module):
         self.family = family
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
-        self.logprob_chunk = logprob_chunk or rows_per_chunk(model.lm_head.weight.shape[0])
+        use_logprob_head(model)
+        self._logprob_chunk = logprob_chunk
+        if family.deepstack:
+            family.language_model(model)._deepstack_process = _add_at_positions
         self._feature_cache: VisionFeatureCache | None = None
         self._all_reduce_max: Callable[[int], int] = int
 
@@ -65,43 +72,44 @@ class Policy(nn.Module):
         run_dummy_vision: bool = False,
         against: Predictions | None = None,
         states_only: bool = False,
-    ) -> TokenLogprobs | Tensor:
+    ) -> TokenLogprobs | Predictions:
         """Return the log-probability and entropy of a row's S completion tokens.
 
+        Whatever follows from the row alone is computed on the host, from which it is copied without
+        waiting: nothing here makes the host wait for a GPU.
+
         Args:
+            packed: on the CPU.
             entropy_gradient: whether gradient flows through the entropy.
             run_dummy_vision: if the row has no images, run the vision tower on an empty image, with
                 no effect on the result. A tower that is sharded over ranks has to run on all of
                 them.
             against: a reference's predictions of these tokens, to compute the KL as well.
-            states_only: return only the states [S, D] that predict these tokens (see predictions).
-        Returns: the TokenLogprobs of token_logprobs, on the model's device; or the states.
+            states_only: return the factors of the logits instead (see predictions).
+        Returns: the TokenLogprobs of token_logprobs, on the model's device; or the Predictions.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         language = self.family.language_model(self.model)
         device = language.embed_tokens.weight.device
-        token_ids = packed.token_ids.to(device)
-        embeddings = language.embed_tokens(token_ids)[None]
+        embeddings = language.embed_tokens(to_device(packed.token_ids, device))[None]
         deepstack_arguments: dict[str, Any] = {}
-        if packed.pixel_values is not None and packed.grid_thw is not None:
-            if self._feature_cache is None:
-                features, deepstack_features = self._encode_vision(packed.pixel_values, packed.grid_thw)
-            else:
-                features, deepstack_features = self._encode_each(
-                    packed.pixel_values, packed.grid_thw, packed.vision_hashes
-                )
-            placeholders = torch.tensor(self.family.placeholder_token_ids(self.model.config), device=device)
-            is_vision = torch.isin(token_ids, placeholders)[None]
-            if int(is_vision.sum()) != len(features):
+        if packed.visions:
+            encode = self._encode_together if self._feature_cache is None else self._encode_each
+            features, deepstack_features = encode(packed.visions)
+            placeholders = torch.tensor(self.family.placeholder_token_ids(self.model.config))
+            places = torch.isin(packed.token_ids, placeholders).nonzero().flatten()
+            if len(places) != len(features):
+                count = sum(len(vision.grid_thw) for vision in packed.visions)
                 raise ModelError(
-                    f"A packed row has {int(is_vision.sum())} placeholder tokens, but its "
-                    f"{len(packed.grid_thw)} images and videos give {len(features)} features. Build prompts and "
-                    "images with the same processor."
+                    f"A packed row has {len(places)} placeholder tokens, but its {count} images and videos give "
+                    f"{len(features)} features. Build prompts and images with the same processor."
                 )
-            embeddings = embeddings.masked_scatter(is_vision[..., None], features.to(embeddings.dtype))
+            places = to_device(places, device)
+            # By positions: a mask would have to be read to know how many features its gradient has.
+            embeddings = embeddings.index_copy(1, places, features.to(embeddings.dtype)[None])
             if self.family.deepstack:
                 deepstack_arguments = {
-                    "visual_pos_masks": is_vision,
+                    "visual_pos_masks": places,  # for _add_at_positions
                     "deepstack_visual_embeds": deepstack_features,
                 }
         elif run_dummy_vision and self._feature_cache is not None:
@@ -109,7 +117,7 @@ class Policy(nn.Module):
         elif run_dummy_vision and self.family.has_vision:
             features, deepstack_features = self._encode_vision(*self._empty_image())
             embeddings = embeddings + 0.0 * sum(part.sum() for part in (features, *deepstack_features))
-        position_ids = packed.position_ids.to(device)
+        position_ids = to_device(packed.position_ids, device)
         states = language(
             inputs_embeds=embeddings,
             position_ids=position_ids[:, None] if self.family.rope == "mrope" else position_ids,
@@ -117,35 +125,68 @@ class Policy(nn.Module):
             attention_metadata=AttentionMetadata(packed.spans, device, configured_kernel(language.config)),
             **deepstack_arguments,
         ).last_hidden_state[0]
-        targets, sources = (positions.to(device) for positions in target_and_source_positions(packed.spans))
-        predicting: Tensor = states[sources]
+        targets, sources = target_and_source_positions(packed.spans)
+        predicting: Tensor = states[to_device(sources, device)]
         if states_only:
-            return predicting
-        return token_logprobs(
+            return Predictions(predicting, self.head.full_weight())
+        logprobs, entropy, kl = self.head.token_logprobs(
             predicting,
-            self.model.lm_head.weight,
-            token_ids[targets],
+            to_device(packed.token_ids[targets], device),
             temperature=self.temperature,
             banned_token_ids=self.banned_token_ids,
-            chunk_tokens=self.logprob_chunk,
             entropy_gradient=entropy_gradient,
             against=against,
+            chunk_tokens=self._logprob_chunk,
         )
+        return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
 
     @torch.no_grad()
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
         """Return the predictions of the row's completion tokens, as a reference for another policy.
 
-        Collective: like forward, it has to be called on all ranks.
+        Collective: like forward, it has to be called on all ranks. The weight of a sharded head is
+        valid until the policy is resharded.
         """
-        states = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
-        return Predictions(states, full_tensor(self.model.lm_head.weight.detach()))
+        outputs: Predictions = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
+        return outputs
+
+    @property
+    def logprob_chunk(self) -> int:
+        """The number of rows of logits that are computed at a time on the device of the weights."""
+        weight = self.model.lm_head.weight
+        mesh = getattr(weight, "device_mesh", None)  # a shard may be kept on the CPU and gathered on a GPU
+        device_type: str = weight.device.type if mesh is None else mesh.device_type
+        return self._logprob_chunk or rows_per_chunk(weight.shape[0], device_type)
 
     def layers(self) -> list[nn.Module]:
-        """Return the modules that are sharded as units: decoder layers, then vision blocks."""
+        """Return the decoder layers, then the vision blocks."""
         tower = self.family.vision_tower(self.model)
         blocks = () if tower is None else tower.get_submodule(self.family.vision_layers)
         return [*self.family.language_model(self.model).layers, *blocks]
+
+    def mergers(self) -> list[nn.Module]:
+        """Return the modules that turn features of patches into embeddings; empty for tiles."""
+        tower = self.family.vision_tower(self.model)
+        if tower is None or self.family.tiles:
+            return []
+        return [tower.merger, *(tower.deepstack_merger_list if self.family.deepstack else ())]
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The embedding of tokens."""
+        embedding: nn.Module = self.family.language_model(self.model).embed_tokens
+        return embedding
+
+    @property
+    def head(self) -> LogprobHead:
+        """The head."""
+        head: LogprobHead = self.model.lm_head
+        return head
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head has the weight of the embedding."""
+        return self.head.weight is self.embedding.weight
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward instead of keeping its activations.
@@ -222,24 +263,31 @@ class Policy(nn.Module):
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return metrics if peak is None else metrics | {"perf/peak_tflops": Max(peak)}
 
-    def named_weights(self) -> NamedTensors:
+    def named_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
         """Iterate over all weights as published checkpoints store them, without a tied head.
 
-        Adapters are merged into the weights of their layers, in the dtype of the weights. Tensors
+        Adapters are merged into the weights of their layers, in float32, and rounded once. Tensors
         are full: a sharded one is gathered, by all ranks together, when it is yielded. Others are
-        views of the parameters; those of experts are not contiguous.
+        views of the parameters if they have their dtype; those of experts are not contiguous.
+
+        Args:
+            dtype: to which wider tensors are rounded, before they are gathered unless an adapter is
+                merged into them. None: each has the dtype of its parameter.
         """
         adapters = adapters_of(self.model)
         adapter_parameters = {part for adapter in adapters.values() for part in (adapter.lora_a, adapter.lora_b)}
         for name, parameter in self.model.named_parameters():
             if parameter in adapter_parameters:
                 continue
-            weight = full_tensor(parameter.detach())
+            weight = parameter.detach()
             name = name.replace(".base_layer.", ".")  # peft moves the weight of an adapted layer there
             adapter = adapters.get(name.removesuffix(".weight"))
-            if adapter is not None:
+            if adapter is None:
+                is_wider = dtype is not None and weight.dtype.itemsize > dtype.itemsize
+                weight = full_tensor(weight.to(dtype) if is_wider else weight)
+            else:
                 lora_a, lora_b = full_tensor(adapter.lora_a.detach()), full_tensor(adapter.lora_b.detach())
-                weight = merged_weight(weight, lora_a, lora_b, adapter.scaling)
+                weight = merged_weight(full_tensor(weight), lora_a, lora_b, adapter.scaling, dtype=dtype)
             yield from self.family.checkpoint_tensors(name, weight)
 
     def saved_tensors(self) -> NamedTensors:
@@ -285,30 +333,41 @@ class Policy(nn.Module):
             weight.copy_(weights[name])
         self.clear_features()
 
+    def _encode_together(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
+        """Run the vision tower on all images and videos of a row; see _encode_vision."""
+        device = self.family.language_model(self.model).embed_tokens.weight.device
+        pixel_values = concatenated([vision.pixel_values for vision in visions], device)
+        return self._encode_vision(pixel_values, torch.cat([vision.grid_thw for vision in visions]))
+
     def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower on all images and videos of a row.
 
-        Args: pixel_values: [patches, values]. grid_thw: [images and videos, 3].
+        Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
         Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
         """
         tower: Any = self.family.vision_tower(self.model)
         if self.family.tiles:
             tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
-            return self.family.image_features(self.model, tiles.to(tower.device).to(tower.dtype)), []
-        output = tower(pixel_values.to(tower.device).to(tower.dtype), grid_thw=grid_thw.to(tower.device))
+            return self.family.image_features(self.model, to_device(tiles, tower.device).to(tower.dtype)), []
+        pixels = to_device(pixel_values, tower.device).to(tower.dtype)
+        output = tower(pixels, grid_thw=grid_thw, **tower_inputs(tower, grid_thw))
         return output.pooler_output, output.deepstack_features if self.family.deepstack else []
 
     @torch.no_grad()
-    def _encode_each(
-        self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the same as _encode_vision; each image is encoded by itself, or looked up.
+    def _encode_each(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
+        """Return the same as _encode_together; each image is encoded by itself, or looked up.
 
-        Args: hashes: of each image and video; empty if unknown, then nothing is cached.
+        Nothing is cached if their hashes are unknown.
         """
         assert self._feature_cache is not None
         tower: Any = self.family.vision_tower(self.model)
-        parts = torch.split(pixel_values, grid_thw.prod(dim=1).tolist())
+        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        hashes = tuple(key for vision in visions for key in vision.hashes)
+        parts = [
+            part
+            for vision in visions
+            for part in torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
+        ]
         features = self._feature_cache.lookup(hashes, tower.device)
         keys = hashes or tuple(map(str, range(len(parts))))
         misses = {key: index for index, key in enumerate(keys) if key not in features}  # duplicates once
@@ -348,6 +407,16 @@ def _group_lengths(group: TrainGroup) -> GroupLengths:
         if pixels is None
         else tuple((time, height, width) for time, height, width in pixels.grid_thw.tolist()),
     )
+
+
+def _add_at_positions(hidden_states: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+    """Add deepstack features to the hidden states of their placeholder tokens.
+
+    In place of the method of transformers, which indexes by a mask, whose number of tokens has to
+    be read from the device in the forward and in the backward of each layer.
+    Args: hidden_states: [1, T, D]. positions: [M] int64. features: [M, D].
+    """
+    return hidden_states.index_add(1, positions, features.to(hidden_states.dtype)[None])
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

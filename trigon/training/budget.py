@@ -113,8 +113,8 @@ def measure_budgets(
     [num_other_devices] = process_group.all_reduce_sum([float(known is None or known.device != memory.device_name)])
     if known is not None and num_other_devices == 0:
         return known
-    tuner = _Tuner(trainer.policy, memory, lengths, process_group)
     with trainer.dry_run_updates() as update:
+        tuner = _Tuner(trainer.policy, memory, lengths, process_group)  # offloaded weights are on the device now
         tuner.warm_up(update, what="an update's pass")  # allocates the gradients, which most passes find allocated
         update_tokens, update_bytes = tuner.max_tokens(
             update, reserved_bytes=trainer.optimizer_bytes, limit=lengths.update_tokens, what="an update's pass"

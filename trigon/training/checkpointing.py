@@ -27,7 +27,7 @@ from trigon.json_files import write_json
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.names import OptimizerStrategy
-from trigon.training.optim import COMPENSATION, state_dtype, upgrade_state
+from trigon.training.optim import COMPENSATION, STEP, state_dtype, step_device, upgrade_state
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
 
@@ -220,8 +220,8 @@ def _empty_optimizer_tensors(
         name, _, key = state_name.rpartition("/")
         if name not in trainable:
             unknown.append(state_name)
-        elif key == "step":  # torch keeps the step count on the CPU
-            tensors[state_name] = torch.zeros(())
+        elif key == STEP:
+            tensors[state_name] = torch.zeros((), device=step_device(trainable[name], strategy))
         else:
             parameter, dtype = trainable[name], state_dtype(trainable[name], key, strategy)
             if key == "exp_avg_sq" and stored.dtype == parameter.dtype:

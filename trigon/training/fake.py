@@ -44,7 +44,7 @@ class FakeTrainEngine:
 
     def weights(self) -> LocalWeights:
         """See TrainEngine."""
-        return LocalWeights(lambda: iter([("updates", torch.tensor([float(self.updates)]))]))
+        return LocalWeights(lambda dtype=None: iter([("updates", torch.tensor([float(self.updates)]))]))
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""

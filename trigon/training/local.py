@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trigon.algorithms.reduce import Denominators, count_denominators
+from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.data.packing import Positions, pack_train
-from trigon.metrics import Mean, Metric, Metrics, Sum, merge
+from trigon.metrics import Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
-from trigon.training.optim import make_optimizer, on_this_rank, state_bytes
+from trigon.training.memory import free_cached_memory
+from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.parallel import passes_in_step
 from trigon.training.protocol import Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
@@ -113,7 +115,7 @@ class LocalTrainEngine:
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
             plan = self._plan_passes(groups)
-            metrics: Metrics = {}
+            unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
                 self._process_group.before_forward(self._policy, sync_gradients=plan.syncs_gradients(index))
                 if index >= len(plan.batches):  # other ranks have more micro-batches
@@ -121,18 +123,19 @@ class LocalTrainEngine:
                         self._policy, self._scorer.precision, reference=reference, run_dummy_vision=run_dummy_vision
                     )
                     continue
-                batch_metrics = micro_batch_backward(
-                    self._policy,
-                    to_device(plan.batches[index], self._device),
-                    self._terms,
-                    plan.denominators,
-                    self._scorer.precision,
-                    reference=reference,
-                    run_dummy_vision=run_dummy_vision,
-                    gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
+                unread.append(
+                    micro_batch_backward(
+                        self._policy,
+                        to_device(plan.batches[index], self._device),
+                        self._terms,
+                        plan.denominators,
+                        self._scorer.precision,
+                        reference=reference,
+                        run_dummy_vision=run_dummy_vision,
+                        gradient_scale=float(self._process_group.size),  # FSDP averages gradients over the ranks
+                    )
                 )
-                metrics = merge(metrics, batch_metrics)
-            applied = self._apply_update(plan)
+            applied, metrics = self._apply_update(plan, unread)
             return {**metrics, **self._update_metrics(plan, applied, metrics, num_groups=len(groups))}
 
     def _plan_passes(self, groups: Sequence[TrainGroup]) -> _UpdatePlan:
@@ -140,7 +143,7 @@ class LocalTrainEngine:
         denominators = self._denominators(groups)
         with_gradient = [group for group in groups if has_gradient(group, regularized=self._terms.regularized)]
         batches = pack_train(with_gradient, max_tokens=self._update_max_tokens, positions=self._positions)
-        shows_image = [batch.packed.pixel_values is not None for batch in batches]
+        shows_image = [bool(batch.packed.visions) for batch in batches]
         if len(with_gradient) < len(groups):
             # AdamW treats a gradient of zero and no gradient differently: with the former the
             # moments still move the parameter. If all groups of a kind are left out, one idle pass
@@ -161,13 +164,19 @@ class LocalTrainEngine:
         tokens, sequences = self._process_group.all_reduce_sum([local.tokens, local.sequences])
         return Denominators(int(tokens), int(sequences))
 
-    def _apply_update(self, plan: _UpdatePlan) -> _AppliedUpdate:
-        """Clip the gradients, apply them unless the update is skipped, and free them."""
+    def _apply_update(
+        self, plan: _UpdatePlan, unread: Sequence[UnreadMetrics]
+    ) -> tuple[_AppliedUpdate, dict[str, Metric]]:
+        """Clip the gradients, apply them unless the update is skipped, and free them.
+
+        Returns what was done, and the metrics of the micro-batches, merged. They are read from the
+        device together with the norm of the gradient: the one time that an update waits for it.
+        """
         rate = self._settings.schedule.learning_rate(self._updates + 1)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         clipped = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
-        norm = float(full_tensor(clipped))
+        metrics, [norm] = read_metrics(unread, full_tensor(clipped))
         is_finite = norm < float("inf")  # False for nan as well
         # Without a trainable token the moments alone would move the parameters.
         is_applied = is_finite and plan.denominators.tokens > 0
@@ -175,7 +184,7 @@ class LocalTrainEngine:
             self._optimizer.step()
             self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return _AppliedUpdate(rate, norm, is_finite=is_finite, is_applied=is_applied)
+        return _AppliedUpdate(rate, norm, is_finite=is_finite, is_applied=is_applied), metrics
 
     def _update_metrics(
         self, plan: _UpdatePlan, applied: _AppliedUpdate, batch_metrics: Metrics, *, num_groups: int
@@ -241,22 +250,36 @@ class LocalTrainEngine:
     def optimizer_bytes(self) -> int:
         """See TunableEngine.
 
-        0 if the optimizer states are on another device than the one that computes.
+        0 if updates are made on another device than the one that computes (FSDP's CPU offload).
         """
-        elsewhere = next(self._policy.parameters()).device.type != self._device.type
-        return 0 if elsewhere else self.sizes().optimizer_bytes
+        is_on_device = next(self._policy.parameters()).device.type == self._device.type
+        if self._made_optimizer is None or not (is_on_device or self._offload_params):
+            return 0
+        trainable = [on_this_rank(part) for part in self._policy.parameters() if part.requires_grad]
+        return self.sizes().optimizer_bytes + update_bytes(trainable, self._settings.strategy)
 
-    def weights(self) -> LocalWeights:
-        """See TrainEngine. Offloaded parts are moved to the CPU when all tensors are read."""
-        return LocalWeights(self._read_weights)
-
-    def _read_weights(self) -> NamedTensors:
-        self._wake(optimizer=False)
-        yield from self._policy.named_weights()
+    def offload(self) -> None:
+        """See TunableEngine."""
         if self._offload_params:
             self._policy.to("cpu")
+        self._offload_states()
+
+    def weights(self) -> LocalWeights:
+        """See TrainEngine. Offloaded weights leave the device when all tensors are read."""
+        self._offload_states()
+        return LocalWeights(self._read_weights)
+
+    def _read_weights(self, dtype: torch.dtype | None = None) -> NamedTensors:
+        self._wake(optimizer=False)
+        yield from self._policy.named_weights(dtype)
+        if self._offload_params:
+            self._policy.to("cpu")
+
+    def _offload_states(self) -> None:
+        """Offload the optimizer states if configured, and free what the allocator has cached."""
         if self._offload_optimizer:
-            self._move_optimizer(torch.device("cpu"))
+            move_states(self._optimizer, torch.device("cpu"))
+        free_cached_memory(self._device)
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
         """See TrainEngine."""
@@ -318,13 +341,7 @@ class LocalTrainEngine:
         if self._offload_params:
             self._policy.to(self._device)
         if optimizer and self._offload_optimizer:
-            self._move_optimizer(self._device)
-
-    def _move_optimizer(self, device: torch.device) -> None:
-        for state in self._optimizer.state.values():
-            for key, value in state.items():
-                if key != "step":  # torch keeps the step count on the CPU
-                    state[key] = value.to(device)
+            move_states(self._optimizer, self._device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trigon.cpus import cgroup_folders
 from trigon.errors import ConfigError
 
 
@@ -114,35 +113,18 @@ class HostMemory:
             ) from error
 
 
-def usable_host_bytes(
-    *,
-    meminfo: Path = Path("/proc/meminfo"),
-    memberships: Path = Path("/proc/self/cgroup"),
-    mount: Path = Path("/sys/fs/cgroup"),
-) -> int | None:
-    """Return the host memory that processes like this one may use together; None if unknown.
-
-    The smallest of the machine's memory and of the limits of this process's control groups, by
-    which a container or a batch scheduler restricts it.
-    Args: meminfo: see HostMemory. memberships, mount: see cpus.count_usable_cpus.
-    """
-    try:
-        limits = [HostMemory(shared_by=1, meminfo=meminfo).total_bytes]
-    except ConfigError:  # not Linux
-        return None
-    for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount):
-        try:
-            text = (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text(encoding="ascii")
-        except OSError:  # the group has no such limit, or is not visible here
-            continue
-        if text.strip() != "max":
-            limits.append(int(text))
-    return min(limits)
-
-
 def memory_of(device: torch.device, *, shared_by: int) -> Memory:
     """Return the memory of a device. Args, Raises: see HostMemory; a GPU is not shared."""
     return CudaMemory(device) if device.type == "cuda" else HostMemory(shared_by=shared_by)
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return the free blocks of a GPU's caching allocator to the device, for other allocators.
+
+    vLLM allocates its weights and its cache past torch's allocator. Does nothing on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class _TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ Does not depend on models, process groups and losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never, cast
 
@@ -21,6 +21,16 @@ LOW_BITS = "low_bits"
 
 COMPENSATION = "compensation"
 """State of adamw_bf16 in older checkpoints, in place of the low bits."""
+
+STEP = "step"
+"""State of all strategies: the number of updates of a parameter, a float32 scalar."""
+
+SLICE_VALUES = 2**24
+"""Number of values that AdamWBf16 updates at a time: enough for a GPU to be busy with, few enough
+that the temporaries are small.
+"""
+
+_SLICE_BYTES = 12  # of temporaries for each value of a slice: three float32 tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,10 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     match strategy:
         case "adamw":
-            # torch's default is the fastest on CUDA. On the CPU it is the for-loop; fused is far
-            # faster.
-            on_cpu = all(parameter.device.type == "cpu" for parameter in trainable)
-            return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=on_cpu or None)
+            # torch's default on CUDA (foreach) allocates the square roots of all second moments at
+            # once, 4 bytes a parameter, and on the CPU it is a slow for-loop. fused needs no
+            # temporaries.
+            return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
         case "adamw_bf16":
             return AdamWBf16(groups, learning_rate=learning_rate, betas=betas)
         case _:
@@ -104,6 +114,47 @@ def state_bytes(parameter: Tensor, strategy: OptimizerStrategy) -> int:
     return parameter.numel() * each
 
 
+def update_bytes(parameters: Iterable[Tensor], strategy: OptimizerStrategy) -> int:
+    """Return the peak of the temporaries of one update, in bytes.
+
+    parameters: the trainable ones, or their shards on this rank.
+    """
+    match strategy:
+        case "adamw":
+            return 0
+        case "adamw_bf16":
+            largest = max((parameter.numel() for parameter in parameters), default=0)
+            return _SLICE_BYTES * min(largest, SLICE_VALUES)
+        case _:
+            assert_never(strategy)
+
+
+def step_device(parameter: Tensor, strategy: OptimizerStrategy) -> torch.device:
+    """Return the device on which the state "step" of a parameter has to be.
+
+    The fused kernel of adamw reads it on the device of the parameter. adamw_bf16 reads it on the
+    host, where that costs no synchronization.
+    """
+    match strategy:
+        case "adamw":
+            return parameter.device
+        case "adamw_bf16":
+            return torch.device("cpu")
+        case _:
+            assert_never(strategy)
+
+
+def move_states(optimizer: Optimizer, device: torch.device) -> None:
+    """Move the states of all parameters to a device, but for "step", which stays where it is read.
+
+    See step_device. Each tensor is freed as soon as its copy exists.
+    """
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if key != STEP:
+                state[key] = value.to(device)
+
+
 def state_dtype(parameter: Tensor, key: str, strategy: OptimizerStrategy) -> torch.dtype:
     """Return the dtype of one optimizer state of a parameter. key: its name, such as "exp_avg"."""
     if strategy == "adamw_bf16" and key == "exp_avg_sq":
@@ -119,7 +170,7 @@ class AdamWBf16(Optimizer):
     of torch.optim.AdamW on float32 weights, bit for bit, if its first moment is rounded to bfloat16
     after each update. The second moment is in float32: with beta2 = 0.999 its increments are below
     the resolution of bfloat16. Memory: 2 (weight) + 2 (first moment) + 4 (second moment) + 2 (low
-    bits) bytes per parameter, plus the gradient.
+    bits) bytes per parameter, plus the gradient, and the temporaries of one slice (update_bytes).
 
     Parameters in float32, such as adapters, have both moments in float32 and no low bits.
     """
@@ -131,8 +182,10 @@ class AdamWBf16(Optimizer):
         learning_rate: float,
         betas: tuple[float, float],
         epsilon: float = 1e-8,
+        slice_values: int = SLICE_VALUES,
     ) -> None:
         super().__init__(list(params), {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
+        self._slice_values = slice_values
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -146,25 +199,69 @@ class AdamWBf16(Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state[STEP] = torch.zeros((), device=step_device(parameter, "adamw_bf16"))
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.dtype == torch.bfloat16:
                 state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
-        state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
-        # All operations are elementwise, so each rank updates its local shard. They are those of
-        # torch.optim.AdamW(foreach=False), in its order, so that both round alike.
-        gradient = on_this_rank(gradient).float()
-        first, second = on_this_rank(state["exp_avg"]), on_this_rank(state["exp_avg_sq"])
-        weight = _join(parameter, state)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        mean = first.float().lerp_(gradient, 1 - beta1)  # first itself, if it is in float32
-        first.copy_(mean)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
-        weight.addcdiv_(mean, scale, value=-(group["lr"] / (1 - beta1**step)))
-        _split(weight, parameter, state)
+        state[STEP] += 1
+        step = float(state[STEP])
+        # All operations are elementwise, so each rank updates its local shard, slice by slice.
+        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"]]
+        if parameter.dtype == torch.bfloat16:
+            tensors.append(state[LOW_BITS])
+        for parts in _slices([on_this_rank(tensor) for tensor in tensors], self._slice_values):
+            _update_slice(*parts, step=step, group=group)
+
+
+def _update_slice(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    low_bits: Tensor | None = None,
+    *,
+    step: float,
+    group: Mapping[str, Any],
+) -> None:
+    """Update a slice of a parameter in place.
+
+    The operations are those of torch.optim.AdamW(foreach=False), so that both round alike. Their
+    order keeps no more than three float32 temporaries alive.
+
+    Args:
+        first, second: moments. low_bits: None for weights in float32.
+        step: number of this update. group: learning rate and other settings.
+    """
+    beta1, beta2 = group["betas"]
+    gradient = gradient.float()
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    mean = first.float().lerp_(gradient, 1 - beta1)  # first itself, if it is in float32
+    del gradient
+    first.copy_(mean)
+    scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    exact = weight if low_bits is None else _join(weight, low_bits)
+    exact.mul_(1 - group["lr"] * group["weight_decay"])
+    exact.addcdiv_(mean, scale, value=-(group["lr"] / (1 - beta1**step)))
+    del mean, scale
+    if low_bits is not None:
+        _split(exact, weight, low_bits)
+
+
+def _slices(tensors: Sequence[Tensor], limit: int) -> Iterator[Sequence[Tensor]]:
+    """Yield views of the same part of each tensor, of at most limit values; together all of them.
+
+    tensors: of the same shape, with any strides.
+    """
+    if tensors[0].numel() <= limit:
+        yield tensors
+        return
+    rows = limit // tensors[0][0].numel()
+    if rows > 0:
+        yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+        return
+    for row in zip(*tensors, strict=True):
+        yield from _slices(row, limit)
 
 
 @torch.no_grad()
@@ -179,35 +276,30 @@ def upgrade_state(parameter: Tensor, state: dict[str, Tensor]) -> None:
     if parameter.dtype == torch.bfloat16 and LOW_BITS not in state:
         state[LOW_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
         if compensation is not None:
-            exact = on_this_rank(parameter).float() + on_this_rank(compensation).float()
-            _split(exact, parameter, state)
+            weight, low_bits = on_this_rank(parameter), on_this_rank(state[LOW_BITS])
+            _split(weight.float() + on_this_rank(compensation).float(), weight, low_bits)
 
 
-def _join(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """Return this rank's weights in float32; the parameter itself if it is in float32."""
-    weight = on_this_rank(parameter)
-    if weight.dtype == torch.float32:
-        return weight
+def _join(weight: Tensor, low_bits: Tensor) -> Tensor:
+    """Return the float32 weights whose halves are bfloat16 weights and their low bits."""
     assert weight.dtype == torch.bfloat16, f"adamw_bf16 trains no {weight.dtype}"
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    return bits.add_(on_this_rank(state[LOW_BITS])).view(torch.float32)
+    return bits.add_(low_bits).view(torch.float32)
 
 
-def _split(weight: Tensor, parameter: Tensor, state: dict[str, Tensor]) -> None:
-    """Write weights in float32 into this rank's part of the parameter and of its low bits.
+def _split(exact: Tensor, weight: Tensor, low_bits: Tensor) -> None:
+    """Write float32 weights into bfloat16 weights and their low bits. Overwrites exact.
 
         float32 weight      s eeeeeeee mmmmmmm | nnnnnnnnnnnnnnnn
-        parameter           s eeeeeeee mmmmmmm                       + 1 unit if n >= 0x8000
+        weight              s eeeeeeee mmmmmmm                       + 1 unit if n >= 0x8000
         low bits                                 n, signed: -0x8000 ... 0x7fff
 
-    The parameter is the weight rounded to the nearest (ties away from zero), since n >= 0x8000 is
-    negative as a signed number; parameter * 2^16 + low bits is the weight again.
+    The weight is the float32 weight rounded to the nearest (ties away from zero), since n >= 0x8000
+    is negative as a signed number; weight * 2^16 + low bits is the float32 weight again.
     """
-    target = on_this_rank(parameter)
-    if target.dtype == torch.float32:
-        return  # weight is target
-    bits = weight.view(torch.int32)
-    on_this_rank(state[LOW_BITS]).copy_(bits)  # keeps the lower 16 bits
-    target.view(torch.int16).copy_(bits.add(0x8000).bitwise_right_shift_(16))
+    is_nan = exact.isnan()
+    bits = exact.view(torch.int32)
+    low_bits.copy_(bits)  # keeps the lower 16 bits
+    weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
     # Rounding up can turn the bits of a nan into those of a number.
-    target.masked_fill_(weight.isnan(), torch.nan)
+    weight.masked_fill_(is_nan, torch.nan)

@@ -51,7 +51,11 @@ class TrainEngine(LogprobEngine, Protocol):
         ...
 
     def weights(self) -> WeightsHandle:
-        """Return a handle of the policy's weights for a rollout engine; nothing is copied."""
+        """Return a handle of the policy's weights for a rollout engine; no weight is copied.
+
+        Optimizer states that are offloaded leave the device at once, before the rollout engine
+        allocates memory for its weights. Ask for a new handle for each sync.
+        """
         ...
 
     def save_state(self, folder: Path, *, model_only: bool) -> Callable[[], None]:
@@ -116,11 +120,15 @@ class TunableEngine(TrainEngine, Protocol):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of this rank's device that the optimizer states take during an update."""
+        """Bytes of this rank's device that an update takes: optimizer states and temporaries."""
         ...
 
     def sizes(self) -> Sizes:
         """Return the size of the policy, and the memory that training it needs."""
+        ...
+
+    def offload(self) -> None:
+        """Move what is offloaded between uses to host memory now, and free cached device memory."""
         ...
 
     def dry_run(self, groups: Sequence[RolloutGroup]) -> None:

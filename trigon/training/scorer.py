@@ -115,7 +115,6 @@ class LocalScorer:
                 max_tokens=self._max_tokens if max_tokens is None else max_tokens,
                 positions=self._positions,
                 precision=self.precision,
-                device=self.device,
                 process_group=self._process_group,
                 against=against,
             )

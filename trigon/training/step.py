@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from trigon.algorithms.importance import Correction, correction_weights, mismatc
 from trigon.algorithms.kl import kl_per_token
 from trigon.algorithms.losses import LossSettings, policy_loss
 from trigon.algorithms.reduce import Denominators, reduce_loss
+from trigon.algorithms.unread import Unread, UnreadMetrics
 from trigon.data.packing import Positions, by_group, pack_rollouts
-from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge
+from trigon.metrics import Max, Mean, Sum
+from trigon.models import transfer
 from trigon.models.logprobs import Predictions
 from trigon.models.policy import Policy
 from trigon.names import KlEstimator, LossAveraging
@@ -29,8 +31,6 @@ from trigon.types import GroupSpan, MicroBatch, PackedGroups, RolloutGroup, Toke
 
 Precision = Callable[[], AbstractContextManager[object]]
 """Returns the context in which the policy computes: autocast, or nullcontext."""
-
-Batch = TypeVar("Batch", MicroBatch, PackedGroups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +72,16 @@ class Reference(Protocol):
         ...
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the same dataclass with its tensors on the device, nested dataclasses included.
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return a micro-batch with the inputs of its loss on the device, without waiting for a GPU.
 
-    pixel_values and grid_thw stay where they are: the policy moves those it encodes.
+    Its packed row stays on the CPU: the policy copies what it needs.
     """
     moved: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        if isinstance(value, Tensor) and field.name not in ("pixel_values", "grid_thw"):
-            moved[field.name] = value.to(device, non_blocking=True)
-        elif isinstance(value, PackedGroups):
-            moved[field.name] = to_device(value, device)
+        if isinstance(value, Tensor):
+            moved[field.name] = transfer.to_device(value, device)
     return dataclasses.replace(batch, **moved)
 
 
@@ -97,8 +95,11 @@ def micro_batch_backward(
     reference: Reference | None,
     run_dummy_vision: bool,
     gradient_scale: float,
-) -> Metrics:
+) -> UnreadMetrics:
     """Add the gradient of one micro-batch to the parameters, and return its metrics.
+
+    Nothing here makes the host wait for a GPU, so that it prepares the next micro-batch, its images
+    included, while the GPU computes this one.
 
     Means are weighted by the trainable tokens; "actor/pg_loss" is this micro-batch's summand of the
     update's loss.
@@ -122,17 +123,17 @@ def micro_batch_backward(
     old = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     loss, metrics = _total_loss(outputs, old, batch, terms, denominators)
     torch.autograd.backward(loss * gradient_scale)
-    return merge(metrics, mismatch_metrics(batch.sampling_logprobs, old, batch.loss_mask))
+    return metrics | mismatch_metrics(batch.sampling_logprobs, old, batch.trainable)
 
 
 def _total_loss(
     outputs: TokenLogprobs, old: Tensor, batch: MicroBatch, terms: LossTerms, denominators: Denominators
-) -> tuple[Tensor, dict[str, Metric]]:
+) -> tuple[Tensor, dict[str, Unread]]:
     """Return this micro-batch's summand of the update's loss, with gradient, and its metrics.
 
     old: [S] log-probabilities before the update, without gradient.
     """
-    mask = batch.loss_mask
+    mask, count = batch.loss_mask, float(len(batch.trainable))
     surrogate = policy_loss(
         outputs.logprobs,
         old,
@@ -144,15 +145,15 @@ def _total_loss(
         num_sequences=batch.num_sequences,
     )
     per_token_loss = surrogate.loss
-    metrics: dict[str, Metric] = {
-        "actor/ppo_kl": _token_mean(old - outputs.logprobs, mask),
-        "actor/ratio_max": Max(float(torch.where(mask > 0, surrogate.ratio, torch.zeros_like(mask)).max())),
-        "actor/entropy": _token_mean(outputs.entropy, mask),
+    metrics: dict[str, Unread] = {
+        "actor/ppo_kl": _token_mean(old - outputs.logprobs, mask, count),
+        "actor/ratio_max": Unread(Max, (torch.where(mask > 0, surrogate.ratio, torch.zeros_like(mask)).max(),)),
+        "actor/entropy": _token_mean(outputs.entropy, mask, count),
     }
     if surrogate.clipped is not None:
-        metrics["actor/pg_clipfrac_higher"] = _token_mean(surrogate.clipped, mask)
+        metrics["actor/pg_clipfrac_higher"] = _token_mean(surrogate.clipped, mask, count)
     if surrogate.dual_clipped is not None:
-        metrics["actor/pg_clipfrac_lower"] = _token_mean(surrogate.dual_clipped, mask)
+        metrics["actor/pg_clipfrac_lower"] = _token_mean(surrogate.dual_clipped, mask, count)
     if terms.correction is not None:
         weights, corrected = correction_weights(
             old,
@@ -163,15 +164,15 @@ def _total_loss(
             num_sequences=batch.num_sequences,
         )
         per_token_loss = per_token_loss * weights
-        metrics["mismatch/corrected_fraction"] = _token_mean(corrected, mask)
+        metrics["mismatch/corrected_fraction"] = _token_mean(corrected, mask, count)
     loss = _reduce(per_token_loss, batch, terms, denominators)
-    metrics["actor/pg_loss"] = Sum(float(loss.detach()))
+    metrics["actor/pg_loss"] = Unread(Sum, (loss.detach(),))
     if terms.entropy_coefficient > 0:
         loss = loss - terms.entropy_coefficient * _reduce(outputs.entropy, batch, terms, denominators)
     if terms.kl_estimator is not None:
         kl = _kl_of(outputs, batch, terms.kl_estimator)
         loss = loss + terms.kl_coefficient * _reduce(kl, batch, terms, denominators)
-        metrics["actor/kl_loss"] = _token_mean(kl, mask)
+        metrics["actor/kl_loss"] = _token_mean(kl, mask, count)
     return loss, metrics
 
 
@@ -188,10 +189,10 @@ def _reduce(per_token: Tensor, batch: MicroBatch, terms: LossTerms, denominators
     )
 
 
-def _token_mean(per_token: Tensor, mask: Tensor) -> Mean:
+def _token_mean(per_token: Tensor, mask: Tensor, count: float) -> Unread:
     """Return the mean over the trainable tokens, weighted by their number."""
     unmasked = torch.where(mask > 0, per_token.detach(), torch.zeros_like(mask))
-    return Mean(float(unmasked.sum()), float(mask.sum()))
+    return Unread(Mean, (unmasked.sum(), count))
 
 
 def _kl_of(outputs: TokenLogprobs, batch: MicroBatch, estimator: KlEstimator) -> Tensor:
@@ -220,7 +221,6 @@ def score_rollouts(
     max_tokens: int,
     positions: Positions,
     precision: Precision,
-    device: torch.device,
     process_group: ProcessGroup,
     against: Reference | None = None,
 ) -> list[list[Tensor]]:
@@ -232,16 +232,20 @@ def score_rollouts(
         against: if given, return the full KL from this reference instead of log-probabilities.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
-    passes = passes_in_step([row.packed.pixel_values is not None for row in rows], process_group)
+    passes = passes_in_step([bool(row.packed.visions) for row in rows], process_group)
     values: list[Tensor] = []
     with torch.no_grad(), precision():
         for index, run_dummy_vision in enumerate(passes):
-            packed = to_device(rows[index].packed if index < len(rows) else _idle_row(policy), device)
+            packed = rows[index].packed if index < len(rows) else _idle_row(policy)
             predicted = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
             outputs: TokenLogprobs = policy(packed, run_dummy_vision=run_dummy_vision, against=predicted)
-            values.append((outputs.logprobs if outputs.kl is None else outputs.kl).cpu())
+            values.append(outputs.logprobs if outputs.kl is None else outputs.kl)
     process_group.reshard(policy)
-    return by_group(rows, values[: len(rows)])
+    if not rows:
+        return []
+    # Copied together, since each copy to the host waits for the passes before it.
+    scored = torch.cat(values[: len(rows)]).cpu()
+    return by_group(rows, torch.split(scored, [len(value) for value in values[: len(rows)]]))
 
 
 def _idle_row(policy: Policy) -> PackedGroups:
@@ -250,6 +254,4 @@ def _idle_row(policy: Policy) -> PackedGroups:
         token_ids=torch.zeros(2, dtype=torch.int64),
         position_ids=torch.arange(2).expand(3 if policy.family.rope == "mrope" else 1, 2).contiguous(),
         spans=(GroupSpan(prompt=(0, 1), completions=((1, 2),)),),
-        pixel_values=None,
-        grid_thw=None,
     )

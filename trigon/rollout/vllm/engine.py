@@ -17,7 +17,8 @@ from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
 from trigon.rollout.vllm.process import start_llm_engine
-from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, load_weights, reset_caches
+from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
+from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
@@ -49,12 +50,18 @@ class VllmEngine:
         self._awake = False
         self._closed = False
         self._unusable_because = ""  # empty while the engine can be used
-        self._expected_names = canonical_names(checkpoint_names(settings.model_folder), processors)
+        names = checkpoint_names(settings.model_folder)
+        self._expected_names = canonical_names(names, processors)
         self._llm_engine = start_llm_engine(
-            engine_arguments(settings, processors),
+            engine_arguments(settings, processors, checkpoint_names=names),
             device=settings.device,
+            model_runner=settings.model_runner,
             architectures=processors.hf_config.architectures,
         )
+        self._state = SleepingState(())
+        if settings.device == "cuda":
+            [model] = self._llm_engine.apply_model(itself)
+            self._state = find_state(model, in_weights_pool())
         self._sleep()
 
     @property
@@ -85,6 +92,7 @@ class VllmEngine:
         on_gpu = self._settings.device == "cuda"
         if on_gpu:
             self._llm_engine.wake_up(["weights"])
+            self._state.restore()
         if version != self._version:
             self._load(weights, version)
         if on_gpu:

@@ -20,22 +20,31 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.installation import install_command
-from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.names import DeviceType
+from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
 
-def start_llm_engine(arguments: Mapping[str, Any], *, device: VllmDevice, architectures: Iterable[str]) -> Any:
+def start_llm_engine(
+    arguments: Mapping[str, Any],
+    *,
+    device: DeviceType,
+    architectures: Iterable[str],
+    model_runner: ModelRunner | None = None,
+) -> Any:
     """Import vLLM and return a vllm.LLMEngine that runs in this process.
 
     Args:
         arguments: keyword arguments of vllm.EngineArgs.
+        model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
         architectures: names of the model's classes, from its config.json.
     Raises: EngineError if vLLM cannot be imported, or is built for another device.
     """
     with preserve_process_state(), warnings.catch_warnings():
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
+        choose_model_runner(model_runner, device)
         vllm = import_vllm(device)
         register_models(vllm, architectures)
         # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
@@ -49,7 +58,13 @@ def start_llm_engine(arguments: Mapping[str, Any], *, device: VllmDevice, archit
             gc.unfreeze()
 
 
-def import_ahead(device: VllmDevice) -> None:
+def choose_model_runner(model_runner: ModelRunner | None, device: DeviceType) -> None:
+    """Set the environment variable by which vLLM chooses its model runner. Not on the CPU."""
+    if model_runner is not None and device == "cuda":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[model_runner]
+
+
+def import_ahead(device: DeviceType) -> None:
     """Import the modules that starting an engine imports, which takes seconds.
 
     Raises: EngineError as starting an engine does.
@@ -63,7 +78,7 @@ def import_ahead(device: VllmDevice) -> None:
         importlib.import_module({"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}[device])
 
 
-def import_vllm(device: VllmDevice) -> Any:
+def import_vllm(device: DeviceType) -> Any:
     """Import vLLM, with the environment variables that an engine in this process needs.
 
     Variables that the user has set are kept, except VLLM_ENABLE_V1_MULTIPROCESSING.
@@ -83,6 +98,11 @@ def import_vllm(device: VllmDevice) -> Any:
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+            # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
+            os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+            os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+            # It needs nvcc, and takes no requests with seeds: all of ours have one.
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         case _:
             assert_never(device)
     declare_operators()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trigon.errors import ParityError
+from trigon.names import DeviceType
 from trigon.rollout.checksums import Checksum, add, read_sums, sum_values
-from trigon.rollout.vllm.arguments import VllmDevice
 from trigon.types import NamedTensors
 
 
@@ -45,7 +45,7 @@ class WeightCheck:
     """
 
     model: torch.nn.Module
-    device: VllmDevice
+    device: DeviceType
     _tensor_name: str = ""  # of the tensor that vLLM is loading
     _dtypes: set[torch.dtype] = field(default_factory=set)  # of the parameters into which it has been loaded
     _sources: dict[str, set[tuple[str, torch.dtype]]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
-from trigon.rollout.vllm.arguments import VllmDevice
+from trigon.names import DeviceType
 from trigon.rollout.vllm.weight_check import WeightCheck, compare, gather_ranks
 from trigon.types import LocalWeights, NamedTensors
 
@@ -23,7 +23,7 @@ def load_weights(
     processors: Processors,
     *,
     expected_names: frozenset[str],
-    device: VllmDevice,
+    device: DeviceType,
     version: int,
     check_values: bool,
 ) -> None:
@@ -40,11 +40,11 @@ def load_weights(
     ParityError if a checksum differs.
     """
     names: list[str] = []
-    [model] = llm_engine.apply_model(_itself)
+    [model] = llm_engine.apply_model(itself)
     check = WeightCheck(model, device)
 
     def read_tensors() -> NamedTensors:
-        for name, tensor in weights.read():
+        for name, tensor in weights.read(common_dtype(model)):
             names.append(name)
             yield name, tensor.detach()
 
@@ -65,6 +65,16 @@ def load_weights(
     if device == "cpu":
         llm_engine.apply_model(repack_heads)
         llm_engine.apply_model(repack_experts)
+
+
+def common_dtype(model: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype of all parameters of vLLM's model; None if they differ.
+
+    If some are in float32, they have to receive weights that were not rounded. Parameters that the
+    CPU build has packed, which are empty, are not counted.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.numel()}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def reset_caches(llm_engine: Any) -> None:
@@ -124,7 +134,8 @@ def check_names(names: Sequence[str], expected_names: frozenset[str], processors
         )
 
 
-def _itself(model: torch.nn.Module) -> torch.nn.Module:
+def itself(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model: vLLM's, for apply_model."""
     return model
 
 

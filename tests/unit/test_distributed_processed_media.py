@@ -1,0 +1,34 @@
+"""ProcessedMedia: which ranks have the pixels of a prompt."""
+
+from dataclasses import replace
+
+import torch
+
+from trigon.distributed.processed_media import ProcessedMedia
+from trigon.types import EncodedMedia, Prompt, Vision
+
+TEXT = Prompt("p", (1, 2, 3), None, "", None, {}, ())
+
+
+def with_files(*hashes: str) -> Prompt:
+    return replace(TEXT, vision=EncodedMedia(tuple(name.encode() for name in hashes), hashes))
+
+
+def test_ranks_are_added_and_forgotten():
+    processed = ProcessedMedia()
+    one, two = with_files("a"), with_files("a", "b")
+    processed.add([one, two, TEXT], [2, 3])
+    processed.add([two], [0])
+    assert set(processed.ranks_of(one)) == {2, 3}
+    assert set(processed.ranks_of(replace(two, prompt_id="another with the same files"))) == {0, 2, 3}
+    assert not processed.ranks_of(with_files("b"))
+    processed.forget()
+    assert not processed.ranks_of(one)
+
+
+def test_prompts_without_files_are_nowhere():
+    processed = ProcessedMedia()
+    pixels = Vision(torch.zeros(4, 6), torch.tensor([[1, 2, 2]]), ("a",))
+    processed.add([TEXT, replace(TEXT, vision=pixels)], [0])
+    assert not processed.ranks_of(TEXT)
+    assert not processed.ranks_of(replace(TEXT, vision=pixels))

@@ -1,0 +1,143 @@
+"""The check of the environment: versions that do not fit, and what it says about GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trigon.doctor.environment import (
+    check_environment,
+    driver_problems,
+    inspect_gpus,
+    inspect_machine,
+    memory_bytes,
+    missing_packages,
+    unmet_requirements,
+)
+from trigon.doctor.result import Setting
+
+GIB = 2**30
+
+
+def test_this_environment_fits(tmp_path):
+    found = check_environment(Setting("cpu", 0, tmp_path))
+    assert found.problems == ()
+    assert {"Python", "torch", "transformers", "GPUs", "memory", "disk", "driver"} <= found.figures.keys()
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "driver", "driver_cuda", "problem"),
+    [
+        ("13.0", "580.65.06", (13, 0), None),
+        ("13.2", "580.65.06", (13, 0), None),  # minor versions are compatible
+        ("12.8", "580.65.06", (13, 0), None),
+        ("13.0", "570.86.15", (12, 8), "supports CUDA up to 12.8: install driver 580 or later"),
+        (None, "580.65.06", (13, 0), "is a build for the CPU"),
+        (None, None, None, None),
+        ("13.0", None, None, None),
+    ],
+)
+def test_the_driver_must_run_the_cuda_version_of_torch(torch_cuda, driver, driver_cuda, problem):
+    found = driver_problems(torch_cuda, "2.13.0", driver, driver_cuda)
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a function that installs a package's metadata, before that of this environment."""
+
+    def install(name: str, version: str, *requires: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {each}" for each in requires)]) + "\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def test_a_vllm_that_pins_another_torch_is_a_problem(installed):
+    installed("torch", "2.13.0+cu130")
+    installed("transformers", "5.17.0")
+    installed("vllm", "0.33.0", "torch==2.14.0", "transformers<5.21,>=5.16.1", "numpy", 'torch==1.0; extra == "old"')
+    [problem] = unmet_requirements("vllm", ("torch", "transformers"))
+    assert problem.startswith("vllm 0.33.0 needs torch==2.14.0, and 2.13.0+cu130 is installed")
+
+
+def test_a_build_tag_does_not_matter_and_a_missing_package_requires_nothing(installed):
+    installed("torch", "2.13.0+cu130")
+    installed("vllm", "0.32.0", "torch==2.13.0")
+    assert unmet_requirements("vllm", ("torch",)) == []
+    assert unmet_requirements("a-package-that-is-not-installed", ("torch",)) == []
+
+
+def test_the_command_that_installs_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("trigon.doctor.environment.installed_version", lambda name: None)
+    on_gpu, on_cpu = missing_packages(has_gpu=True), missing_packages(has_gpu=False)
+    assert "[gpu]" in on_gpu[0]
+    assert "flash-attn" in on_gpu[1]
+    assert len(on_cpu) == 1
+    assert "[cpu]" in on_cpu[0]
+
+
+def fake_torch(*gpus, peers=True):
+    """Return torch with these GPUs, each (name, (major, minor), free bytes, total bytes)."""
+    properties = [SimpleNamespace(name=name, major=major, minor=minor) for name, (major, minor), _, _ in gpus]
+    return SimpleNamespace(
+        __version__="2.13.0+cu130",
+        cuda=SimpleNamespace(
+            device_count=lambda: len(gpus),
+            get_device_properties=lambda index: properties[index],
+            mem_get_info=lambda index: gpus[index][2:],
+            get_arch_list=lambda: ["sm_80", "sm_90", "compute_90"],
+            can_device_access_peer=lambda one, other: peers,
+        ),
+    )
+
+
+def test_a_free_h100_is_fine():
+    figures, problems = inspect_gpus(fake_torch(("NVIDIA H100 80GB HBM3", (9, 0), 79 * GIB, 80 * GIB)))
+    assert figures == {"GPU 0": "NVIDIA H100 80GB HBM3, capability 9.0, 80.0 GiB, 79.0 GiB free"}
+    assert problems == []
+
+
+def test_gpus_in_use_too_old_or_without_kernels_are_problems():
+    figures, problems = inspect_gpus(
+        fake_torch(
+            ("NVIDIA A100", (8, 6), 10 * GIB, 80 * GIB),  # runs kernels of the same major version
+            ("Tesla V100", (7, 0), 16 * GIB, 16 * GIB),
+            peers=False,
+        )
+    )
+    assert figures["peer access"] == "none between 0-1, 1-0"
+    assert [problem[:40] for problem in problems] == [
+        "GPU 0 has 10.0 GiB of 80.0 GiB free: ano",
+        "torch 2.13.0+cu130 has no kernels for Te",
+        "Tesla V100 has compute capability 7.0: b",
+    ]
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path):
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal:       1048576 kB\nMemFree: 1 kB\nMemAvailable:    524288 kB\n")
+    assert memory_bytes(meminfo, limit) == (GIB, GIB // 2)
+    limit.write_text("max\n")
+    assert memory_bytes(meminfo, limit) == (GIB, GIB // 2)
+    limit.write_text(f"{GIB // 4}\n")
+    assert memory_bytes(meminfo, limit) == (GIB // 4, GIB // 4)
+
+
+def test_little_shared_memory_is_a_problem_with_several_gpus_only(monkeypatch):
+    usage = {"/dev/shm": (64 * 2**20, 0, 0)}
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: SimpleNamespace(total=usage.get(str(path), (GIB,))[0], free=100 * GIB)
+    )
+    _, problems, notes = inspect_machine(Path("/"), needs_shared_memory=True)
+    assert "/dev/shm has 64 MiB" in problems[0]
+    assert notes == []
+    _, problems, notes = inspect_machine(Path("/"), needs_shared_memory=False)
+    assert problems == []
+    assert "--ipc=host" in notes[0]
