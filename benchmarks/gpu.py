@@ -65,7 +65,7 @@ class Variant:
     kernel: Kernel | None
     tower: Kernel = "sdpa"
     shared: bool = False
-    chunk: int = ONE_CHUNK
+    chunk: int | None = ONE_CHUNK
     checkpointing: bool = True
     module_kernels: Literal["", "compiled", "liger"] = ""
 
@@ -76,15 +76,15 @@ VARIANTS = (
     Variant("packed, varlen", "varlen"),
     Variant("+ varlen for images", "varlen", "varlen"),
     Variant("+ shared prompts", "varlen", "varlen", shared=True),
-    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=1024),
-    Variant("no recomputation", "varlen", "varlen", shared=True, chunk=1024, checkpointing=False),
-    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=1024),
-    Variant("with flex", "flex", "varlen", shared=True, chunk=1024),
-    Variant("with flash-attn", "flash", "flash", shared=True, chunk=1024),
+    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=None),
+    Variant("no recomputation", "varlen", "varlen", shared=True, chunk=None, checkpointing=False),
+    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=None),
+    Variant("with flex", "flex", "varlen", shared=True, chunk=None),
+    Variant("with flash-attn", "flash", "flash", shared=True, chunk=None),
     # These modify the model, and so come last; the second replaces all forwards that the first
     # replaced.
-    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=1024, module_kernels="compiled"),
-    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=1024, module_kernels="liger"),
+    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=None, module_kernels="compiled"),
+    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=None, module_kernels="liger"),
 )
 
 
