@@ -42,11 +42,13 @@ attempt() { # what the command prints is shown only if it fails
     }
 }
 "$trigon" --version
-for command in train quickstart tiny export; do attempt "$command" --help; done
+for command in train quickstart tiny export doctor; do attempt "$command" --help; done
 for reward in math r1v dapo geoqa counting vqa android_gui; do # the shipped ones are found by name
     attempt train --print-config data.train_files=hub/data@train trainer.val_before_train=false trainer.val_freq=-1 \
         worker.actor.model.model_path=hub/model "worker.reward.reward_function=$reward" worker.rollout.n=4
 done
+attempt doctor
+test -f runs/doctor/report.md
 attempt quickstart trainer.max_steps=2
 test -f runs/quickstart/model/config.json
-echo "      train, quickstart, tiny and export work from the wheel"
+echo "      train, quickstart, tiny, export and doctor work from the wheel"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Writes constraints/cpu.txt and constraints/cpu-oldest.txt. Run it to update dependencies, then run
-# both test suites.
+# Writes constraints/cpu.txt, constraints/cpu-oldest.txt and constraints/gpu.txt. Run it to update
+# dependencies, then run both test suites.
 #
 #   scripts/pin.sh [FOLDER]      FOLDER: for the two environments, 5 GB each (default: a temporary one)
 #
 # cpu.txt contains the versions that a clean environment gets when only the versions below are
 # given. cpu-oldest.txt differs from it only in what the oldest transformers of pyproject.toml
-# requires.
+# requires. gpu.txt has the versions of cpu.txt, and of vLLM for GPUs what pip resolves; nothing of
+# it is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -42,3 +43,4 @@ freeze "$FOLDER/oldest" "The tested CPU environment with the oldest transformers
 
 mv "$FOLDER/cpu.txt" "$FOLDER/cpu-oldest.txt" constraints/
 diff constraints/cpu.txt constraints/cpu-oldest.txt || true
+"$FOLDER/newest/bin/python" scripts/gpu_constraints.py --write

@@ -6,18 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from support.processes import is_running
 from trigon.cli.doctor import main
 from trigon.doctor.catalogue import CHECKS
-from trigon.doctor.engines import VARIANTS
+from trigon.doctor.engines import OTHER_VARIANTS, VARIANTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would use the GPUs of this machine")
 
-ONLY_ON_A_GPU = {variant.name for variant in VARIANTS} - {"vllm-v1-sync-eager"}
+ONLY_ON_A_GPU = {variant.name for variant in (*VARIANTS, *OTHER_VARIANTS)} - {"vllm-v1-sync-eager"}
 
 HIDE_VLLM = """
 import importlib.machinery
@@ -69,6 +72,7 @@ def test_a_wrong_tolerance_and_a_short_limit_make_checks_fail(tmp_path, capsys):
     assert capsys.readouterr().out.count("FAIL") == 2
 
 
+@pytest.mark.timeout(2400)
 def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     found = doctor(tmp_path)
     assert list(found) == [check.name for check in CHECKS]
@@ -80,20 +84,33 @@ def test_every_check_comes_to_its_end_on_a_cpu(tmp_path):
     assert not failed, "\n".join(failed.values())
 
 
+@pytest.mark.timeout(1200)
 def test_without_vllm_its_checks_are_skipped_and_the_quickstart_uses_transformers(tmp_path):
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / "sitecustomize.py").write_text(HIDE_VLLM)
     path = os.pathsep.join([str(tmp_path / "hide"), os.environ.get("PYTHONPATH", "")])
-    names = ("quickstart", "vllm-v1-sync-eager", "qwen3-vl-text", "tp2")
+    names = ("quickstart", "vllm-v1-sync-eager", "qwen3-vl-text", "fsdp2", "tp2")
     found = doctor(tmp_path, *(f"--only={name}" for name in names), environment={"PYTHONPATH": path})
     assert {name: check["status"] for name, check in found.items()} == {
         "environment": "pass",
         "quickstart": "pass",
         "vllm-v1-sync-eager": "skipped",
         "qwen3-vl-text": "skipped",
+        "fsdp2": "pass",
         "tp2": "skipped",
     }
-    assert "needs vLLM" in found["tp2"]["reason"]
+    assert "needs vllm" in found["tp2"]["reason"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def has_vllm() -> bool:
@@ -102,3 +119,15 @@ def has_vllm() -> bool:
     except ImportError:
         return False
     return True
+
+
+def test_ending_the_command_ends_the_check_that_runs(tmp_path):
+    command = [sys.executable, "-m", "trigon.cli", "doctor", "--folder", str(tmp_path), "--only", "logprobs"]
+    process = subprocess.Popen(command)
+    output = tmp_path / "work" / "checks" / "logprobs" / "output.log"
+    wait_until(output.exists)
+    [child] = children_of(process.pid)
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    assert not is_running(child)
+    assert "environment" in results(tmp_path)

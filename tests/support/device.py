@@ -113,8 +113,8 @@ class HostWaits(TorchDispatchMode):
         self._from_data = _TensorFromData()
 
     def __enter__(self) -> HostWaits:
-        self._asynchronous = transfer.ASYNCHRONOUS
-        transfer.ASYNCHRONOUS = (*transfer.ASYNCHRONOUS, DEVICE.type)
+        self._pinned_for = transfer.PINNED_FOR
+        transfer.PINNED_FOR = {*transfer.PINNED_FOR, DEVICE.type}
         self._from_data.__enter__()
         super().__enter__()
         return self
@@ -122,7 +122,7 @@ class HostWaits(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._from_data.__exit__(*error)
-        transfer.ASYNCHRONOUS = self._asynchronous
+        transfer.PINNED_FOR = self._pinned_for
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -5,7 +5,7 @@ Engines run in a single process or as one of several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
-from trigon.training.fsdp import Sharding, TorchProcessGroup, open_sharded
+from trigon.models.weight_files import stored_dtype
+from trigon.training.fsdp import MakePolicy, Sharding, TorchProcessGroup, open_sharded
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.parallel import SingleProcess
@@ -80,17 +81,18 @@ def make_engine(
     """
     processors = processors_of(folder)
 
-    def open_policy(folder: Path, device: torch.device) -> Policy:
+    def open_policy(folder: Path, device: torch.device, *, as_stored: bool = False) -> Policy:
+        stored = stored_dtype(folder) if as_stored else None
         return Policy(
-            load_model(str(folder), dtype=dtype, device=device),
+            load_model(str(folder), dtype=dtype if stored is None else stored, device=device),
             processors.family,
             temperature=0.7,
             banned_token_ids=processors.banned_token_ids,
             logprob_chunk=logprob_chunk,
         )
 
-    def make_policy(device: torch.device) -> Policy:
-        policy = open_policy(folder, device)
+    def make_policy(device: torch.device, *, as_stored: bool = False) -> Policy:
+        policy = open_policy(folder, device, as_stored=as_stored)
         if freeze:
             policy.freeze_vision_tower()
         if lora_rank:
@@ -101,7 +103,7 @@ def make_engine(
 
     process_group = SingleProcess() if sharding is None else TorchProcessGroup(CPU)
 
-    def place(make: Callable[[torch.device], Policy]) -> Policy:
+    def place(make: MakePolicy) -> Policy:
         return make(CPU) if sharding is None else open_sharded(make, process_group, sharding, CPU)
 
     positions = positions_of(processors.family, processors.hf_config)

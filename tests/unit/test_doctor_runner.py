@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -129,6 +130,12 @@ def test_names_are_unique_and_an_unknown_one_is_an_error():
     assert [check.name for check in choose(["quickstart", "kernels"])] == ["kernels", "quickstart"]
     with pytest.raises(ConfigError, match="did you mean kernels"):
         choose(["kernel"])
+
+
+def test_every_check_is_on_its_page():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    named = set(re.findall(r"`([\w.-]+)`", "\n".join(re.findall(r"^\|([^|]+)\|", page, flags=re.MULTILINE))))
+    assert {"vllm-..." if check.name.startswith("vllm-") else check.name for check in CHECKS} <= named
 
 
 def test_listing_the_checks_imports_nothing_heavy():

@@ -1,4 +1,4 @@
-"""The modes of files with weights follow the umask."""
+"""Files with weights: their dtype, and their modes, which follow the umask."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trigon.models.weight_files import save_weights
+from trigon.models.weight_files import save_weights, stored_dtype
 from trigon.tiny.model import make_tiny
 from trigon.training.state import save_tensors
+
+
+def test_the_dtype_of_a_folder_is_that_of_all_its_tensors(tmp_path: Path) -> None:
+    assert stored_dtype(tmp_path) is None
+    save_weights({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
+    assert stored_dtype(tmp_path) == torch.bfloat16
+    save_weights({"b": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
+    assert stored_dtype(tmp_path) == torch.bfloat16
+    save_weights({"c": torch.zeros(2, dtype=torch.float16)}, tmp_path / "c.safetensors")
+    assert stored_dtype(tmp_path) is None
+    for file in tmp_path.iterdir():
+        file.unlink()
+    save_weights({"d": torch.zeros(2, dtype=torch.int8)}, tmp_path / "d.safetensors")
+    assert stored_dtype(tmp_path) is None
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)

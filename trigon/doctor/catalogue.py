@@ -9,14 +9,25 @@ from collections.abc import Sequence
 from functools import partial
 
 from trigon.doctor.benchmark import check_benchmark
-from trigon.doctor.engines import VARIANTS, check_text_after_sleep, check_variant
+from trigon.doctor.engines import OTHER_VARIANTS, VARIANTS, EngineVariant, check_text_after_sleep, check_variant
 from trigon.doctor.environment import check_environment
 from trigon.doctor.kernels import check_kernels, check_logprobs
-from trigon.doctor.peaks import check_optimizer_memory
 from trigon.doctor.runner import Check
+from trigon.doctor.training import check_optimizer_memory, check_update
 from trigon.doctor.training_runs import check_float32, check_quickstart, check_two_workers
 from trigon.errors import ConfigError
 from trigon.suggestions import nearest
+
+
+def _of_variant(variant: EngineVariant) -> Check:
+    how = (
+        f"{variant.runner.upper()} runner",
+        f"{'asynchronous' if variant.async_scheduling else 'synchronous'} scheduling",
+        "CUDA graphs" if variant.graphs else "eager",
+    )
+    title = f"vLLM's log-probabilities are the trainer's, also after sleep and new weights ({', '.join(how)})"
+    return Check(variant.name, title, partial(check_variant, variant=variant), 180)
+
 
 ENVIRONMENT = Check("environment", "versions, GPUs, memory and disk, and whether they fit", check_environment, 90)
 
@@ -25,17 +36,8 @@ CHECKS = (
     Check("kernels", "attention kernels against float64, forward and gradient", check_kernels, 120),
     Check("logprobs", "log-probabilities and entropies against float64, forward and gradient", check_logprobs, 60),
     Check("optimizer-memory", "the optimizers' measured memory is what is computed", check_optimizer_memory, 60),
-    *(
-        Check(
-            variant.name,
-            "vLLM's log-probabilities are the trainer's, also after sleep and new weights"
-            f" ({variant.runner.upper()} runner, {'asynchronous' if variant.async_scheduling else 'synchronous'}"
-            f" scheduling, {'CUDA graphs' if variant.graphs else 'eager'})",
-            partial(check_variant, variant=variant),
-            180,
-        )
-        for variant in VARIANTS
-    ),
+    Check("update", "the host does not wait for the GPU in each micro-batch of an update", check_update, 120),
+    *map(_of_variant, VARIANTS),
     Check(
         "qwen3-vl-text", "Qwen3-VL's log-probabilities of text are the same after a sleep", check_text_after_sleep, 120
     ),
@@ -55,6 +57,7 @@ CHECKS = (
         )
     ),
     Check("benchmark", "benchmarks/gpu.py: speed of forward and backward, few variants", check_benchmark, 180),
+    *map(_of_variant, OTHER_VARIANTS),
 )
 
 

@@ -37,6 +37,11 @@ tolerance, the comparison would not find weights that did not arrive."""
 CHANGE_TOLERANCE = 0.02
 """Largest difference of a log-probability between two samples of one seed on a GPU, where kernels
 may sum in another order."""
+SYNC_WEIGHTS = 3
+"""Most copies of the largest weight that a weight sync holds: one that vLLM collects for a layer,
+one in the layout of its layer, and one of a conversion."""
+CHECKSUM_BYTES = 512 * 2**20
+"""Temporaries of the checksums of weights; see rollout/checksums.py."""
 SMALL_MEMORY = 40 * 2**30
 TINY_MODEL_BYTES = 3 * 2**30
 """GPU memory of vLLM with a tiny model. In more there would be millions of blocks of KV cache, over
@@ -116,9 +121,16 @@ def compare_engines(setting: Setting, variant: EngineVariant) -> Findings:
         session.change_weights()
         stale = session.differences(first)
         compared.at_least("mean difference of stale weights", float(stale.mean()), STALE_MINIMUM)
+        allocated = start_counting() if on_gpu else 0
         start = time.monotonic()
         with session.rollout.awake(session.trainer.weights(), version=session.version):
             compared.figures["seconds of wake-up and weight sync"] = f"{time.monotonic() - start:.2f}"
+            if on_gpu:
+                temporaries = torch.cuda.max_memory_allocated() - allocated
+                compared.figures["temporaries of the weight sync"] = bytes_text(temporaries)
+                largest = max(weight.nbytes for weight in session.trainer.policy.parameters())
+                excess = (temporaries - CHECKSUM_BYTES) / largest
+                compared.at_most("as a multiple of the largest weight", excess, SYNC_WEIGHTS)
             start = time.monotonic()
             # Nested with the same version: does nothing but generate.
             [changed] = session.sample(images, sampling)
@@ -173,11 +185,16 @@ def open_session(
         vllm_bytes: GPU memory of vLLM; None: the default fraction of all.
     """
     dtype = "bf16" if setting.device == "cuda" else "fp32"
-    rollout: dict[str, Any] = {"name": "vllm", "dtype": dtype, "limit_images": 1}
+    # Fewer sequences at a time than by default, for fewer CUDA graphs, which take time to record.
+    rollout: dict[str, Any] = {"name": "vllm", "dtype": dtype, "limit_images": 1, "max_num_seqs": 128}
     if vllm_bytes is not None and setting.device == "cuda":
         rollout |= {"gpu_memory_utilization": vllm_bytes / torch.cuda.mem_get_info()[1]}
     if variant is not None:
-        rollout |= {"enforce_eager": not variant.graphs}
+        rollout |= {
+            "model_runner": variant.runner,
+            "async_scheduling": variant.async_scheduling,
+            "enforce_eager": not variant.graphs,
+        }
     config = Config.model_validate(
         {
             "data": {"max_prompt_length": 1024, "max_response_length": 256},
@@ -236,15 +253,14 @@ def equal_fraction(one: Sequence[RolloutGroup], other: Sequence[RolloutGroup]) -
 
 def largest_change(one: Sequence[RolloutGroup], other: Sequence[RolloutGroup]) -> float:
     """Return the largest |log-probability difference| of two samples, up to where tokens differ."""
-    largest = 0.0
+    changes = [0.0]
     for first, second in zip(completions_of(one), completions_of(other), strict=True):
         pairs = zip(first.token_ids, second.token_ids, first.sampling_logprobs, second.sampling_logprobs, strict=True)
         for token, other_token, logprob, other_logprob in pairs:
             if token != other_token:
                 break  # the tokens after it have another context
-            change = abs(logprob - other_logprob)
-            largest = change if not change <= largest else largest  # nan counts as a change
-    return largest
+            changes.append(abs(logprob - other_logprob))
+    return float(torch.tensor(changes).max())  # nan if one of them is
 
 
 def used_bytes() -> int:
@@ -252,6 +268,16 @@ def used_bytes() -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def start_counting() -> int:
+    """Reset the peak of the allocator, and return the bytes that are allocated now.
+
+    Memory that vLLM drops in its sleep stays allocated in this count.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def fill_free_memory() -> None:

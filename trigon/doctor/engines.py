@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
-from trigon.doctor.result import CheckSkipped, Findings, Setting
+from trigon.doctor.result import CheckSkipped, Findings, Setting, require_packages
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +28,21 @@ class EngineVariant:
         )
 
 
-# vLLM's own defaults on CUDA come first.
 VARIANTS = (
-    EngineVariant("v2", async_scheduling=True, graphs=True),
-    EngineVariant("v1", async_scheduling=False, graphs=False),
+    EngineVariant("v2", async_scheduling=True, graphs=True),  # vLLM's own defaults on CUDA
     EngineVariant("v2", async_scheduling=False, graphs=False),
+    EngineVariant("v1", async_scheduling=True, graphs=False),
+    EngineVariant("v1", async_scheduling=False, graphs=True),
+)
+"""Every two of the three settings occur in every combination."""
+
+OTHER_VARIANTS = (
+    EngineVariant("v1", async_scheduling=False, graphs=False),
     EngineVariant("v1", async_scheduling=True, graphs=True),
     EngineVariant("v2", async_scheduling=True, graphs=False),
-    EngineVariant("v1", async_scheduling=False, graphs=True),
     EngineVariant("v2", async_scheduling=False, graphs=True),
-    EngineVariant("v1", async_scheduling=True, graphs=False),
 )
+"""The others, for which there may be no time left."""
 
 
 def check_variant(setting: Setting, *, variant: EngineVariant) -> Findings:
@@ -48,7 +51,7 @@ def check_variant(setting: Setting, *, variant: EngineVariant) -> Findings:
     A bfloat16 model with the shapes of Qwen2.5-VL-3B; vLLM sleeps and wakes up in between.
     Raises: CheckSkipped without vLLM, and on the CPU for all but one variant.
     """
-    _require_vllm()
+    require_packages("vllm")
     if setting.device == "cpu" and variant != EngineVariant("v1", async_scheduling=False, graphs=False):
         raise CheckSkipped("vLLM on the CPU has the V1 runner only, without asynchronous scheduling and graphs")
     from trigon.doctor.engine_parity import compare_engines
@@ -62,12 +65,7 @@ def check_text_after_sleep(setting: Setting) -> Findings:
     A Qwen3-VL, whose vision features of several layers vLLM keeps in buffers of the model.
     Raises: CheckSkipped without vLLM.
     """
-    _require_vllm()
+    require_packages("vllm")
     from trigon.doctor.engine_parity import compare_text_after_sleep
 
     return compare_text_after_sleep(setting)
-
-
-def _require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise CheckSkipped("needs vLLM, which is not installed")

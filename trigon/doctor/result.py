@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,13 @@ class Result:
     findings: Findings
     reason: str = ""
     last_lines: str = ""
+
+
+def require_packages(*modules: str) -> None:
+    """Raise CheckSkipped unless these modules are installed. They are not imported."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CheckSkipped(f"needs {' and '.join(missing)}, not installed here; `trigon doctor` names the command")
 
 
 class Tolerances:

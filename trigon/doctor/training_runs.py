@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 from trigon.child_python import python_command
-from trigon.doctor.result import CheckSkipped, Findings, Setting, Tolerances
+from trigon.doctor.result import CheckSkipped, Findings, Setting, Tolerances, require_packages
 
 TRIGON = "from trigon.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -57,12 +57,11 @@ def check_two_workers(setting: Setting, *, shards: int, tensor_parallel_size: in
     Args:
         shards: workers that share a copy of the trainer's weights, 1 or 2.
         tensor_parallel_size: workers that share a copy of vLLM's, 1 or 2.
-    Raises: CheckSkipped with one GPU, or without vLLM for tensor parallelism.
+    Raises: CheckSkipped with one GPU, without Ray, and for tensor parallelism without vLLM.
     """
     if setting.device == "cuda" and setting.num_gpus < 2:
         raise CheckSkipped("needs two GPUs, this machine has one")
-    if tensor_parallel_size > 1 and importlib.util.find_spec("vllm") is None:
-        raise CheckSkipped("needs vLLM, which is not installed")
+    require_packages("ray", *(["vllm"] if tensor_parallel_size > 1 else []))
     run = run_quickstart(
         setting,
         f"shards{shards}_tp{tensor_parallel_size}",

@@ -288,7 +288,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.T, right)
     elif total.device.type == "cpu":
         total += left.T @ right
-    elif total.device.type in transfer.ASYNCHRONOUS and _adds_in_float32(total.device, right.dtype):
+    elif total.device.type in transfer.PINNED_FOR and _adds_in_float32(total.device, right.dtype):
         torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
     else:
         for part in _chunks(len(total), _SLICE_ROWS):

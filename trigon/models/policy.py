@@ -22,7 +22,8 @@ from trigon.models.families import ModelFamily
 from trigon.models.features import VisionFeatureCache, VisionFeatures
 from trigon.models.flops import GroupLengths, peak_tflops, update_flops
 from trigon.models.fused import compile_parts, use_liger
-from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions, token_logprobs
+from trigon.models.head import LogprobHead, use_logprob_head
+from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
 from trigon.models.transfer import concatenated, to_device
@@ -56,6 +57,7 @@ class Policy(nn.Module):
         self.family = family
         self.temperature = temperature
         self.banned_token_ids = tuple(banned_token_ids)
+        use_logprob_head(model)
         self._logprob_chunk = logprob_chunk
         if family.deepstack:
             family.language_model(model)._deepstack_process = _add_at_positions
@@ -70,7 +72,7 @@ class Policy(nn.Module):
         run_dummy_vision: bool = False,
         against: Predictions | None = None,
         states_only: bool = False,
-    ) -> TokenLogprobs | Tensor:
+    ) -> TokenLogprobs | Predictions:
         """Return the log-probability and entropy of a row's S completion tokens.
 
         Whatever follows from the row alone is computed on the host, from which it is copied without
@@ -83,8 +85,8 @@ class Policy(nn.Module):
                 no effect on the result. A tower that is sharded over ranks has to run on all of
                 them.
             against: a reference's predictions of these tokens, to compute the KL as well.
-            states_only: return only the states [S, D] that predict these tokens (see predictions).
-        Returns: the TokenLogprobs of token_logprobs, on the model's device; or the states.
+            states_only: return the factors of the logits instead (see predictions).
+        Returns: the TokenLogprobs of token_logprobs, on the model's device; or the Predictions.
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         language = self.family.language_model(self.model)
@@ -126,26 +128,27 @@ class Policy(nn.Module):
         targets, sources = target_and_source_positions(packed.spans)
         predicting: Tensor = states[to_device(sources, device)]
         if states_only:
-            return predicting
-        return token_logprobs(
+            return Predictions(predicting, self.head.full_weight())
+        logprobs, entropy, kl = self.head.token_logprobs(
             predicting,
-            self.model.lm_head.weight,
             to_device(packed.token_ids[targets], device),
             temperature=self.temperature,
             banned_token_ids=self.banned_token_ids,
-            chunk_tokens=self._logprob_chunk,
             entropy_gradient=entropy_gradient,
             against=against,
+            chunk_tokens=self._logprob_chunk,
         )
+        return TokenLogprobs(logprobs=logprobs, entropy=entropy, kl=kl)
 
     @torch.no_grad()
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
         """Return the predictions of the row's completion tokens, as a reference for another policy.
 
-        Collective: like forward, it has to be called on all ranks.
+        Collective: like forward, it has to be called on all ranks. The weight of a sharded head is
+        valid until the policy is resharded.
         """
-        states = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
-        return Predictions(states, full_tensor(self.model.lm_head.weight.detach()))
+        outputs: Predictions = self(packed, run_dummy_vision=run_dummy_vision, states_only=True)
+        return outputs
 
     @property
     def logprob_chunk(self) -> int:
@@ -156,10 +159,34 @@ class Policy(nn.Module):
         return self._logprob_chunk or rows_per_chunk(weight.shape[0], device_type)
 
     def layers(self) -> list[nn.Module]:
-        """Return the modules that are sharded as units: decoder layers, then vision blocks."""
+        """Return the decoder layers, then the vision blocks."""
         tower = self.family.vision_tower(self.model)
         blocks = () if tower is None else tower.get_submodule(self.family.vision_layers)
         return [*self.family.language_model(self.model).layers, *blocks]
+
+    def mergers(self) -> list[nn.Module]:
+        """Return the modules that turn features of patches into embeddings; empty for tiles."""
+        tower = self.family.vision_tower(self.model)
+        if tower is None or self.family.tiles:
+            return []
+        return [tower.merger, *(tower.deepstack_merger_list if self.family.deepstack else ())]
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The embedding of tokens."""
+        embedding: nn.Module = self.family.language_model(self.model).embed_tokens
+        return embedding
+
+    @property
+    def head(self) -> LogprobHead:
+        """The head."""
+        head: LogprobHead = self.model.lm_head
+        return head
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head has the weight of the embedding."""
+        return self.head.weight is self.embedding.weight
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward instead of keeping its activations.

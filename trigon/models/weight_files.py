@@ -1,4 +1,4 @@
-"""Writes safetensors files that other users can read where the umask allows it.
+"""The safetensors files of a model: their dtype, and writing them for other users too.
 
 safetensors (0.7) creates its files for their owner only (mode 0600), whatever the umask is.
 """
@@ -10,8 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of all tensors in a model folder; None if they differ or are not floats.
+
+    Only headers are read. None as well for a folder without safetensors files.
+    """
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
+    return _DTYPES.get(names.pop()) if len(names) == 1 else None
 
 
 def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:

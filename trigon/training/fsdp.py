@@ -8,17 +8,25 @@ optimizers, Ray and vLLM.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
+from trigon.models.head import FORWARD_METHODS
 from trigon.models.policy import Policy
 from trigon.training.parallel import ProcessGroup
 
@@ -129,8 +137,19 @@ class TorchProcessGroup:
         return cast("list[float]", values.tolist())
 
 
+class MakePolicy(Protocol):
+    """Makes a policy, for one process or to be sharded."""
+
+    def __call__(self, device: torch.device, *, as_stored: bool = False) -> Policy:
+        """Return the policy on a device, on "meta" without weights.
+
+        as_stored: its weights have the dtype of the model's files, if that is narrower.
+        """
+        ...
+
+
 def open_sharded(
-    make_policy: Callable[[torch.device], Policy],
+    make_policy: MakePolicy,
     process_group: ProcessGroup,
     sharding: Sharding,
     device: torch.device,
@@ -138,12 +157,11 @@ def open_sharded(
     """Return a policy whose weights are sharded over the ranks. All ranks call this together.
 
     Args:
-        make_policy: returns the policy on the given device, on "meta" without weights. Called with
-            "cpu" on rank 0 only, which broadcasts one tensor after the other, and with "meta" on
-            all ranks.
+        make_policy: called with "cpu" on rank 0 only, which broadcasts one tensor after the other,
+            as it is stored if possible, and with "meta" on all ranks.
     """
-    full_policy = make_policy(torch.device("cpu")) if process_group.rank == 0 else None
     policy = make_policy(torch.device("meta"))
+    full_policy = _load_full_policy(make_policy, policy) if process_group.rank == 0 else None
     _shard(policy, _mesh(device, process_group.size, sharding.ranks_per_copy), sharding)
     policy.to_empty(device="cpu" if sharding.cpu_offload else device)
     set_model_state_dict(
@@ -155,6 +173,20 @@ def open_sharded(
     return policy
 
 
+def _load_full_policy(make_policy: MakePolicy, policy: Policy) -> Policy:
+    """Return the policy with all weights on the CPU, as they are stored unless a buffer is rounded.
+
+    policy: the same one on "meta". Some buffers have the dtype of the weights: the scale of Gemma's
+    embedding.
+    """
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    wanted, stored = (
+        {name: buffer.dtype for name, buffer in each.named_buffers()}
+        for each in (policy, make_policy(meta, as_stored=True))
+    )
+    return make_policy(cpu, as_stored=stored == wanted)
+
+
 def _mesh(device: torch.device, size: int, ranks_per_copy: int | None) -> DeviceMesh:
     if ranks_per_copy is None or ranks_per_copy == size:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -164,7 +196,12 @@ def _mesh(device: torch.device, size: int, ranks_per_copy: int | None) -> Device
 
 
 def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Shard each layer as an FSDP unit, and all other modules as the root unit."""
+    """Shard the policy in units, each of which is gathered while it computes.
+
+    A unit is a layer, a merger, the embedding, the head, or the root with all other modules. The
+    root is gathered from the start of the forward until the end of the backward, and with it an
+    embedding and a head that share a weight.
+    """
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -172,8 +209,15 @@ def _shard(policy: Policy, mesh: DeviceMesh, sharding: Sharding) -> None:
         ),
         "offload_policy": CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
     }
-    for layer in policy.layers():
-        fully_shard(layer, reshard_after_forward=sharding.full_shard, **options)
+    for module in (*policy.layers(), *policy.mergers()):
+        fully_shard(module, reshard_after_forward=sharding.full_shard, **options)
+    if not policy.has_tied_head:
+        embedding = fully_shard(policy.embedding, reshard_after_forward=sharding.full_shard, **options)
+        embedding.set_unshard_in_backward(False)  # its gradient does not depend on its weight
+        # The backward of the head follows its forward at once.
+        fully_shard(policy.head, reshard_after_forward=False, **options)
+        for method in FORWARD_METHODS:
+            register_fsdp_forward_method(policy.head, method)
     fully_shard(policy, **options)
 
 

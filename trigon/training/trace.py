@@ -45,7 +45,8 @@ class LocalTracer:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
+        # There is one cycle only. Without acc_events torch 2.11 warns that others lose events.
+        self._profile = torch.profiler.profile(activities=activities, acc_events=True)
         self._profile.start()
 
     def finish(self, step: int) -> None:

@@ -50,10 +50,12 @@ class VllmEngine:
         self._awake = False
         self._closed = False
         self._unusable_because = ""  # empty while the engine can be used
-        self._expected_names = canonical_names(checkpoint_names(settings.model_folder), processors)
+        names = checkpoint_names(settings.model_folder)
+        self._expected_names = canonical_names(names, processors)
         self._llm_engine = start_llm_engine(
-            engine_arguments(settings, processors),
+            engine_arguments(settings, processors, checkpoint_names=names),
             device=settings.device,
+            model_runner=settings.model_runner,
             architectures=processors.hf_config.architectures,
         )
         self._state = SleepingState(())
@@ -212,7 +214,6 @@ class VllmEngine:
         if self._settings.device == "cuda":
             # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
             # loads them anyway.
-            self._state.save()
             self._llm_engine.sleep(level=2)
             self._version = None
 

@@ -21,21 +21,30 @@ import torch
 from trigon.errors import EngineError
 from trigon.installation import install_command
 from trigon.names import DeviceType
+from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
 
-def start_llm_engine(arguments: Mapping[str, Any], *, device: DeviceType, architectures: Iterable[str]) -> Any:
+def start_llm_engine(
+    arguments: Mapping[str, Any],
+    *,
+    device: DeviceType,
+    architectures: Iterable[str],
+    model_runner: ModelRunner | None = None,
+) -> Any:
     """Import vLLM and return a vllm.LLMEngine that runs in this process.
 
     Args:
         arguments: keyword arguments of vllm.EngineArgs.
+        model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
         architectures: names of the model's classes, from its config.json.
     Raises: EngineError if vLLM cannot be imported, or is built for another device.
     """
     with preserve_process_state(), warnings.catch_warnings():
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
+        choose_model_runner(model_runner, device)
         vllm = import_vllm(device)
         register_models(vllm, architectures)
         # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
@@ -47,6 +56,12 @@ def start_llm_engine(arguments: Mapping[str, Any], *, device: DeviceType, archit
                 return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         finally:
             gc.unfreeze()
+
+
+def choose_model_runner(model_runner: ModelRunner | None, device: DeviceType) -> None:
+    """Set the environment variable by which vLLM chooses its model runner. Not on the CPU."""
+    if model_runner is not None and device == "cuda":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[model_runner]
 
 
 def import_ahead(device: DeviceType) -> None:
@@ -86,6 +101,8 @@ def import_vllm(device: DeviceType) -> Any:
             # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
             os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
             os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+            # It needs nvcc, and takes no requests with seeds: all of ours have one.
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         case _:
             assert_never(device)
     declare_operators()

@@ -1,4 +1,4 @@
-"""The check of measured memory peaks against the arithmetic that plans a run's memory."""
+"""The checks of the trainer's memory and of the host's waits during an update."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def check_optimizer_memory(setting: Setting) -> Findings:
     for strategy in ("adamw", "adamw_bf16"):
         _compare_optimizer(compared, setting, strategy)
     return compared.findings()
+
+
+def check_update(setting: Setting) -> Findings:
+    """Measure updates of few and of many micro-batches.
+
+    The host waits for the GPU about equally often in both: a wait in each micro-batch would leave
+    the GPU idle.
+    """
+    from trigon.doctor.updates import measure_updates
+
+    return measure_updates(setting)
 
 
 def _compare_optimizer(compared: Tolerances, setting: Setting, strategy: OptimizerStrategy) -> None:
