@@ -17,7 +17,9 @@ _MEMBERSHIPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 
 
-def count_usable_bytes(*, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT) -> int | None:
+def count_usable_bytes(
+    *, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
+) -> int | None:
     """Return the bytes of host memory that this process may still allocate; None: unknown.
 
     The smallest of what the machine has available and what the limits of its control groups, and of

@@ -28,8 +28,11 @@ from trigon.installation import clone_folder
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""
 
-_EXIT_SECONDS = 10
-"""Time limit for killed worker processes to disappear."""
+_EXIT_SECONDS = 60
+"""Time limit for killed worker processes to disappear.
+
+A process with hundreds of GiB in host memory that GPUs can read takes more than ten seconds.
+"""
 
 _SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of a network interface
 
@@ -80,7 +83,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
     if address == "local":
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        _reload_auth_token()
+        reload_auth_token()
     local_options: dict[str, Any] = (
         {
             "num_cpus": workers_per_node,
@@ -219,7 +222,7 @@ def _check_resources(layout: Layout) -> None:
     )
 
 
-def _reload_auth_token() -> None:
+def reload_auth_token() -> None:
     """Make Ray read its token from the environment again; importing ray has cached it.
 
     There is no public function for this in Ray 2.60; uses ray._raylet.
