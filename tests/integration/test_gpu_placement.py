@@ -25,7 +25,7 @@ from trigon.config.schema import Config
 from trigon.distributed.cluster import Layout, has_gpus, open_cluster, reload_auth_token, start_workers
 from trigon.distributed.worker import Worker, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, WorkerError
 
 pytestmark = pytest.mark.alone
 
@@ -39,6 +39,13 @@ class TestWorker(Worker):
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
+
+
+class BrokenWorker(Worker):
+    """A worker on a node without the package."""
+
+    def __init__(self, rank: int) -> None:
+        raise ModuleNotFoundError("No module named 'trigon'")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +113,16 @@ def test_gpus_that_torch_cannot_use_are_an_error_that_says_what_to_do(worker_gro
     assert "Ray has assigned GPU " in message
     assert f"but torch finds none. torch {torch.__version__} is built " in message
     assert message.endswith("or set trainer.device=cpu")
+
+
+def test_a_worker_that_does_not_start_is_an_error_with_its_reason(worker_group):
+    """As on a node where the package is missing. Before, it was an exception of Ray."""
+    layout = Layout(nodes=1, workers_per_node=1, device="cuda")
+    with (
+        pytest.raises(WorkerError, match=r"(?s)did not start\. Every node needs .*No module named 'trigon'"),
+        start_workers(layout, ray_actor_class(BrokenWorker)),
+    ):
+        pass
 
 
 def test_more_workers_than_gpus_are_an_error_that_names_both(worker_group):

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
 
 _PLACEMENT_SECONDS = 120
@@ -134,7 +135,8 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
     Args: actor_class: made by ray.remote and constructed with the rank. Its prepare() receives the
     variables that torch.distributed and vLLM read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
     MASTER_PORT.
-    Raises: ConfigError if the cluster is too small or its resources are in use.
+    Raises: ConfigError if the cluster is too small or its resources are in use; WorkerError if a
+    process does not start.
     """
     _check_resources(layout)
     worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
@@ -162,8 +164,14 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
                 max_task_retries=0,
             )
             actors.append(options.remote(rank))
-        hosts = ray.get([actor.host.remote() for actor in actors])
-        master, port = ray.get(actors[0].free_address.remote())
+        try:
+            hosts = ray.get([actor.host.remote() for actor in actors])
+            master, port = ray.get(actors[0].free_address.remote())
+        except (RayActorError, RayTaskError) as error:
+            raise WorkerError(
+                "a worker process did not start. Every node needs the same installation, in the environment in which "
+                f"`ray start` ran there; see docs/multi-node.md. The error:\n{error}"
+            ) from error
         for rank, (actor, (host, pid)) in enumerate(zip(actors, hosts, strict=True)):
             workers.append(WorkerHandle(rank, host, pid, actor))
         ray.get(
