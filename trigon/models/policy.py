@@ -415,8 +415,15 @@ def _add_at_positions(hidden_states: Tensor, positions: Tensor, features: Tensor
     In place of the method of transformers, which indexes by a mask, whose number of tokens has to
     be read from the device in the forward and in the backward of each layer.
     Args: hidden_states: [1, T, D]. positions: [M] int64. features: [M, D].
+        Or, in a forward pass of transformers itself, which its rollout engine makes: [B, T, D], and
+        a mask, [B, T].
     """
-    return hidden_states.index_add(1, positions, features.to(hidden_states.dtype)[None])
+    features = features.to(hidden_states.dtype)
+    if positions.dtype == torch.bool:
+        hidden_states = hidden_states.clone()
+        hidden_states[positions] += features
+        return hidden_states
+    return hidden_states.index_add(1, positions, features[None])
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
