@@ -35,6 +35,7 @@ NEEDS_VLLM = {
     "integration/test_environment.py": r"\[vllm\]",
     "integration/test_export.py": r"test_an_export_has_the_same_logprobs_in_vllm_and_transformers",
     "integration/test_images_cost_once.py": r"-vllm\]",
+    "integration/test_many_workers.py": r"tensor_parallelism|test_a_cluster_of_two_nodes_has",
     "integration/test_model_families.py": r"-vllm\]",
     "integration/test_rollout_deepstack.py": r"",
     "integration/test_rollout_engines.py": r"\[vllm-",
