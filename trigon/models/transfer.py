@@ -12,6 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+PINNED_FOR = {"cuda"}
+"""Device types that copy from pinned memory. Not meta: without a driver nothing can be pinned."""
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, copied through pinned memory if it is on the host.
@@ -19,7 +22,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     The copy is in order with the other work of the current stream; torch keeps the pinned memory
     until it is done. The tensor itself if it is on the device already.
     """
-    if device.type != "cuda" or tensor.device.type != "cpu":  # meta: pinning fails without a driver
+    if device.type not in PINNED_FOR or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
