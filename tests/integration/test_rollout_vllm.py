@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from support.rollout import handle_of, make_vllm_engine
 from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
