@@ -43,7 +43,7 @@ one in the layout of its layer, and one of a conversion."""
 CHECKSUM_BYTES = 512 * 2**20
 """Temporaries of the checksums of weights; see rollout/checksums.py."""
 SMALL_MEMORY = 40 * 2**30
-TINY_MODEL_BYTES = 3 * 2**30
+TINY_MODEL_BYTES = 6 * 2**30
 """GPU memory of vLLM with a tiny model. In more there would be millions of blocks of KV cache, over
 which vLLM iterates whenever its prefix cache is reset."""
 FEW_LAYERS = 8
