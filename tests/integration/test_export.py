@@ -1,7 +1,9 @@
 """Exports of tiny models, loaded by transformers and by vLLM."""
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +17,16 @@ from safetensors.torch import load_file, save_file
 
 from trigon.checkpoint import export
 from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.export_verification import ACTIVATION_BYTES, loading_bytes, verify_model
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from trigon.checkpoint.weights import open_weights
 from trigon.cli.export import main
 from trigon.errors import CheckpointError
 from trigon.models.families import family_of
 from trigon.models.load import copy_side_files, load_model
 from trigon.models.policy import Policy
 from trigon.torchvision_stub import declare_operators
+from trigon.training.memory import HostMemory
 from trigon.training.state import ShardedFiles, save_tensors
 
 FAMILIES = [
@@ -273,6 +278,72 @@ def test_weights_that_do_not_fit_their_config_fail_verification(tmp_path, tiny_v
     with pytest.raises(CheckpointError, match=message):
         export_checkpoint(checkpoint.folder, None, dtype=None)
     assert not (checkpoint.folder / "huggingface_model").exists()
+
+
+@pytest.mark.parametrize(("model_type", "tied"), FAMILIES)
+def test_an_export_in_bfloat16_is_verified_for_every_family(tmp_path, tiny_model, model_type, tied):
+    model_folder = tiny_model(model_type, tie_word_embeddings=tied)
+    checkpoint = save(tmp_path / "run", model_folder, trained_policy(model_folder))
+    said = []
+    export_checkpoint(checkpoint.folder, None, dtype="bf16", on_progress=said.append)
+    assert said[-1].startswith("verified: names, shapes and values of ")
+    assert said[-1].endswith("in bfloat16; that transformers loads all of them, and that logits are finite")
+
+
+NOT_LOADED = "; not verified: that transformers loads all of them, and that logits are finite, "
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"logits": False}, r"since --no-logits was given"),
+        ({"usable_bytes": 2**20}, r"which takes 0\.3 GiB of memory: 0\.0 GiB are usable here"),
+    ],
+)
+def test_a_model_that_is_not_loaded_has_its_tensors_verified_and_the_rest_named(
+    checkpoint, tiny_vlm, options, reason, monkeypatch
+):
+    from transformers import PreTrainedModel
+
+    said = []
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedModel, "from_pretrained", lambda *arguments, **keywords: pytest.fail("was loaded"))
+        folder = export_checkpoint(checkpoint.folder, None, dtype=None, on_progress=said.append, **options)
+    assert re.fullmatch(rf"verified: names, shapes and values of \d+ tensors, in float32{NOT_LOADED}{reason}", said[-1])
+    assert load_file(folder / "model.safetensors").keys() == tensors_of(checkpoint).keys()
+
+    config = json.loads((checkpoint.actor / "huggingface" / "config.json").read_text())
+    config["text_config"].update(num_hidden_layers=1, layer_types=None)
+    side_files = tiny_vlm.parent / "one_layer"
+    shutil.copytree(tiny_vlm, side_files, dirs_exist_ok=True)
+    (side_files / "config.json").write_text(json.dumps(config))
+    other = save(checkpoint.folder.parent / "other", side_files, trained_policy(tiny_vlm))
+    with pytest.raises(CheckpointError, match=r"which its own config\.json does not have"):
+        export_checkpoint(other.folder, None, dtype=None, **options)
+
+
+def test_the_command_can_leave_the_logits_out(checkpoint, capsys):
+    assert main([str(checkpoint.folder), "--no-logits"]) == 0
+    assert NOT_LOADED + "since --no-logits was given" in " ".join(capsys.readouterr().out.split())
+
+
+def test_verification_holds_one_model_in_its_dtype_and_a_layer_in_float32(checkpoint):
+    """Tensors that transformers reads from files, one model in its dtype, are not counted."""
+    folder = export_checkpoint(checkpoint.folder, None, dtype="bf16", logits=False)
+    weights = open_weights(checkpoint.actor)
+    sizes = [math.prod(tensor.shape) for tensor in weights.tensors.values()]
+    peak = HostMemory(shared_by=1).peak_bytes(lambda: verify_model(weights, folder, torch.bfloat16))
+    assert peak < 2 * 4 * max(sizes) + 2**18 < 4 * sum(sizes)
+    assert 0 < loading_bytes(weights, torch.bfloat16) - 2 * sum(sizes) - peak < 1.1 * ACTIVATION_BYTES
+
+
+def test_a_model_that_loads_with_another_tensor_fails_verification(checkpoint):
+    folder = export_checkpoint(checkpoint.folder, None, dtype=None)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1e-6  # no difference that logits would show
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"loads another model\.[a-z_.]*norm\.weight than"):
+        verify_model(open_weights(checkpoint.actor), folder, torch.float32)
 
 
 def test_only_an_earlier_export_is_replaced(checkpoint, tmp_path):

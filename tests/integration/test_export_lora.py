@@ -154,6 +154,16 @@ def test_an_adapter_folder_equals_what_peft_saves(
     assert exported["base_model_name_or_path"] == str(tiny_vlm)
 
 
+@pytest.mark.parametrize("options", [{"logits": False}, {"usable_bytes": 2**20}], ids=["not asked for", "no memory"])
+def test_an_adapter_whose_base_model_is_not_loaded_says_what_is_not_verified(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
+    said: list[str] = []
+    export_checkpoint(checkpoint, None, dtype=None, adapter=True, on_progress=said.append, **options)
+    assert said[-1].startswith("verified: names, shapes and values of ")
+    assert "; not verified: that peft loads all of them, and that logits are those of merged weights, " in said[-1]
+
+
 def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_path: Path, tiny_vlm: Path) -> None:
     base = tmp_path / "base"
     hugging_face(tiny_vlm).bfloat16().save_pretrained(base)
@@ -174,6 +184,10 @@ def test_merging_rounds_once_to_the_base_models_dtype_or_to_the_given_one(tmp_pa
     weights = load_file(folder / "model.safetensors")
     assert all(torch.equal(weights[name], exact[name]) for name in exact)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+    said: list[str] = []
+    export_checkpoint(checkpoint, None, dtype=None, adapter=True, on_progress=said.append)
+    assert said[-1].endswith("that peft loads all of them, and that logits are those of merged weights")
 
     folder = export_checkpoint(checkpoint, None, dtype="bf16", adapter=True)
     halves = load_file(folder / "adapter_model.safetensors")

@@ -36,8 +36,9 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def fused_on_the_device(monkeypatch):
-    """Let torch's fused AdamW accept the device, whose type it does not know."""
+def treated_as_a_gpu(monkeypatch):
+    """Let the device copy from pinned memory, and let torch's fused AdamW accept its type."""
+    monkeypatch.setattr("trigon.models.transfer.PINNED_FOR", {"cuda", DEVICE.type})
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *arguments, **options: None)
 

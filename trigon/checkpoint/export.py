@@ -13,6 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,18 @@ import torch
 from torch import Tensor
 
 from trigon import __version__
-from trigon.checkpoint.export_verification import verify_adapter, verify_logits, verify_tensors
+from trigon.checkpoint.export_verification import (
+    loading_bytes,
+    verify_adapter,
+    verify_model,
+    verify_names,
+    verify_tensors,
+)
 from trigon.checkpoint.manifest import MANIFEST, replacing_files
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, is_disk_full, open_checkpoint
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
 from trigon.errors import CheckpointError
+from trigon.host_memory import count_usable_bytes
 from trigon.json_files import write_json
 from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files
@@ -48,6 +56,8 @@ def export_checkpoint(
     adapter: bool = False,
     base: str | None = None,
     best: bool = False,
+    logits: bool = True,
+    usable_bytes: int | None = None,
     warn: Callable[[str], None] = warnings.warn,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Path:
@@ -64,8 +74,12 @@ def export_checkpoint(
             model.
         base: the base model, a folder or a hub id. None: the one the run used.
         best: export the best checkpoint of a run folder instead of the latest.
+        logits: also load the exported model and compute logits, if it fits into memory. Without,
+            names, shapes, dtypes and values of its tensors are verified.
+        usable_bytes: host memory that this may take; None: what this process can have.
         warn: called with a message for each damaged checkpoint that was skipped.
-        on_progress: called with a short text at the start of each stage.
+        on_progress: called with a short text at the start of each stage, and at the end with what
+            was verified and what was not.
     Raises: CheckpointError if there is no undamaged checkpoint, if adapter or base is given for a
     run without LoRA, if the base model is missing or does not fit, if a weight is not finite (or
     would not be in dtype), if the disk is full, if output exists and was not made by an export, or
@@ -94,15 +108,20 @@ def export_checkpoint(
     if lora is not None and lora.base_folder.resolve().is_relative_to(output.resolve()):
         raise CheckpointError(f"{output} holds the base model, from which the export is made; name another folder")
 
+    verification = _Verification(logits, count_usable_bytes() if usable_bytes is None else usable_bytes)
     temporary = output.absolute().with_name(f".exporting_{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     torch_dtype = dtype_named(dtype) if dtype else None
     try:
         if lora is not None and adapter:
-            _write_adapter(checkpoint, lora, temporary, dtype=torch_dtype, on_progress=on_progress)
+            _write_adapter(
+                checkpoint, lora, temporary, dtype=torch_dtype, verification=verification, on_progress=on_progress
+            )
         else:
             weights = MergedWeights(lora, dtype=torch_dtype) if lora is not None else open_weights(checkpoint.actor)
-            _write_model(checkpoint, weights, temporary, dtype=torch_dtype, on_progress=on_progress)
+            _write_model(
+                checkpoint, weights, temporary, dtype=torch_dtype, verification=verification, on_progress=on_progress
+            )
         if into_checkpoint:
             _move_into_checkpoint(temporary, checkpoint)
         else:
@@ -114,6 +133,23 @@ def export_checkpoint(
             raise CheckpointError(f"the disk of {output} became full; make room, or choose another output") from error
         raise
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Verification:
+    """How much is verified. logits, usable_bytes: see export_checkpoint; None: unknown."""
+
+    logits: bool
+    usable_bytes: int | None
+
+    def why_not_loaded(self, needed_bytes: int) -> str:
+        """Return why the exported model is not loaded, as the end of a sentence; "" if it is."""
+        if not self.logits:
+            return "since --no-logits was given"
+        if self.usable_bytes is not None and needed_bytes > self.usable_bytes:
+            needed, usable = (number / 2**30 for number in (needed_bytes, self.usable_bytes))
+            return f"which takes {needed:.1f} GiB of memory: {usable:.1f} GiB are usable here"
+        return ""
 
 
 def _find(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
@@ -154,6 +190,7 @@ def _write_model(
     folder: Path,
     *,
     dtype: torch.dtype | None,
+    verification: _Verification,
     on_progress: Callable[[str], None],
 ) -> None:
     """Write a model and verify it."""
@@ -165,8 +202,16 @@ def _write_model(
     _write_record(folder, checkpoint, written_dtype)
     on_progress("verifying tensors")
     verify_tensors(weights, folder)
-    on_progress("verifying logits")
-    verify_logits(weights, folder, written_dtype)
+    verify_names(weights, folder)
+    verified = f"names, shapes and values of {len(weights.tensors)} tensors, in {_dtype_name(written_dtype)}"
+    further = "that transformers loads all of them, and that logits are finite"
+    reason = verification.why_not_loaded(loading_bytes(weights, written_dtype))
+    if reason:
+        on_progress(f"verified: {verified}; not verified: {further}, {reason}")
+        return
+    on_progress("loading the exported model, verifying logits")
+    verify_model(weights, folder, written_dtype)
+    on_progress(f"verified: {verified}; {further}")
 
 
 def _write_adapter(
@@ -175,6 +220,7 @@ def _write_adapter(
     folder: Path,
     *,
     dtype: torch.dtype | None,
+    verification: _Verification,
     on_progress: Callable[[str], None],
 ) -> None:
     """Write an adapter in peft's format, its config and its weights only, and verify it."""
@@ -188,8 +234,16 @@ def _write_adapter(
     _write_record(folder, checkpoint, written_dtype)
     on_progress("verifying tensors")
     verify_tensors(lora.adapter, folder)
-    on_progress("verifying logits, with peft")
+    base = MergedWeights(lora, dtype=None)  # compares shapes
+    verified = f"names, shapes and values of {len(lora.adapter.tensors)} tensors, in {_dtype_name(written_dtype)}"
+    further = "that peft loads all of them, and that logits are those of merged weights"
+    reason = verification.why_not_loaded(loading_bytes(base, None))
+    if reason:
+        on_progress(f"verified: {verified}; not verified: {further}, {reason}")
+        return
+    on_progress("loading the base model and the adapter with peft, verifying logits")
     verify_adapter(lora, folder)
+    on_progress(f"verified: {verified}; {further}")
 
 
 def _num_bytes(tensor: StoredTensor, dtype: torch.dtype | None) -> int:

@@ -31,10 +31,11 @@ def export(options: Namespace) -> int:
         adapter=options.adapter,
         base=options.base,
         best=options.best,
+        logits=options.logits,
         warn=console.warn,
         on_progress=console.print,
     )
-    console.print(f"exported and verified: {folder}")
+    console.print(f"exported: {folder}")
     return 0
 
 
@@ -42,7 +43,8 @@ def make_parser(command: str) -> ArgumentParser:
     """Return the parser of the arguments. command: its name in the help."""
     parser = ArgumentParser(
         prog=command,
-        description="Write a checkpoint as a Hugging Face model, and verify that its tensors and logits are equal. "
+        description="Write a checkpoint as a Hugging Face model, and verify its tensors and, if it fits into "
+        "memory, its logits. "
         "LoRA adapters are merged into the base model.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -61,6 +63,13 @@ def make_parser(command: str) -> ArgumentParser:
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter for peft, not merged")
     parser.add_argument(
         "--base", metavar="MODEL", help="base model of the LoRA adapter, if it has moved: a folder or a hub id"
+    )
+    parser.add_argument(
+        "--no-logits",
+        dest="logits",
+        action="store_false",
+        help="do not load the exported model to verify its logits, which takes memory for it in its dtype; names, "
+        "shapes and values of all tensors are always verified",
     )
     parser.add_argument(
         "--best", action="store_true", help="export the best checkpoint of a run folder instead of the latest"

@@ -214,7 +214,6 @@ class VllmEngine:
         if self._settings.device == "cuda":
             # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
             # loads them anyway.
-            self._state.save()
             self._llm_engine.sleep(level=2)
             self._version = None
 

@@ -36,7 +36,6 @@ def test_a_text_only_prompt_is_not_changed_by_what_a_sleep_leaves_in_memory(tiny
             return [(each.token_ids, each.sampling_logprobs) for each in group]
 
         expected = sampled()
-        state.save()
         for tensor in embeds:
             tensor.fill_(3.0)  # what a CUDA page may hold after a sleep
         assert sampled() != expected

@@ -1,0 +1,60 @@
+"""The memory that a process may still use."""
+
+from pathlib import Path
+
+import pytest
+
+from trigon.host_memory import count_usable_bytes
+
+GIB = 2**30
+MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1000 kB\nMemAvailable:   {32 * 2**20} kB\n"
+
+
+def usable(tmp_path: Path, memberships: str, **files: object) -> int | None:
+    """Return the number for a process in these control groups of a machine with 32 GiB available.
+
+    files: path below the mount, with __ in place of /, -> its text.
+    """
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    (tmp_path / "cgroup").write_text(memberships)
+    for name, text in files.items():
+        file = tmp_path / "mount" / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    return count_usable_bytes(meminfo=tmp_path / "meminfo", memberships=tmp_path / "cgroup", mount=tmp_path / "mount")
+
+
+def test_without_control_groups_what_the_machine_has_available_counts(tmp_path):
+    assert usable(tmp_path, "0::/\n") == 32 * GIB
+    assert usable(tmp_path, "0::/job\n", **{"job__memory.max": "max", "job__memory.current": 5}) == 32 * GIB
+
+
+def test_the_limit_of_a_control_group_of_version_2_counts_less_what_is_used(tmp_path):
+    files = {"job__memory.max": 8 * GIB, "job__memory.current": 3 * GIB}
+    assert usable(tmp_path, "0::/job/task\n", **files) == 5 * GIB
+    stat = {"job__memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}"}
+    assert usable(tmp_path, "0::/job/task\n", **files, **stat) == 6 * GIB
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(8 * GIB, 6 * GIB), (2**63 - 4096, 32 * GIB)])
+def test_the_limit_of_a_control_group_of_version_1_counts(tmp_path, limit, expected):
+    files = {
+        "memory__job__memory.limit_in_bytes": limit,
+        "memory__job__memory.usage_in_bytes": 3 * GIB,
+        "memory__job__memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}",
+    }
+    assert usable(tmp_path, "4:memory:/job\n7:cpu,cpuacct:/job\n", **files) == expected
+
+
+def test_a_group_that_uses_more_than_its_limit_leaves_nothing(tmp_path):
+    assert usable(tmp_path, "0::/job\n", **{"job__memory.max": GIB, "job__memory.current": 2 * GIB}) == 0
+
+
+def test_the_number_is_unknown_without_meminfo(tmp_path):
+    assert count_usable_bytes(meminfo=tmp_path / "missing") is None
+    (tmp_path / "empty").write_text("")
+    assert count_usable_bytes(meminfo=tmp_path / "empty") is None
+
+
+def test_this_machine_has_memory():
+    assert (count_usable_bytes() or 0) > 2**20

@@ -1,0 +1,49 @@
+"""How much memory of this machine the process may still use: what is free, and its control groups.
+
+/proc/meminfo describes the machine. In a container, or under a batch scheduler, a process that uses
+all of it is killed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trigon.cgroups import MEMBERSHIPS, MOUNT, cgroup_folders, read_limit
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def count_usable_bytes(*, meminfo: Path = _MEMINFO, memberships: Path = MEMBERSHIPS, mount: Path = MOUNT) -> int | None:
+    """Return the bytes of host memory that this process may still allocate; None: unknown.
+
+    The smallest of what the machine has available and what the limits of its control groups, and of
+    those above them, leave (memory.max in version 2, memory.limit_in_bytes in version 1). Cached
+    files, which the kernel drops when memory is needed, do not count as used.
+
+    Args:
+        meminfo: file in the format of Linux's /proc/meminfo.
+        memberships, mount: see trigon.cgroups.
+    """
+    try:
+        available = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:  # not Linux, or /proc is not mounted
+        return None
+    if available is None:
+        return None
+    return max(0, min([int(available[1]) * 1024, *_left_in_cgroups(memberships, mount)]))
+
+
+def _left_in_cgroups(memberships: Path, mount: Path) -> Iterator[int]:
+    """Yield what each control group with a limit leaves."""
+    for folder, version in cgroup_folders("memory", memberships, mount):
+        limit, used, cached = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit_bytes, used_bytes = read_limit(folder / limit), read_limit(folder / used)
+        if limit_bytes.isdigit() and used_bytes.isdigit():  # "max": no limit
+            reclaimable = re.search(rf"^{cached} (\d+)$", read_limit(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit_bytes) - int(used_bytes) + (int(reclaimable[1]) if reclaimable else 0)
