@@ -38,8 +38,8 @@ CHANGE_TOLERANCE = 0.02
 """Largest difference of a log-probability between two samples of one seed on a GPU, where kernels
 may sum in another order."""
 SYNC_WEIGHTS = 3
-"""Most copies of the largest weight that a weight sync holds, as a run's memory is planned: one that
-vLLM collects for a layer, one in the layout of its layer, and one of a conversion."""
+"""Most copies of the largest weight that a weight sync holds, as a run's memory is planned: one
+that vLLM collects for a layer, one in the layout of its layer, and one of a conversion."""
 CHECKSUM_BYTES = 512 * 2**20
 """Temporaries of the checksums of weights; see rollout/checksums.py."""
 SMALL_MEMORY = 40 * 2**30
