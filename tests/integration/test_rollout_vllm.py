@@ -16,6 +16,7 @@ from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.checksums import read_sums, sum_values
+from trigon.rollout.vllm import RunsWith
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
@@ -84,6 +85,10 @@ def prompts(processors):
         Prompt("train:1", (start, *[pad] * 9, end, *question), vision(1), "", None, {}, ()),
         Prompt("train:2", tuple(question), None, "", None, {}, ()),
     ]
+
+
+def test_how_vllm_runs_on_the_cpu(engine):
+    assert engine.runs_with == RunsWith(model_runner="v1", async_scheduling=False, graphs=False)
 
 
 def test_starting_the_engine_does_not_change_the_process(started):
