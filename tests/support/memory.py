@@ -11,8 +11,8 @@ from trigon.models.activations import (
     PassFormat,
     PassOptions,
     RowLengths,
-    score_pass_bytes,
-    update_pass_bytes,
+    score_bytes,
+    update_bytes,
 )
 from trigon.models.kernels import Kernel
 from trigon.models.memory import model_size
@@ -78,4 +78,4 @@ def measure(
             on_cpu=True,
         ),
     )
-    return Peaks(update_peak, score_peak, update_pass_bytes(*arguments), score_pass_bytes(*arguments))
+    return Peaks(update_peak, score_peak, update_bytes(*arguments), score_bytes(*arguments))

@@ -30,13 +30,12 @@ from trigon.config.defaults import (
 )
 from trigon.config.plan import context_length, num_workers, workers_per_copy
 from trigon.config.schema import Config
+from trigon.models import activations
 from trigon.models.activations import (
     PassBytes,
     PassFormat,
     PassOptions,
     RowLengths,
-    score_pass_bytes,
-    update_pass_bytes,
 )
 from trigon.models.dimensions import Dimensions
 from trigon.models.dtypes import DTYPES
@@ -57,6 +56,9 @@ WORKSPACE_BYTES = 4 * GIB
 
 PROCESS_BYTES = 3 * GIB
 """Expected host memory of one worker with its libraries, without tensors."""
+
+CPU_CACHE_BYTES = GIB
+"""The most that vLLM's KV cache takes on the CPU (rollout/vllm/arguments.py)."""
 
 _ADAPTER_BYTES = 4
 _SYNC_COPIES = 3  # of a tensor: gathered, converted, and as vLLM collects it for a layer
@@ -258,12 +260,16 @@ class _Run:
     def _update_pass(self) -> PassBytes | None:
         micro = self._config.worker.actor.micro_batch_size_per_device_for_update
         dimensions = self._size.dimensions
-        return None if dimensions is None else update_pass_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        return (
+            None
+            if dimensions is None
+            else activations.update_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        )
 
     def _score_pass(self) -> PassBytes | None:
         micro = self._config.worker.actor.micro_batch_size_per_device_for_experience
         dimensions = self._size.dimensions
-        return None if dimensions is None else score_pass_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        return None if dimensions is None else score_bytes(dimensions, *self._pass_arguments(dimensions, micro))
 
     def _pass_arguments(self, dimensions: Dimensions, micro: int) -> tuple[RowLengths, PassFormat, PassOptions]:
         config, size = self._config, self._size
@@ -310,7 +316,7 @@ class _Run:
 
     def on_host(self) -> Sequence[PhaseMemory]:
         """Return the phases in the host memory of a node, which all of its ranks share."""
-        parameters = self._size.all.frozen + self._size.all.trained
+        parameters, rollout = self._size.all.frozen + self._size.all.trained, self._config.worker.rollout
         process = self._of_ranks("processes", PROCESS_BYTES, 0)
         caches = self._of_ranks("caches of images and features", self._cache_bytes(), 0)
         # A process with a GPU of its own converts the weights on the CPU. With several, rank 0 maps
@@ -328,6 +334,7 @@ class _Run:
                 phase_of("save", "host", [*kept, copy, caches, process]),
             ]
         engine = self._of_ranks("rollout engine's weights", self._engine_weights(), self._engine_weights())
+        cache = self._of_ranks("vLLM's KV cache", CPU_CACHE_BYTES if rollout.name == "vllm" else 0, 0)
         passes = [
             self._of_ranks(part.name, part.expected, part.certain) for part in self._pass_parts(self._update_pass())
         ]
@@ -343,11 +350,12 @@ class _Run:
                     *passes,
                     self._of_ranks(gathered.name, gathered.expected, gathered.certain),
                     engine,
+                    cache,
                     caches,
                     process,
                 ],
             ),
-            phase_of("save", "host", [*kept, copy, engine, caches, process]),
+            phase_of("save", "host", [*kept, copy, engine, cache, caches, process]),
         ]
 
     def _kept_on_host(self) -> list[Part]:

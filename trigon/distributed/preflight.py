@@ -14,8 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+import torch
+
 from trigon.errors import ConfigError, EngineError
 from trigon.host_memory import count_total_bytes
+from trigon.installation import install_command
 from trigon.training.fsdp import TorchProcessGroup
 from trigon.training.memory import memory_of
 
@@ -74,6 +78,21 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
         problem="; ".join(problems),
         device_bytes=memory_of(device, shared_by=1).total_bytes if device.type == "cuda" else 0,
         host_bytes=count_total_bytes(),
+    )
+
+
+def require_gpu(device: str) -> None:
+    """Raise ConfigError if device is "cuda" and torch cannot use the GPU that Ray has assigned."""
+    if device != "cuda" or torch.cuda.is_available():
+        return
+    reason = (
+        f"is built without CUDA: run {install_command('gpu')}"
+        if torch.version.cuda is None
+        else f"is built for CUDA {torch.version.cuda}, and the driver is too old for it or missing: see nvidia-smi"
+    )
+    raise ConfigError(
+        f"Ray has assigned GPU {', '.join(map(str, ray.get_gpu_ids()))} to this worker, but torch finds none. torch "
+        f"{torch.__version__} {reason}; or set trainer.device=cpu"
     )
 
 

@@ -121,12 +121,12 @@ class PassBytes:
         return self.activations + self.logits + self.copies + self.gradients
 
 
-def update_pass_bytes(model: Dimensions, row: RowLengths, formats: PassFormat, options: PassOptions) -> PassBytes:
+def update_bytes(model: Dimensions, row: RowLengths, formats: PassFormat, options: PassOptions) -> PassBytes:
     """Return the memory of a forward and backward over a row, whose gradients exist already."""
     return max(_Pass(model, row, formats, options).update_moments(), key=lambda moment: moment.total)
 
 
-def score_pass_bytes(model: Dimensions, row: RowLengths, formats: PassFormat, options: PassOptions) -> PassBytes:
+def score_bytes(model: Dimensions, row: RowLengths, formats: PassFormat, options: PassOptions) -> PassBytes:
     """Return the memory of a forward without gradient over a row."""
     return _Pass(model, row, formats, options).score_moment()
 
