@@ -269,7 +269,11 @@ class _Run:
     def _score_pass(self) -> PassBytes | None:
         micro = self._config.worker.actor.micro_batch_size_per_device_for_experience
         dimensions = self._size.dimensions
-        return None if dimensions is None else score_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        return (
+            None
+            if dimensions is None
+            else activations.score_bytes(dimensions, *self._pass_arguments(dimensions, micro))
+        )
 
     def _pass_arguments(self, dimensions: Dimensions, micro: int) -> tuple[RowLengths, PassFormat, PassOptions]:
         config, size = self._config, self._size
