@@ -336,20 +336,30 @@ class Policy(nn.Module):
     def _encode_together(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower on all images and videos of a row; see _encode_vision."""
         device = self.family.language_model(self.model).embed_tokens.weight.device
-        pixel_values = concatenated([vision.pixel_values for vision in visions], device)
-        return self._encode_vision(pixel_values, torch.cat([vision.grid_thw for vision in visions]))
+        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
+        return self._run_tower(pixels, grid_thw)
 
     def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision tower on all images and videos of a row.
+        """Run the vision tower on images and videos.
 
         Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
         Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
         """
+        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw)
+
+    def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
+        """Return pixels as the vision tower takes them, on its device and in its dtype."""
         tower: Any = self.family.vision_tower(self.model)
         if self.family.tiles:
-            tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
-            return self.family.image_features(self.model, to_device(tiles, tower.device).to(tower.dtype)), []
-        pixels = to_device(pixel_values, tower.device).to(tower.dtype)
+            pixel_values = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
+        return to_device(pixel_values, tower.device).to(tower.dtype)
+
+    def _run_tower(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the features of images and videos, given their pixels; see _encode_vision."""
+        tower: Any = self.family.vision_tower(self.model)
+        if self.family.tiles:
+            return self.family.image_features(self.model, pixels), []
         output = tower(pixels, grid_thw=grid_thw, **tower_inputs(tower, grid_thw))
         return output.pooler_output, output.deepstack_features if self.family.deepstack else []
 
