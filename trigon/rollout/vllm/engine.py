@@ -14,7 +14,7 @@ from trigon.errors import EngineError
 from trigon.models.load import Processors
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
-from trigon.rollout.vllm.arguments import VllmSettings, batched_tokens, engine_arguments
+from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
 from trigon.rollout.vllm.process import start_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
@@ -68,6 +68,16 @@ class VllmEngine:
     def num_replicas(self) -> int:
         """See RolloutEngine."""
         return 1
+
+    @property
+    def runs_with(self) -> RunsWith:
+        """How vLLM runs on a GPU."""
+        config = self._llm_engine.vllm_config
+        return RunsWith(
+            model_runner="v2" if config.use_v2_model_runner else "v1",
+            async_scheduling=bool(config.scheduler_config.async_scheduling),
+            graphs=config.compilation_config.cudagraph_mode.name != "NONE",
+        )
 
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine. May be nested with the same version: the inner context does nothing.
@@ -227,6 +237,19 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._unusable_because:
             raise EngineError(f"The rollout engine cannot be used: {self._unusable_because}. Start a new one.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunsWith:
+    """How vLLM runs, by its settings and by its own choices where they leave one.
+
+    model_runner: of its GPU worker. async_scheduling: it schedules a forward pass while the last
+    one runs. graphs: it records CUDA graphs.
+    """
+
+    model_runner: ModelRunner
+    async_scheduling: bool
+    graphs: bool
 
 
 @dataclass(frozen=True, slots=True)
