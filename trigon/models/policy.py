@@ -90,7 +90,7 @@ class Policy(nn.Module):
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         language = self.family.language_model(self.model)
-        device = language.embed_tokens.weight.device
+        device = computing_device(language.embed_tokens.weight)
         embeddings = language.embed_tokens(to_device(packed.token_ids, device))[None]
         deepstack_arguments: dict[str, Any] = {}
         if packed.visions:
@@ -154,9 +154,7 @@ class Policy(nn.Module):
     def logprob_chunk(self) -> int:
         """The number of rows of logits that are computed at a time on the device of the weights."""
         weight = self.model.lm_head.weight
-        mesh = getattr(weight, "device_mesh", None)  # a shard may be kept on the CPU and gathered on a GPU
-        device_type: str = weight.device.type if mesh is None else mesh.device_type
-        return self._logprob_chunk or rows_per_chunk(weight.shape[0], device_type)
+        return self._logprob_chunk or rows_per_chunk(weight.shape[0], computing_device(weight).type)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, then the vision blocks."""
@@ -259,7 +257,7 @@ class Policy(nn.Module):
         if flops is None:
             return {}
         metrics: dict[str, Metric] = {"actor/model_tflops": Sum(flops / 1e12)}
-        device = self.family.language_model(self.model).embed_tokens.weight.device
+        device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return metrics if peak is None else metrics | {"perf/peak_tflops": Max(peak)}
 
@@ -335,7 +333,7 @@ class Policy(nn.Module):
 
     def _encode_together(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower on all images and videos of a row; see _encode_vision."""
-        device = self.family.language_model(self.model).embed_tokens.weight.device
+        device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
         grid_thw = torch.cat([vision.grid_thw for vision in visions])
         pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
         return self._run_tower(pixels, grid_thw)
@@ -431,6 +429,15 @@ def _add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> T
     positions = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
     added = hidden_states.flatten(0, 1).index_add(0, positions, features.to(hidden_states))
     return added.view_as(hidden_states)
+
+
+def computing_device(weight: Tensor) -> torch.device:
+    """Return the device on which a weight is used.
+
+    That of a shard may be another one: with CPU offloading it is on the CPU until it is gathered.
+    """
+    mesh = getattr(weight, "device_mesh", None)  # of a DTensor, see full_tensor
+    return weight.device if mesh is None or mesh.device_type == weight.device.type else torch.device(mesh.device_type)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
