@@ -16,7 +16,7 @@ from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.flops import GroupLengths, update_flops
 from trigon.models.load import load_model, load_processors
-from trigon.models.policy import Policy
+from trigon.models.policy import Policy, computing_device
 from trigon.types import TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]
@@ -131,3 +131,16 @@ def test_update_work_has_the_peak_of_a_known_gpu(tiny_model: TinyModel, monkeypa
     language = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight))
     policy.family = SimpleNamespace(language_model=lambda model: language, vision_tower=lambda model: None)
     assert policy.update_work([])["perf/peak_tflops"].value == 119.5
+
+
+@pytest.mark.parametrize(
+    ("mesh", "weight", "expected"),
+    [(None, "cuda:1", "cuda:1"), (None, "cpu", "cpu"), ("cuda", "cuda:1", "cuda:1"), ("cuda", "cpu", "cuda")],
+)
+def test_a_shard_that_is_kept_on_the_cpu_is_used_on_the_device_of_its_mesh(
+    mesh: str | None, weight: str, expected: str
+) -> None:
+    shard = SimpleNamespace(device=torch.device(weight))
+    if mesh is not None:
+        shard.device_mesh = SimpleNamespace(device_type=mesh)
+    assert computing_device(shard) == torch.device(expected)  # type: ignore[arg-type]

@@ -26,6 +26,10 @@ class Unread:
     kind: Callable[..., Metric]
     numbers: tuple[Tensor | float, ...]
 
+    def __post_init__(self) -> None:
+        # It would keep the activations of its micro-batch until the end of the update.
+        assert not any(isinstance(number, Tensor) and number.requires_grad for number in self.numbers)
+
 
 UnreadMetrics = Mapping[str, Unread]
 

@@ -90,7 +90,7 @@ class Policy(nn.Module):
         Raises: ModelError if the images do not match the placeholder tokens of the row.
         """
         language = self.family.language_model(self.model)
-        device = language.embed_tokens.weight.device
+        device = computing_device(language.embed_tokens.weight)
         embeddings = language.embed_tokens(to_device(packed.token_ids, device))[None]
         deepstack_arguments: dict[str, Any] = {}
         if packed.visions:
@@ -154,9 +154,7 @@ class Policy(nn.Module):
     def logprob_chunk(self) -> int:
         """The number of rows of logits that are computed at a time on the device of the weights."""
         weight = self.model.lm_head.weight
-        mesh = getattr(weight, "device_mesh", None)  # a shard may be kept on the CPU and gathered on a GPU
-        device_type: str = weight.device.type if mesh is None else mesh.device_type
-        return self._logprob_chunk or rows_per_chunk(weight.shape[0], device_type)
+        return self._logprob_chunk or rows_per_chunk(weight.shape[0], computing_device(weight).type)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, then the vision blocks."""
@@ -259,7 +257,7 @@ class Policy(nn.Module):
         if flops is None:
             return {}
         metrics: dict[str, Metric] = {"actor/model_tflops": Sum(flops / 1e12)}
-        device = self.family.language_model(self.model).embed_tokens.weight.device
+        device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
         peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         return metrics if peak is None else metrics | {"perf/peak_tflops": Max(peak)}
 
@@ -335,21 +333,31 @@ class Policy(nn.Module):
 
     def _encode_together(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower on all images and videos of a row; see _encode_vision."""
-        device = self.family.language_model(self.model).embed_tokens.weight.device
-        pixel_values = concatenated([vision.pixel_values for vision in visions], device)
-        return self._encode_vision(pixel_values, torch.cat([vision.grid_thw for vision in visions]))
+        device = computing_device(self.family.language_model(self.model).embed_tokens.weight)
+        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        pixels = self._tower_pixels(concatenated([vision.pixel_values for vision in visions], device), grid_thw)
+        return self._run_tower(pixels, grid_thw)
 
     def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision tower on all images and videos of a row.
+        """Run the vision tower on images and videos.
 
         Args: pixel_values: [patches, values], grid_thw: [images and videos, 3], both on the CPU.
         Returns: features [tokens, D], and with deepstack [tokens, D] for each of the first layers.
         """
+        return self._run_tower(self._tower_pixels(pixel_values, grid_thw), grid_thw)
+
+    def _tower_pixels(self, pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
+        """Return pixels as the vision tower takes them, on its device and in its dtype."""
         tower: Any = self.family.vision_tower(self.model)
         if self.family.tiles:
-            tiles = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
-            return self.family.image_features(self.model, to_device(tiles, tower.device).to(tower.dtype)), []
-        pixels = to_device(pixel_values, tower.device).to(tower.dtype)
+            pixel_values = to_tiles(pixel_values, grid_thw, self.family.patch_size(self.model.config))
+        return to_device(pixel_values, tower.device).to(tower.dtype)
+
+    def _run_tower(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the features of images and videos, given their pixels; see _encode_vision."""
+        tower: Any = self.family.vision_tower(self.model)
+        if self.family.tiles:
+            return self.family.image_features(self.model, pixels), []
         output = tower(pixels, grid_thw=grid_thw, **tower_inputs(tower, grid_thw))
         return output.pooler_output, output.deepstack_features if self.family.deepstack else []
 
@@ -421,6 +429,15 @@ def _add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> T
     positions = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
     added = hidden_states.flatten(0, 1).index_add(0, positions, features.to(hidden_states))
     return added.view_as(hidden_states)
+
+
+def computing_device(weight: Tensor) -> torch.device:
+    """Return the device on which a weight is used.
+
+    That of a shard may be another one: with CPU offloading it is on the CPU until it is gathered.
+    """
+    mesh = getattr(weight, "device_mesh", None)  # of a DTensor, see full_tensor
+    return weight.device if mesh is None or mesh.device_type == weight.device.type else torch.device(mesh.device_type)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
