@@ -45,6 +45,7 @@ from trigon.models.attention import WINDOW_ATTENTION, use_group_attention
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.flops import Counting, peak_tflops, update_flops
 from trigon.models.kernels import Kernel
+from trigon.models.patches import use_patch_projection
 from trigon.models.policy import Policy
 from trigon.models.positions import prompt_positions
 from trigon.types import Prompt, RolloutGroup
@@ -58,6 +59,7 @@ class Variant:
     """One line of the table.
 
     kernel: of the language model; None for the padded batch. tower: kernel of the vision tower.
+    chunk: rows of logits that are computed at a time; None: as many as in a run.
     checkpointing: recompute each layer in the backward.
     """
 
@@ -65,7 +67,7 @@ class Variant:
     kernel: Kernel | None
     tower: Kernel = "sdpa"
     shared: bool = False
-    chunk: int = ONE_CHUNK
+    chunk: int | None = ONE_CHUNK
     checkpointing: bool = True
     module_kernels: Literal["", "compiled", "liger"] = ""
 
@@ -76,15 +78,15 @@ VARIANTS = (
     Variant("packed, varlen", "varlen"),
     Variant("+ varlen for images", "varlen", "varlen"),
     Variant("+ shared prompts", "varlen", "varlen", shared=True),
-    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=1024),
-    Variant("no recomputation", "varlen", "varlen", shared=True, chunk=1024, checkpointing=False),
-    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=1024),
-    Variant("with flex", "flex", "varlen", shared=True, chunk=1024),
-    Variant("with flash-attn", "flash", "flash", shared=True, chunk=1024),
+    Variant("+ chunked log-probs", "varlen", "varlen", shared=True, chunk=None),
+    Variant("no recomputation", "varlen", "varlen", shared=True, chunk=None, checkpointing=False),
+    Variant("with sdpa", "sdpa", "sdpa", shared=True, chunk=None),
+    Variant("with flex", "flex", "varlen", shared=True, chunk=None),
+    Variant("with flash-attn", "flash", "flash", shared=True, chunk=None),
     # These modify the model, and so come last; the second replaces all forwards that the first
     # replaced.
-    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=1024, module_kernels="compiled"),
-    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=1024, module_kernels="liger"),
+    Variant("+ compiled modules", "varlen", "varlen", shared=True, chunk=None, module_kernels="compiled"),
+    Variant("+ liger-kernel", "varlen", "varlen", shared=True, chunk=None, module_kernels="liger"),
 )
 
 
@@ -191,6 +193,7 @@ def prepare(variant: Variant, model: Any, family: ModelFamily, groups: Sequence[
         tower.config._attn_implementation = "sdpa"
         return padded_run(model, groups, row_tokens=row_tokens)
     use_group_attention(model, family, variant.kernel)
+    use_patch_projection(model, family)
     tower.config._attn_implementation = WINDOW_ATTENTION[variant.tower]
     policy = Policy(model, family, temperature=1.0, banned_token_ids=(), logprob_chunk=variant.chunk)
     match variant.module_kernels:
@@ -219,6 +222,17 @@ def measure(model: Any, run: Callable[[], Tensor], repeats: int) -> Measured:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return Measured(min(seconds), torch.cuda.max_memory_allocated() if on_gpu else 0, logprobs)
+
+
+def profile_of(run: Callable[[], Tensor], device: torch.device) -> str:
+    """Return a table of the operations of one run that take most of the time of the device."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+    order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60))
 
 
 def why_unavailable(variant: Variant, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -258,6 +272,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each variant; the fastest counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--profile", metavar="NAME", help="show the operations that take most of the time of this line of the table"
+    )
+    parser.add_argument(
         "--variants",
         nargs="+",
         metavar="NAME",
@@ -295,6 +312,7 @@ def main() -> None:
         f"\n{'':<22}{'seconds':>9}{'tokens/s':>10}{'MFU shared':>12}{'repeated':>10}{'peak GiB':>10}{'|logp diff|':>13}"
     )
     reference: Tensor | None = None
+    profile = ""
     for variant in VARIANTS:
         if arguments.variants and variant.name not in arguments.variants:
             continue
@@ -319,6 +337,10 @@ def main() -> None:
             f"{variant.name:<22}{measured.seconds:>9.3f}{tokens / measured.seconds:>10.0f}{shares[0]:>12}"
             f"{shares[1]:>10}{memory:>10}{difference:>13.1e}"
         )
+        if variant.name == arguments.profile:
+            profile = profile_of(prepare(variant, model, family, groups, row_tokens), device)
+    if profile:
+        print(f"\n{arguments.profile}, one update:\n{profile}")
 
 
 if __name__ == "__main__":

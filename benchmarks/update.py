@@ -25,7 +25,7 @@ from trigon.models.families import family_of
 from trigon.models.load import patch_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, prompt_positions
-from trigon.types import GroupSpan, PackedGroups
+from trigon.types import GroupSpan, PackedGroups, Vision
 
 PROMPT_TOKENS = SHORT.prompt
 IMAGE_GRID = (1, 32, 32)  # patches, so 256 image tokens
@@ -71,8 +71,7 @@ def packed_group(
         token_ids=torch.tensor(token_ids),
         position_ids=torch.cat([positions, *(completion_positions(positions, len(c)) for c in completions)], 1),
         spans=(GroupSpan(prompt=(0, len(prompt)), completions=tuple(spans)),),
-        pixel_values=pixel_values,
-        grid_thw=grid_thw,
+        visions=(Vision(pixel_values, grid_thw, hashes=()),),
     )
 
 

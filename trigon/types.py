@@ -225,18 +225,14 @@ class PackedGroups:
     positions of each completion continue those of its prompt.
     spans: one per group, in row order. S is the number of completion tokens of the row; every [S]
     tensor of a micro-batch lists them in row order.
-    pixel_values, grid_thw: the Vision of all groups concatenated ([patches, D] float32, [images or
-    videos, 3] int64); None if no group has any.
-    vision_hashes: the content hash of each image or video; empty if unknown, which disables the
-    cache of image features.
+    visions: the images or videos of each group that has any, in row order. They are concatenated
+    when the row is computed, so that memory holds a second copy of one row's pixels at a time.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     spans: tuple[GroupSpan, ...]
-    pixel_values: Tensor | None
-    grid_thw: Tensor | None
-    vision_hashes: tuple[str, ...] = ()
+    visions: tuple[Vision, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,5 +78,6 @@ def test_rollout_and_trainer_receive_identical_pixel_values(tiny_vlm, tmp_path):
         return prompt_positions(ids, grid, processors.family, processors.hf_config)
 
     (row,) = pack_rollouts([sampled(prompt) for prompt in prompts], max_tokens=100_000, positions=positions)
-    assert content_hashes(row.packed.pixel_values, row.packed.grid_thw) == rollout_hashes
+    hashes = [content_hashes(vision.pixel_values, vision.grid_thw) for vision in row.packed.visions]
+    assert [name for of_prompt in hashes for name in of_prompt] == rollout_hashes
     assert builder.image_processor.calls == 4

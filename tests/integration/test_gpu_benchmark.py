@@ -17,9 +17,11 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 def test_on_a_cpu_the_available_variants_are_measured_and_agree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--groups", "2", "--repeats", "1"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--groups", "2", "--repeats", "1", "--profile", "with sdpa"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     printed = capsys.readouterr().out
+    printed, _, profile = printed.partition("\nwith sdpa, one update:\n")
+    assert "aten::mm" in profile
     rows = {line[:22].strip(): line[22:].split() for line in printed.partition("seconds")[2].splitlines()[1:]}
     assert len(rows) == 12
     measured = {name: cells for name, cells in rows.items() if cells != ["needs", "CUDA"]}

@@ -89,8 +89,7 @@ class Scene:
             token_ids=torch.cat([ids, *(torch.tensor(completion.token_ids) for completion in completions)]),
             position_ids=torch.cat([positions, *(completion_positions(positions, length) for length in lengths)], 1),
             spans=(GroupSpan((0, len(ids)), tuple(pairwise(ends))),),
-            pixel_values=None if prompt.vision is None else prompt.vision.pixel_values,
-            grid_thw=grid,
+            visions=() if prompt.vision is None else (prompt.vision,),
         )
         return self.policy(packed).logprobs
 
@@ -171,7 +170,6 @@ def scene(request, tiny_model):
 def open_engine(name, folder, processors):
     if name == "transformers":
         return make_transformers_engine(folder, processors, max_model_len=MAX_MODEL_LEN)
-    pytest.importorskip("vllm")
     return make_vllm_engine(
         folder, processors, max_model_len=MAX_MODEL_LEN, enable_chunked_prefill=True, limit_images=MAX_IMAGES
     )

@@ -1,19 +1,22 @@
 """Behaviour of VllmEngine alone: the state of its process, and its checks of weights and images."""
 
+import logging
 import os
 import random
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from support.rollout import handle_of, make_vllm_engine
 from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
+from trigon.rollout.checksums import read_sums, sum_values
+from trigon.rollout.vllm import RunsWith
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
@@ -82,6 +85,10 @@ def prompts(processors):
         Prompt("train:1", (start, *[pad] * 9, end, *question), vision(1), "", None, {}, ()),
         Prompt("train:2", tuple(question), None, "", None, {}, ()),
     ]
+
+
+def test_how_vllm_runs_on_the_cpu(engine):
+    assert engine.runs_with == RunsWith(model_runner="v1", async_scheduling=False, graphs=False)
 
 
 def test_starting_the_engine_does_not_change_the_process(started):
@@ -405,11 +412,52 @@ def test_a_vllm_that_is_built_for_another_device_raises(tiny_model, monkeypatch)
         "VLLM_ALLREDUCE_USE_SYMM_MEM": None,
         "VLLM_ALLREDUCE_USE_FLASHINFER": "1",  # what the user has set stays
         "VLLM_USE_FLASHINFER_SAMPLER": None,
+        "VLLM_LOGGING_LEVEL": None,
+        "TRITON_PRINT_AUTOTUNING": None,
     }
+    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     for name, value in switches.items():
         monkeypatch.setenv(name, value or "")  # restores it after the test
         if value is None:
             monkeypatch.delenv(name)
     with pytest.raises(EngineError, match=r"built for cpu, but the rollout engine is to run on cuda"):
         make_vllm_engine(folder, load_processors(str(folder)), device="cuda")
-    assert [os.environ[name] for name in switches] == ["0", "1", "0"]
+    assert [os.environ[name] for name in switches] == ["0", "1", "0", "WARNING", "0"]
+    assert not reload_logger.isEnabledFor(logging.WARNING)  # it warns at every sync of a tied head
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "TRITON"])
+def test_the_layouts_of_moe_weights_on_a_gpu_keep_their_checksums(engine, monkeypatch, backend):
+    """vLLM's own conversions, with arbitrary permutations in the place of FlashInfer's."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    def permutation(_, expert, *args, **kwargs):
+        return torch.randperm(expert.shape[0], generator=torch.Generator().manual_seed(0))
+
+    names = ("_maybe_get_cached_w3_w1_permute_indices", "get_w2_permute_indices_with_cache")
+    core = SimpleNamespace(**dict.fromkeys(names, permutation))
+    for module in ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core"):
+        monkeypatch.setitem(sys.modules, module, core)
+    num_experts, hidden, intermediate = 3, 128, 192  # FlashInfer pads 192 to 256
+    generator = torch.Generator().manual_seed(1)
+    up = torch.randn(num_experts, 2 * intermediate, hidden, generator=generator, dtype=torch.bfloat16)
+    down = torch.randn(num_experts, hidden, intermediate, generator=generator, dtype=torch.bfloat16)
+    expected = [checksum(up), checksum(down)]
+    config = SimpleNamespace(
+        is_act_and_mul=True,
+        intermediate_size_per_partition=intermediate,
+        intermediate_size_per_partition_unpadded=intermediate,
+    )
+    converted = unquantized.convert_to_unquantized_kernel_format(
+        unquantized.UnquantizedMoeBackend[backend], config, up.clone(), down.clone()
+    )
+    if backend == "FLASHINFER_TRTLLM":
+        assert converted[0].shape == (num_experts, 512, hidden)
+    if backend != "TRITON":
+        assert not torch.equal(converted[0], up)
+    for values, before in zip(converted, expected, strict=True):
+        assert checksum(values).equals(before)
+
+
+def checksum(tensor):
+    return read_sums({"": (sum_values(tensor), tensor.numel())})[""]

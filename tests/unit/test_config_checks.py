@@ -125,10 +125,22 @@ def test_a_batch_of_vllm_must_hold_a_sequence_without_chunked_prefill():
     assert warnings(small, off, "worker.rollout.name=transformers") == ()
 
 
-def test_chunked_prefill_that_is_switched_off_is_warned_about_on_a_gpu():
-    def device_warnings(device, **rollout):
-        return find_device_warnings(Config(worker={"rollout": rollout}), device)
+def device_warnings(device, **rollout):
+    return find_device_warnings(Config(worker={"rollout": rollout}), device)
 
+
+def test_options_of_vllm_without_effect_on_the_cpu_are_warned_about():
+    options = {"model_runner": "v2", "async_scheduling": True, "enable_chunked_prefill": True}
+    assert device_warnings("cpu", **options) == (
+        "worker.rollout.model_runner=v2 has no effect on the CPU",
+        "worker.rollout.async_scheduling=true has no effect on the CPU",
+        "worker.rollout.enable_chunked_prefill=true has no effect on the CPU",
+    )
+    assert device_warnings("cuda", **options) == device_warnings("cpu", **options, name="transformers") == ()
+    assert device_warnings("cpu", async_scheduling=False) == device_warnings("cpu") == ()
+
+
+def test_chunked_prefill_that_is_switched_off_is_warned_about_on_a_gpu():
     [warning] = device_warnings("cuda", enable_chunked_prefill=False)
     assert "does not officially support this on a GPU" in warning
     assert device_warnings("cpu", enable_chunked_prefill=False) == ()

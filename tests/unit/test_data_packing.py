@@ -72,8 +72,7 @@ def test_a_row_has_the_prompt_then_the_completions_with_continued_positions() ->
     assert row.packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert row.packed.spans == (GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 6))),)
     assert row.owners == ((0, 0), (0, 1))
-    assert row.packed.pixel_values is None
-    assert row.packed.grid_thw is None
+    assert row.packed.visions == ()
 
 
 def test_groups_share_a_row_in_their_order() -> None:
@@ -84,10 +83,8 @@ def test_groups_share_a_row_in_their_order() -> None:
     )
     assert row.owners == ((0, 0), (1, 0), (2, 0))
     assert [span.prompt for span in row.packed.spans] == [(0, 1), (2, 3), (8, 9)]
-    assert row.packed.pixel_values is not None
-    assert row.packed.pixel_values[:, 0].tolist() == [1.0] * 4 + [3.0] * 8
-    assert row.packed.grid_thw is not None
-    assert row.packed.grid_thw.tolist() == [[1, 2, 2]] * 3
+    assert [vision.pixel_values[:, 0].tolist() for vision in row.packed.visions] == [[1.0] * 4, [3.0] * 8]
+    assert [len(vision.grid_thw) for vision in row.packed.visions] == [1, 2]
 
 
 def groups_that_cost(*costs: int) -> list[RolloutGroup]:
@@ -138,8 +135,7 @@ def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
     assert [row.owners for row in rows] == [((0, 0), (0, 1)), ((0, 2), (0, 3))]
     for row in rows:
         assert row.packed.token_ids[:4].tolist() == [7000, 7001, 7002, 7003]
-        assert row.packed.pixel_values is not None
-        assert len(row.packed.pixel_values) == 4
+        assert row.packed.visions == (group.prompt.vision,)  # its pixels are not copied
 
 
 def test_a_completion_longer_than_the_budget_has_a_row_of_its_own() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from trigon.doctor.environment import (
     check_environment,
+    compiler_problems,
     driver_problems,
     inspect_gpus,
     inspect_machine,
@@ -81,6 +82,16 @@ def test_the_command_that_installs_what_is_missing_is_named(monkeypatch):
     assert "flash-attn" in on_gpu[1]
     assert len(on_cpu) == 1
     assert "[cpu]" in on_cpu[0]
+
+
+def test_without_a_compiler_or_headers_triton_cannot_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    no_compiler, no_headers = compiler_problems(tmp_path)
+    assert "apt install g++" in no_compiler
+    assert "apt install python3-dev" in no_headers
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert compiler_problems(tmp_path) == []
 
 
 def fake_torch(*gpus, peers=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from trigon.errors import ModelError
 from trigon.models.flops import GroupLengths, update_flops
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.types import PackedGroups, TrainGroup, TrainSequence
+from trigon.types import TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]
 
@@ -93,15 +94,7 @@ def test_images_that_do_not_match_the_placeholders_are_an_error(tiny_vlm: Path) 
     processors = load_processors(str(tiny_vlm))
     group = make_group(make_prompt(processors, [(4, 4)], seed=0), [2], seed=1)
     (row,) = pack_rollouts([group], max_tokens=100, positions=lambda prompt: torch.zeros(3, len(prompt.token_ids)))
-    packed = row.packed
-    assert packed.pixel_values is not None
-    doubled = PackedGroups(
-        packed.token_ids,
-        packed.position_ids,
-        packed.spans,
-        packed.pixel_values.repeat(2, 1),
-        torch.tensor([[1, 4, 4], [1, 4, 4]]),
-    )
+    doubled = replace(row.packed, visions=row.packed.visions * 2)
     with pytest.raises(ModelError, match="has 4 placeholder tokens, but its 2 images and videos give 8 features"):
         policy(doubled)
 

@@ -1,5 +1,6 @@
 """The arguments of vllm.EngineArgs: CPU and GPU, tensor parallelism, text and image models."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from support.rollout import make_vllm_settings
 from trigon.models.load import load_processors
 from trigon.rollout.vllm.arguments import batched_tokens, cpu_cache_bytes, engine_arguments
+from trigon.rollout.vllm.process import choose_model_runner
 
 # 2 (keys and values) * 2 layers * 2 heads * 32 dimensions * 4 bytes * 256 sequences * (256 + 32)
 # tokens
@@ -39,6 +41,8 @@ ON_CPU = COMMON | {
     "kv_cache_memory_bytes": CPU_CACHE_BYTES,
     "enforce_eager": True,
     "enable_chunked_prefill": False,
+    "async_scheduling": None,
+    "load_format": "auto",
     "enable_sleep_mode": False,
 }
 ON_GPU = COMMON | {
@@ -46,6 +50,8 @@ ON_GPU = COMMON | {
     "kv_cache_memory_bytes": None,
     "enforce_eager": False,
     "enable_chunked_prefill": True,
+    "async_scheduling": None,
+    "load_format": "dummy",
     "enable_sleep_mode": True,
 }
 DEVICES = {"cpu": ON_CPU, "cuda": ON_GPU}
@@ -131,6 +137,40 @@ def test_a_forward_pass_holds_a_prompt_unless_prompts_are_split(device, chunked,
         "MODEL", device=device, enable_chunked_prefill=chunked, max_num_batched_tokens=100, max_model_len=256
     )
     assert batched_tokens(settings) == tokens
+
+
+@pytest.mark.parametrize(
+    ("device", "tied", "names", "load_format"),
+    [
+        ("cuda", True, ["model.embed_tokens.weight"], "dummy"),
+        ("cuda", False, ["model.embed_tokens.weight", "lm_head.weight"], "dummy"),
+        # Only the two tensors show whether the head is tied.
+        ("cuda", True, ["model.embed_tokens.weight", "lm_head.weight"], "auto"),
+        ("cuda", True, ["model.embed_tokens.weight", "language_model.lm_head.weight"], "auto"),
+        ("cpu", False, ["model.embed_tokens.weight", "lm_head.weight"], "auto"),
+    ],
+)
+def test_a_gpu_does_not_read_weights_that_it_drops_at_once(tiny_model, device, tied, names, load_format):
+    processors = load_processors(str(tiny_model("qwen2", tie_word_embeddings=tied)))
+    arguments = engine_arguments(make_vllm_settings("MODEL", device=device), processors, checkpoint_names=names)
+    assert arguments["load_format"] == load_format
+
+
+def test_asynchronous_scheduling_is_passed_on_for_a_gpu(tiny_model):
+    processors = load_processors(str(tiny_model("qwen2")))
+    for device, expected in (("cuda", False), ("cpu", None)):
+        settings = make_vllm_settings("MODEL", device=device, async_scheduling=False)
+        assert engine_arguments(settings, processors)["async_scheduling"] is expected
+
+
+@pytest.mark.parametrize(
+    ("model_runner", "device", "variable"),
+    [("v1", "cuda", "0"), ("v2", "cuda", "1"), (None, "cuda", "the user's"), ("v2", "cpu", "the user's")],
+)
+def test_the_model_runner_is_chosen_by_an_environment_variable(monkeypatch, model_runner, device, variable):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "the user's")
+    choose_model_runner(model_runner, device)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == variable
 
 
 def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model):

@@ -36,8 +36,8 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def fused_on_the_device(monkeypatch):
-    """Let torch's fused AdamW accept the device, whose type it does not know."""
+def treated_as_a_gpu(monkeypatch):
+    """Let torch's fused AdamW accept the type of the device."""
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda *arguments, **options: None)
 

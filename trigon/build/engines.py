@@ -131,6 +131,8 @@ def open_rollout(
                 disable_log_stats=rollout.disable_log_stats,
                 tensor_parallel_size=None if place.is_alone else rollout.tensor_parallel_size,
                 shows_videos=shows_videos,
+                model_runner=None if rollout.model_runner == "auto" else rollout.model_runner,
+                async_scheduling=rollout.async_scheduling,
                 weight_check_freq=rollout.weight_check_freq,
             )
             return VllmEngine(settings, processors)

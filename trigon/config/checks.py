@@ -77,12 +77,26 @@ def find_warnings(config: Config) -> tuple[str, ...]:
 def find_device_warnings(config: Config, device: DeviceType) -> tuple[str, ...]:
     """Return warnings about options that suit another device than that of the run."""
     rollout = config.worker.rollout
-    if device == "cuda" and rollout.name == "vllm" and rollout.enable_chunked_prefill is False:
-        return (
-            "worker.rollout.enable_chunked_prefill=false: vLLM does not officially support this on a GPU, where it may "
-            "crash or give wrong results; leave the option out, or set it to true",
-        )
-    return ()
+    if rollout.name != "vllm":
+        return ()
+    warnings = []
+    match device:
+        case "cuda":
+            if rollout.enable_chunked_prefill is False:
+                warnings.append(
+                    "worker.rollout.enable_chunked_prefill=false: vLLM does not officially support this on a GPU, "
+                    "where it may crash or give wrong results; leave the option out, or set it to true"
+                )
+        case "cpu":
+            options = (
+                (f"worker.rollout.model_runner={rollout.model_runner}", rollout.model_runner != "auto"),
+                ("worker.rollout.async_scheduling=true", rollout.async_scheduling is True),
+                ("worker.rollout.enable_chunked_prefill=true", rollout.enable_chunked_prefill is True),
+            )
+            warnings += [f"{option} has no effect on the CPU" for option, is_set in options if is_set]
+        case _:
+            assert_never(device)
+    return tuple(warnings)
 
 
 class _RecordedSection:

@@ -542,6 +542,14 @@ class RolloutConfig(Section):
     null: by device. Raising it samples faster as long as the KV cache holds all of them, and needs
     a little more memory. Trigon only."""
 
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """vLLM's model runner on a GPU; auto: vLLM's choice, which is v2 from vLLM 0.32 on.
+    To be changed if a fault of the runner is suspected. Trigon only."""
+
+    async_scheduling: bool | None = None
+    """Let vLLM prepare a batch on a GPU while the last one runs; null: vLLM's choice, now true.
+    false samples more slowly; to be set if a fault is suspected here. Trigon only."""
+
     disable_log_stats: bool = True
     """Do not log vLLM's statistics."""
 

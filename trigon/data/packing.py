@@ -243,15 +243,12 @@ def _build_row(
             positions.append(completion_positions(prompt_positions[part.group], len(completion)))
             owners.append((part.group, index))
         spans.append(GroupSpan(prompt=prompt_span, completions=tuple(completion_spans)))
-    visions = [vision for part in parts if (vision := prompts[part.group].pixels()) is not None]
     return PackedRow(
         packed=PackedGroups(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
             position_ids=torch.cat(positions, 1),
             spans=tuple(spans),
-            pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
-            grid_thw=torch.cat([vision.grid_thw for vision in visions]) if visions else None,
-            vision_hashes=tuple(key for vision in visions for key in vision.hashes),
+            visions=tuple(vision for part in parts if (vision := prompts[part.group].pixels()) is not None),
         ),
         owners=tuple(owners),
     )

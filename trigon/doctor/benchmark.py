@@ -11,6 +11,9 @@ from trigon.installation import clone_folder
 VARIANTS = ("padded", "packed, varlen", "+ shared prompts", "+ chunked log-probs", "no recomputation", "with sdpa")
 """Few of them: each takes several updates, and some of the others compile for minutes."""
 
+PROFILED = "+ chunked log-probs"
+"""What a run computes by default on a GPU."""
+
 MAY_NOT_FIT = ("padded", "no recomputation")
 """These may need more memory than a GPU has, and no run needs them."""
 
@@ -35,7 +38,7 @@ def check_benchmark(setting: Setting) -> Findings:
         if setting.device == "cuda"
         else ["--tiny", "--groups", "2", "--repeats", "1"]
     )
-    command = python_command(RUN, str(script), *size, "--variants", *VARIANTS)
+    command = python_command(RUN, str(script), *size, "--profile", PROFILED, "--variants", *VARIANTS)
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"benchmarks/gpu.py ended with status {run.returncode}: {run.stdout[-2000:]}")

@@ -24,6 +24,7 @@ from trigon.doctor.engines import EngineVariant
 from trigon.doctor.random_models import COMPLETIONS, MODELS, make_groups, write_model
 from trigon.doctor.result import Findings, Setting, Tolerances, bytes_text
 from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.vllm import RunsWith, VllmEngine
 from trigon.tiny.model import make_tiny
 from trigon.training.local import LocalTrainEngine
 from trigon.training.parallel import SingleProcess
@@ -38,12 +39,12 @@ CHANGE_TOLERANCE = 0.02
 """Largest difference of a log-probability between two samples of one seed on a GPU, where kernels
 may sum in another order."""
 SYNC_WEIGHTS = 3
-"""Most copies of the largest weight that a weight sync holds: one that vLLM collects for a layer,
-one in the layout of its layer, and one of a conversion."""
+"""Most copies of the largest weight that a weight sync holds, as a run's memory is planned: one
+that vLLM collects for a layer, one in the layout of its layer, and one of a conversion."""
 CHECKSUM_BYTES = 512 * 2**20
 """Temporaries of the checksums of weights; see rollout/checksums.py."""
 SMALL_MEMORY = 40 * 2**30
-TINY_MODEL_BYTES = 3 * 2**30
+TINY_MODEL_BYTES = 6 * 2**30
 """GPU memory of vLLM with a tiny model. In more there would be millions of blocks of KV cache, over
 which vLLM iterates whenever its prefix cache is reset."""
 FEW_LAYERS = 8
@@ -108,6 +109,7 @@ def compare_engines(setting: Setting, variant: EngineVariant) -> Findings:
         start = time.monotonic()
         session = open_session(setting, folder, stack, variant)
         compared.figures["seconds of the start"] = f"{time.monotonic() - start:.1f}"
+        _check_variant(compared, session, variant)
         asleep = used_bytes() if on_gpu else 0
         scale, count, tokens = (1.0, 16, 128) if on_gpu else (0.1, 2, 8)
         config = session.trainer.policy.model.config
@@ -291,6 +293,17 @@ def fill_free_memory() -> None:
     torch.cuda.synchronize()
     del garbage
     torch.cuda.empty_cache()
+
+
+def _check_variant(compared: Tolerances, session: Session, variant: EngineVariant) -> None:
+    """Record how vLLM runs; it is a problem if that is not what was asked for."""
+    assert isinstance(session.rollout, VllmEngine)
+    runs_with = session.rollout.runs_with
+    scheduling = "asynchronous" if runs_with.async_scheduling else "synchronous"
+    graphs = "CUDA graphs" if runs_with.graphs else "eager"
+    compared.figures["vLLM runs with"] = f"{runs_with.model_runner.upper()} runner, {scheduling} scheduling, {graphs}"
+    if runs_with != RunsWith(variant.runner, variant.async_scheduling, variant.graphs):
+        compared.problems.append(f"vLLM runs with {compared.figures['vLLM runs with']}, which is not {variant.name}")
 
 
 def _compare(compared: Tolerances, when: str, differences: Tensor) -> None:

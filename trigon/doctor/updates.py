@@ -15,16 +15,23 @@ from trigon.build.data import open_processors
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
-from trigon.doctor.random_models import MODELS, make_groups, write_model
+from trigon.doctor.random_models import COMPLETIONS, MODELS, make_groups, write_model
 from trigon.doctor.result import Findings, Setting, Tolerances, bytes_text
+from trigon.models.activations import PassFormat, PassOptions, RowLengths, update_bytes
+from trigon.models.attention import configured_kernel
+from trigon.models.dimensions import dimensions_of
+from trigon.training.dry_run import dummy_group
 from trigon.training.host_waits import host_waits
 from trigon.training.local import LocalTrainEngine
+from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
 from trigon.types import RolloutGroup, TrainGroup, TrainSequence
 
 LAYERS = 4
 FEW, MANY = 2, 8
 """Micro-batches of the two updates that are compared; one group is a micro-batch."""
+PASS_TOLERANCE = 0.15
+"""Relative error of the computed memory of a pass."""
 MORE_WAITS = 2
 """Additional waits of the update with MANY micro-batches that are accepted."""
 SHOWN_PLACES = 12
@@ -34,11 +41,13 @@ def measure_updates(setting: Setting) -> Findings:
     """See training.check_update."""
     on_gpu = setting.device == "cuda"
     compared = Tolerances(setting)
+    device = torch.device(setting.device)
     trainer = open_trainer(setting)
     groups = make_groups(trainer.policy.model.config, MANY, 1.0 if on_gpu else 0.1, seed=0)
     train_groups = to_train(groups)
     longest = max(len(g.prompt.token_ids) + sum(len(r.completion.token_ids) for r in g.rollouts) for g in groups)
     trainer.use_budgets(update_max_tokens=longest, score_max_tokens=longest)
+    _compare_pass(compared, trainer, device)
     trainer.step(train_groups)  # makes the optimizer's states, and compiles kernels
     seconds, peaks = [], []
     for count in (FEW, MANY):
@@ -66,6 +75,42 @@ def measure_updates(setting: Setting) -> Findings:
     places = Counter(many)
     text = "\n".join(f"{count:>4} x {place}" for place, count in places.most_common(SHOWN_PLACES))
     return compared.findings(text=f"waits of an update of {MANY} micro-batches:\n{text}")
+
+
+def _compare_pass(compared: Tolerances, trainer: LocalTrainEngine, device: torch.device) -> None:
+    """Compare the memory of an update pass over one group with the arithmetic of activations.py."""
+    policy = trainer.policy
+    config, family = policy.model.config, policy.family
+    dimensions = dimensions_of(config)
+    assert dimensions is not None, "the family of the random model is counted"
+    prompt, response, image_tokens = (450, 275, 340) if device.type == "cuda" else (100, 40, 64)
+    pixels = image_tokens * (family.patch_size(config) * family.spatial_merge(config)) ** 2
+    group = dummy_group(
+        policy, prompt_tokens=prompt, response_tokens=response, image_pixels=pixels, num_completions=COMPLETIONS
+    )
+    vision = group.prompt.pixels()
+    assert vision is not None
+    patches = vision.grid_thw.prod(1).tolist()
+    with trainer.dry_run_updates() as dry_run:
+        dry_run([group])  # the gradients that the second pass adds to
+        measured = memory_of(device, shared_by=1).peak_bytes(partial(dry_run, [group]))
+    bytes_per_value = policy.model.dtype.itemsize
+    computed = update_bytes(
+        dimensions,
+        RowLengths(1, prompt, COMPLETIONS, response, patches=sum(patches), image_patches=max(patches)),
+        PassFormat(weight=bytes_per_value, compute=bytes_per_value),
+        PassOptions(
+            checkpointing=True,
+            trains_weights=True,
+            trains_vision=True,
+            kernel=configured_kernel(family.language_model(policy.model).config),
+            chunk_rows=policy.logprob_chunk,
+            tied=config.tie_word_embeddings,
+            on_cpu=device.type == "cpu",
+        ),
+    ).total
+    compared.figures["memory of a pass"] = f"{bytes_text(measured)}, computed {bytes_text(computed)}"
+    compared.at_most("error of the computed memory", abs(measured - computed) / measured, PASS_TOLERANCE)
 
 
 def open_trainer(setting: Setting) -> LocalTrainEngine:

@@ -57,6 +57,12 @@ class TextDimensions:
         """The weights of a layer's attention, in its four matrices."""
         return self.width * self.head_dim * 2 * (self.heads + self.key_heads)
 
+    @property
+    def largest_matrix(self) -> int:
+        """The weights of the largest matrix, or stack of experts, of a layer."""
+        experts = 2 * self.experts * self.expert_mlp if self.moe_layers else 0
+        return self.width * max(self.heads * self.head_dim, self.mlp, experts)
+
 
 @dataclass(frozen=True, slots=True)
 class VisionDimensions:

@@ -107,6 +107,15 @@ def add_lora(model: Any, settings: LoraSettings, *, seed: int) -> None:
     model.train(model.training)  # peft creates its modules in train mode
 
 
+def adapter_sizes(model: Any, settings: LoraSettings) -> dict[str, int]:
+    """Return the number of weights of each adapter that add_lora would add, by the layers' names.
+
+    The model does not change. Raises: ModelError as add_lora does.
+    """
+    layers = ((name, model.get_submodule(name)) for name in _selected_layers(model, settings))
+    return {name: settings.rank * (layer.in_features + layer.out_features) for name, layer in layers}
+
+
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of a model by the names of their layers; empty without LoRA."""
     return {

@@ -26,9 +26,9 @@ from trigon.models.head import LogprobHead, use_logprob_head
 from trigon.models.logprobs import Predictions, rows_per_chunk, target_and_source_positions
 from trigon.models.lora import adapter_tensors, adapters_of, merged_weight
 from trigon.models.tiles import to_tiles
-from trigon.models.transfer import to_device
+from trigon.models.transfer import concatenated, to_device
 from trigon.models.vision_inputs import tower_inputs
-from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup
+from trigon.types import NamedTensors, PackedGroups, TokenLogprobs, TrainGroup, Vision
 
 
 class Policy(nn.Module):
@@ -60,7 +60,7 @@ class Policy(nn.Module):
         use_logprob_head(model)
         self._logprob_chunk = logprob_chunk
         if family.deepstack:
-            family.language_model(model)._deepstack_process = _add_at_positions
+            family.language_model(model)._deepstack_process = _add_deepstack
         self._feature_cache: VisionFeatureCache | None = None
         self._all_reduce_max: Callable[[int], int] = int
 
@@ -93,27 +93,23 @@ class Policy(nn.Module):
         device = language.embed_tokens.weight.device
         embeddings = language.embed_tokens(to_device(packed.token_ids, device))[None]
         deepstack_arguments: dict[str, Any] = {}
-        if packed.pixel_values is not None and packed.grid_thw is not None:
-            if self._feature_cache is None:
-                features, deepstack_features = self._encode_vision(packed.pixel_values, packed.grid_thw)
-            else:
-                features, deepstack_features = self._encode_each(
-                    packed.pixel_values, packed.grid_thw, packed.vision_hashes
-                )
+        if packed.visions:
+            encode = self._encode_together if self._feature_cache is None else self._encode_each
+            features, deepstack_features = encode(packed.visions)
             placeholders = torch.tensor(self.family.placeholder_token_ids(self.model.config))
             places = torch.isin(packed.token_ids, placeholders).nonzero().flatten()
             if len(places) != len(features):
+                count = sum(len(vision.grid_thw) for vision in packed.visions)
                 raise ModelError(
-                    f"A packed row has {len(places)} placeholder tokens, but its "
-                    f"{len(packed.grid_thw)} images and videos give {len(features)} features. Build prompts and "
-                    "images with the same processor."
+                    f"A packed row has {len(places)} placeholder tokens, but its {count} images and videos give "
+                    f"{len(features)} features. Build prompts and images with the same processor."
                 )
             places = to_device(places, device)
             # By positions: a mask would have to be read to know how many features its gradient has.
             embeddings = embeddings.index_copy(1, places, features.to(embeddings.dtype)[None])
             if self.family.deepstack:
                 deepstack_arguments = {
-                    "visual_pos_masks": places,  # for _add_at_positions
+                    "visual_pos_masks": places,  # for _add_deepstack
                     "deepstack_visual_embeds": deepstack_features,
                 }
         elif run_dummy_vision and self._feature_cache is not None:
@@ -337,6 +333,12 @@ class Policy(nn.Module):
             weight.copy_(weights[name])
         self.clear_features()
 
+    def _encode_together(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
+        """Run the vision tower on all images and videos of a row; see _encode_vision."""
+        device = self.family.language_model(self.model).embed_tokens.weight.device
+        pixel_values = concatenated([vision.pixel_values for vision in visions], device)
+        return self._encode_vision(pixel_values, torch.cat([vision.grid_thw for vision in visions]))
+
     def _encode_vision(self, pixel_values: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run the vision tower on all images and videos of a row.
 
@@ -352,16 +354,20 @@ class Policy(nn.Module):
         return output.pooler_output, output.deepstack_features if self.family.deepstack else []
 
     @torch.no_grad()
-    def _encode_each(
-        self, pixel_values: Tensor, grid_thw: Tensor, hashes: Sequence[str]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the same as _encode_vision; each image is encoded by itself, or looked up.
+    def _encode_each(self, visions: Sequence[Vision]) -> tuple[Tensor, list[Tensor]]:
+        """Return the same as _encode_together; each image is encoded by itself, or looked up.
 
-        Args: hashes: of each image and video; empty if unknown, then nothing is cached.
+        Nothing is cached if their hashes are unknown.
         """
         assert self._feature_cache is not None
         tower: Any = self.family.vision_tower(self.model)
-        parts = torch.split(pixel_values, grid_thw.prod(dim=1).tolist())
+        grid_thw = torch.cat([vision.grid_thw for vision in visions])
+        hashes = tuple(key for vision in visions for key in vision.hashes)
+        parts = [
+            part
+            for vision in visions
+            for part in torch.split(vision.pixel_values, vision.grid_thw.prod(dim=1).tolist())
+        ]
         features = self._feature_cache.lookup(hashes, tower.device)
         keys = hashes or tuple(map(str, range(len(parts))))
         misses = {key: index for index, key in enumerate(keys) if key not in features}  # duplicates once
@@ -403,14 +409,18 @@ def _group_lengths(group: TrainGroup) -> GroupLengths:
     )
 
 
-def _add_at_positions(hidden_states: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+def _add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Add deepstack features to the hidden states of their placeholder tokens.
 
-    In place of the method of transformers, which indexes by a mask, whose number of tokens has to
-    be read from the device in the forward and in the backward of each layer.
-    Args: hidden_states: [1, T, D]. positions: [M] int64. features: [M, D].
+    In place of the method of transformers, which takes a mask, and has to read from the device how
+    many tokens it selects, in the forward and in the backward of each layer.
+    Args: hidden_states: [B, T, D]. places: the positions of the placeholders, [M] int64, counted
+    over all rows; or the mask, [B, T] bool, of a forward that transformers makes itself.
+    features: [M, D].
     """
-    return hidden_states.index_add(1, positions, features.to(hidden_states.dtype)[None])
+    positions = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
+    added = hidden_states.flatten(0, 1).index_add(0, positions, features.to(hidden_states))
+    return added.view_as(hidden_states)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

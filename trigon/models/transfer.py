@@ -7,8 +7,13 @@ Does not depend on models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+PINNED_FOR = {"cuda"}
+"""Device types that copy from pinned memory. Not meta: without a driver nothing can be pinned."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -17,9 +22,20 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     The copy is in order with the other work of the current stream; torch keeps the pinned memory
     until it is done. The tensor itself if it is on the device already.
     """
-    if device.type != "cuda" or tensor.device.type != "cpu":  # meta: pinning fails without a driver
+    if device.type not in PINNED_FOR or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Concatenate tensors of the host, in pinned memory if they will be copied to a GPU.
+
+    device: to which the result will be copied by to_device.
+    """
+    if device.type not in PINNED_FOR:
+        return torch.cat(list(parts))
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    return torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
@@ -28,7 +44,7 @@ def to_pinned(tensor: Tensor) -> Tensor:
     The copy of a tensor on a GPU is in order with the other work of the current stream, and so is a
     later copy back. The host must not read it before the stream is synchronized.
     """
-    if tensor.device.type == "cpu":
-        return tensor.clone()
+    if tensor.device.type not in PINNED_FOR:
+        return tensor.to("cpu", copy=True)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

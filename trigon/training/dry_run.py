@@ -62,7 +62,7 @@ def update_passes(
             Denominators(tokens=len(batch.loss_mask), sequences=batch.num_sequences),
             scorer.precision,
             reference=reference,
-            run_dummy_vision=batch.packed.pixel_values is not None,
+            run_dummy_vision=bool(batch.packed.visions),
             gradient_scale=1.0,
         )
 

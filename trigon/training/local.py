@@ -143,7 +143,7 @@ class LocalTrainEngine:
         denominators = self._denominators(groups)
         with_gradient = [group for group in groups if has_gradient(group, regularized=self._terms.regularized)]
         batches = pack_train(with_gradient, max_tokens=self._update_max_tokens, positions=self._positions)
-        shows_image = [batch.packed.pixel_values is not None for batch in batches]
+        shows_image = [bool(batch.packed.visions) for batch in batches]
         if len(with_gradient) < len(groups):
             # AdamW treats a gradient of zero and no gradient differently: with the former the
             # moments still move the parameter. If all groups of a kind are left out, one idle pass

@@ -232,7 +232,7 @@ def score_rollouts(
         against: if given, return the full KL from this reference instead of log-probabilities.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
-    passes = passes_in_step([row.packed.pixel_values is not None for row in rows], process_group)
+    passes = passes_in_step([bool(row.packed.visions) for row in rows], process_group)
     values: list[Tensor] = []
     with torch.no_grad(), precision():
         for index, run_dummy_vision in enumerate(passes):
@@ -254,6 +254,4 @@ def _idle_row(policy: Policy) -> PackedGroups:
         token_ids=torch.zeros(2, dtype=torch.int64),
         position_ids=torch.arange(2).expand(3 if policy.family.rope == "mrope" else 1, 2).contiguous(),
         spans=(GroupSpan(prompt=(0, 1), completions=((1, 2),)),),
-        pixel_values=None,
-        grid_thw=None,
     )

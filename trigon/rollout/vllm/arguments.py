@@ -5,16 +5,18 @@ Pure: starts nothing and does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trigon.models.dimensions import head_dim
 from trigon.models.load import Processors
 from trigon.names import DeviceType
+
+ModelRunner = Literal["v1", "v2"]
 
 CPU_CACHED_SEQUENCES = 256
 """Sequences of maximum length for which the KV cache on the CPU has room, within 1 GiB."""
@@ -37,6 +39,8 @@ class VllmSettings:
     max_model_len: most tokens of a prompt and its completion together.
     max_num_batched_tokens: most tokens of all requests in one forward pass; see batched_tokens.
     max_num_seqs: most sequences in one forward pass.
+    model_runner: vLLM's model runner on a GPU; None: vLLM's choice.
+    async_scheduling: schedule a forward pass on a GPU while the last one runs; None: vLLM's choice.
     gpu_memory_utilization: fraction of the GPU's memory that vLLM may hold while awake. Not used on
         the CPU, see cpu_cache_bytes.
     enforce_eager: neither compile the model nor record CUDA graphs. Always so on the CPU.
@@ -73,6 +77,8 @@ class VllmSettings:
     disable_log_stats: bool
     tensor_parallel_size: int | None = None
     shows_videos: bool = False
+    model_runner: ModelRunner | None = None
+    async_scheduling: bool | None = None
     weight_check_freq: int = 1
 
     def checks_weights(self, version: int) -> bool:
@@ -80,8 +86,13 @@ class VllmSettings:
         return self.weight_check_freq > 0 and version % self.weight_check_freq == 0
 
 
-def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str, Any]:
-    """Return the keyword arguments of vllm.EngineArgs."""
+def engine_arguments(
+    settings: VllmSettings, processors: Processors, *, checkpoint_names: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the keyword arguments of vllm.EngineArgs.
+
+    checkpoint_names: of the tensors in the model folder; see reads_checkpoint.
+    """
     on_cpu = settings.device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(settings.model_folder),
@@ -93,7 +104,9 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "block_size": CPU_BLOCK_TOKENS if on_cpu else None,
         "kv_cache_memory_bytes": cpu_cache_bytes(settings, processors) if on_cpu else None,
+        "load_format": "auto" if reads_checkpoint(settings, processors, checkpoint_names) else "dummy",
         "enforce_eager": settings.enforce_eager or on_cpu,
+        "async_scheduling": None if on_cpu else settings.async_scheduling,
         "enable_chunked_prefill": splits_prompts(settings),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enable_sleep_mode": not on_cpu,
@@ -114,6 +127,23 @@ def engine_arguments(settings: VllmSettings, processors: Processors) -> dict[str
     if not on_cpu and (settings.tensor_parallel_size or 1) > 1:
         arguments |= _collective_arguments()
     return arguments | (_vision_arguments(settings, processors) if processors.family.has_vision else {})
+
+
+def reads_checkpoint(settings: VllmSettings, processors: Processors, checkpoint_names: Collection[str]) -> bool:
+    """Return whether vLLM reads the weights of the model folder when it starts.
+
+    A GPU drops them at once and takes the trainer's at every awake(), so that reading them there,
+    on every rank, would be for nothing. Random weights serve as well to measure memory and to
+    record CUDA graphs. Buffers that are no weights are computed, and the scales of attention are
+    set, after random weights too.
+
+    vLLM must read them if the configuration ties the output head to the embedding, and the folder
+    has a head nevertheless: vLLM 0.32, like transformers, then compares the two to decide whether
+    they are tied, and does not with random weights.
+    """
+    tied = getattr(processors.hf_config, "tie_word_embeddings", False)
+    has_head = any(name.endswith("lm_head.weight") for name in checkpoint_names)
+    return settings.device == "cpu" or (tied and has_head)
 
 
 def splits_prompts(settings: VllmSettings) -> bool:

@@ -14,7 +14,7 @@ from trigon.errors import EngineError
 from trigon.models.load import Processors
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
-from trigon.rollout.vllm.arguments import VllmSettings, batched_tokens, engine_arguments
+from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
 from trigon.rollout.vllm.process import start_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
@@ -50,10 +50,12 @@ class VllmEngine:
         self._awake = False
         self._closed = False
         self._unusable_because = ""  # empty while the engine can be used
-        self._expected_names = canonical_names(checkpoint_names(settings.model_folder), processors)
+        names = checkpoint_names(settings.model_folder)
+        self._expected_names = canonical_names(names, processors)
         self._llm_engine = start_llm_engine(
-            engine_arguments(settings, processors),
+            engine_arguments(settings, processors, checkpoint_names=names),
             device=settings.device,
+            model_runner=settings.model_runner,
             architectures=processors.hf_config.architectures,
         )
         self._state = SleepingState(())
@@ -66,6 +68,16 @@ class VllmEngine:
     def num_replicas(self) -> int:
         """See RolloutEngine."""
         return 1
+
+    @property
+    def runs_with(self) -> RunsWith:
+        """How vLLM runs on a GPU."""
+        config = self._llm_engine.vllm_config
+        return RunsWith(
+            model_runner="v2" if config.use_v2_model_runner else "v1",
+            async_scheduling=bool(config.scheduler_config.async_scheduling),
+            graphs=config.compilation_config.cudagraph_mode.name != "NONE",
+        )
 
     def awake(self, weights: WeightsHandle, *, version: int) -> AbstractContextManager[None]:
         """See RolloutEngine. May be nested with the same version: the inner context does nothing.
@@ -212,7 +224,6 @@ class VllmEngine:
         if self._settings.device == "cuda":
             # Level 2 drops the weights; level 1 would copy them to the host, but the next awake()
             # loads them anyway.
-            self._state.save()
             self._llm_engine.sleep(level=2)
             self._version = None
 
@@ -226,6 +237,19 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._unusable_because:
             raise EngineError(f"The rollout engine cannot be used: {self._unusable_because}. Start a new one.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunsWith:
+    """How vLLM runs, by its settings and by its own choices where they leave one.
+
+    model_runner: of its GPU worker. async_scheduling: it schedules a forward pass while the last
+    one runs. graphs: it records CUDA graphs.
+    """
+
+    model_runner: ModelRunner
+    async_scheduling: bool
+    graphs: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,21 +21,39 @@ import torch
 from trigon.errors import EngineError
 from trigon.installation import install_command
 from trigon.names import DeviceType
+from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
+_QUIET_ON_GPU = (
+    # Warns at each weight sync of a head that is tied to the embedding, and so receives nothing;
+    # weight_check.py compares all parameters.
+    "vllm.model_executor.model_loader.reload",
+    # Takes the trainer's kernels, which are compiled in the first update, for those of vLLM.
+    "vllm.utils.jit_monitor",
+)
+"""Loggers of vLLM whose warnings a user cannot act on, unless VLLM_LOGGING_LEVEL is set."""
 
-def start_llm_engine(arguments: Mapping[str, Any], *, device: DeviceType, architectures: Iterable[str]) -> Any:
+
+def start_llm_engine(
+    arguments: Mapping[str, Any],
+    *,
+    device: DeviceType,
+    architectures: Iterable[str],
+    model_runner: ModelRunner | None = None,
+) -> Any:
     """Import vLLM and return a vllm.LLMEngine that runs in this process.
 
     Args:
         arguments: keyword arguments of vllm.EngineArgs.
+        model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
         architectures: names of the model's classes, from its config.json.
     Raises: EngineError if vLLM cannot be imported, or is built for another device.
     """
     with preserve_process_state(), warnings.catch_warnings():
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
+        choose_model_runner(model_runner, device)
         vllm = import_vllm(device)
         register_models(vllm, architectures)
         # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
@@ -47,6 +65,12 @@ def start_llm_engine(arguments: Mapping[str, Any], *, device: DeviceType, archit
                 return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         finally:
             gc.unfreeze()
+
+
+def choose_model_runner(model_runner: ModelRunner | None, device: DeviceType) -> None:
+    """Set the environment variable by which vLLM chooses its model runner. Not on the CPU."""
+    if model_runner is not None and device == "cuda":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[model_runner]
 
 
 def import_ahead(device: DeviceType) -> None:
@@ -82,7 +106,12 @@ def import_vllm(device: DeviceType) -> Any:
             # Logged before vLLM sets its level: that Triton has no CPU backend.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+            if "VLLM_LOGGING_LEVEL" not in os.environ:
+                os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+                for logger in _QUIET_ON_GPU:
+                    logging.getLogger(logger).setLevel(logging.ERROR)
+            # Else vLLM lets Triton print every measurement, of the trainer's kernels as well.
+            os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
             # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
             os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
             os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")

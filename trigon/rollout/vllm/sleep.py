@@ -1,4 +1,4 @@
-"""What vLLM loses while it sleeps, other than the weights: saved before, restored afterwards.
+"""What vLLM loses while it sleeps, other than the weights: saved at the start, and restored.
 
 A sleep of level 2 drops all memory that vLLM allocated while it loaded the model. The next weight
 sync loads the parameters again, and vLLM itself restores buffers. Other tensors from that time come
@@ -18,39 +18,46 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn.parameter import is_lazy
 
 Dropped = Callable[[UntypedStorage], bool]
 """Whether a sleep drops this memory."""
 
 
 class SleepingState:
-    """Memory that a sleep drops, other than parameters and buffers.
+    """Memory that a sleep drops, other than parameters and buffers, with its values of now.
 
-    All of it was allocated while the model was loaded, so it is looked for once.
+    All of it was allocated while the model was loaded. Between two sleeps it holds nothing that is
+    needed after the second, so each waking restores the values of the start.
     """
 
     def __init__(self, storages: Iterable[UntypedStorage]) -> None:
         self._storages = tuple(storages)
-        self._saved: tuple[UntypedStorage, ...] = ()
+        # None for zeros: the counts of tokens in vLLM's V2 runner alone have 4 bytes for each
+        # sequence and word of the vocabulary.
+        self._saved = tuple(_on_host(storage) if _bytes(storage).any() else None for storage in self._storages)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the memory, which is copied to the host while vLLM sleeps."""
+        """The size of the memory."""
         return sum(storage.nbytes() for storage in self._storages)
 
-    def save(self) -> None:
-        """Copy the memory to the host. To be called before the sleep."""
-        self._saved = tuple(_on_host(storage) for storage in self._storages)
+    @property
+    def host_bytes(self) -> int:
+        """The size of its copy in host memory, which has no zeros."""
+        return sum(saved.nbytes() for saved in self._saved if saved is not None)
 
     def restore(self) -> None:
-        """Copy the memory back. To be called after waking, before the weights are loaded."""
+        """Write the values back. To be called after waking, before the weights are loaded."""
         for storage, saved in zip(self._storages, self._saved, strict=True):
-            storage.copy_(saved)
-        self._saved = ()
+            if saved is None:
+                _bytes(storage).zero_()
+            else:
+                storage.copy_(saved)
 
 
 def find_state(model: torch.nn.Module, is_dropped: Dropped) -> SleepingState:
-    """Return the memory of all tensors in this process that a sleep drops.
+    """Return the memory of all tensors in this process that a sleep drops, with its values of now.
 
     Wherever the tensors are referred to: in modules, in the model runner, in caches of functions.
     Objects that are frozen (gc.freeze) are not found.
@@ -94,13 +101,17 @@ def _tensors() -> Iterator[Tensor]:
         kind = type(instance)
         if issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
             tensor: Tensor = instance
-            if tensor.layout == torch.strided and not tensor.is_meta:
+            if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                 yield tensor
 
 
 def _on_host(storage: UntypedStorage) -> UntypedStorage:
     copy: UntypedStorage = UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
     return copy.copy_(storage)
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _address(tensor: Tensor) -> int:

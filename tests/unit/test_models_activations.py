@@ -1,0 +1,77 @@
+"""The memory of passes by arithmetic, against peaks of live tensors measured on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.engines import make_engine
+from support.memory import measure
+from support.varlen import stand_in
+from trigon.models.attention import GROUP_ATTENTION
+
+TOLERANCE = 0.15
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+FORMATS = {"float32": (FLOAT32, None), "autocast": (FLOAT32, BFLOAT16), "bfloat16": (BFLOAT16, None)}
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama")
+
+
+def check(peaks) -> None:
+    assert peaks.update_counted.total == pytest.approx(peaks.update, rel=TOLERANCE), peaks.update_counted
+    assert peaks.score_counted.total == pytest.approx(peaks.score, rel=TOLERANCE), peaks.score_counted
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_arithmetic_of_a_pass_agrees_with_its_measured_peak(tiny_model, family, formats, checkpointing):
+    dtype, compute_dtype = FORMATS[formats]
+    engine = make_engine(tiny_model(family), dtype=dtype, compute_dtype=compute_dtype, checkpointing=checkpointing)
+    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype))
+
+
+@pytest.mark.parametrize("part", ["frozen vision", "lora", "tied"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("formats", ["float32", "autocast"])
+def test_frozen_parts_adapters_and_tied_heads_are_counted(tiny_model, part, formats, checkpointing):
+    dtype, compute_dtype = FORMATS[formats]
+    engine = make_engine(
+        tiny_model("qwen2_5_vl", tie_word_embeddings=part == "tied"),
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        checkpointing=checkpointing,
+        freeze=part == "frozen vision",
+        lora_rank=4 if part == "lora" else 0,
+    )
+    has_adapters = part == "lora"
+    check(measure(engine, checkpointing=checkpointing, compute_dtype=compute_dtype, has_adapters=has_adapters))
+
+
+class _KeepsWhatTheKernelKeeps(torch.autograd.Function):
+    """Not attention, but with the output and the saved tensors of varlen_attn."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = query.clone()
+        ctx.save_for_backward(query, key, value, output, torch.zeros(query.shape[:2]))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+
+def fake_varlen(
+    query, key, value, starts, key_starts, longest, longest_keys, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    return _KeepsWhatTheKernelKeeps.apply(query, key, value)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_a_kernel_of_variable_lengths_is_counted(tiny_model, monkeypatch, checkpointing):
+    stand_in(monkeypatch, fake_varlen)
+    engine = make_engine(tiny_model("qwen3"), dtype=BFLOAT16, checkpointing=checkpointing)
+    language = engine.policy.family.language_model(engine.policy.model)
+    language.set_attn_implementation(GROUP_ATTENTION["varlen"])
+    check(measure(engine, checkpointing=checkpointing, compute_dtype=None, kernel="varlen"))
