@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trigon.distributed.preflight import SAME_EVERYWHERE, NodeReport, check_node_reports, inspect_node
+from trigon.distributed.preflight import SAME_EVERYWHERE, NodeReport, check_node_reports, inspect_node, require_gpu
 from trigon.errors import ConfigError, EngineError
 
 REPORT = NodeReport("one", {"python": "3.12", **dict.fromkeys(SAME_EVERYWHERE, "1.0")}, "")
@@ -86,3 +86,17 @@ def test_different_versions_are_reported_with_both_nodes():
         "rank 2 on two has other versions: torch 2.0 (rank 0 on one: 1.0), vllm missing (rank 0 on one: 1.0); install "
         "the same versions on all nodes"
     )
+
+
+@pytest.mark.parametrize(("free_gib", "is_enough"), [(48, True), (47, False)])
+def test_a_gpu_that_another_process_uses_is_an_error_before_anything_is_loaded(monkeypatch, free_gib, is_enough):
+    """vLLM would refuse it, after minutes of loading."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    require_gpu("cpu", free_fraction=1.0)
+    if is_enough:
+        require_gpu("cuda", free_fraction=0.6)
+        return
+    with pytest.raises(ConfigError, match=r"H100\) has 47\.0 of 80\.0 GiB free, and vLLM is to take 60% of all"):
+        require_gpu("cuda", free_fraction=0.6)

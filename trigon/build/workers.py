@@ -141,7 +141,8 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessG
     from trigon.distributed.preflight import inspect_node, require_gpu
     from trigon.training.fsdp import TorchProcessGroup
 
-    require_gpu(device)
+    rollout = config.worker.rollout
+    require_gpu(device, free_fraction=rollout.gpu_memory_utilization if rollout.name == "vllm" else 0.0)
     ignore_pillow_warnings()
     set_determinism(torch.device(device))
     torch.set_num_threads(max(1, count_usable_cpus() // config.trainer.n_gpus_per_node))

@@ -81,9 +81,21 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
     )
 
 
-def require_gpu(device: str) -> None:
-    """Raise ConfigError if device is "cuda" and torch cannot use the GPU that Ray has assigned."""
-    if device != "cuda" or torch.cuda.is_available():
+def require_gpu(device: str, *, free_fraction: float) -> None:
+    """Raise ConfigError if device is "cuda" and this worker cannot use the GPU that it was given.
+
+    free_fraction: of the GPU's memory, what must be free before anything is loaded.
+    """
+    if device != "cuda":
+        return
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        if free < free_fraction * total:
+            raise ConfigError(
+                f"the GPU of this worker ({torch.cuda.get_device_name()}) has {free / 2**30:.1f} of "
+                f"{total / 2**30:.1f} GiB free, and vLLM is to take {free_fraction:.0%} of all "
+                "(worker.rollout.gpu_memory_utilization): another process uses it, which nvidia-smi shows"
+            )
         return
     reason = (
         f"is built without CUDA: run {install_command('gpu')}"
