@@ -189,7 +189,9 @@ DEFAULT_REASONS = {
 
 LIMITS = {
     "worker.actor.fsdp.torch_dtype": "not `bf16` with `optim.strategy: adamw`, which would lose almost every update;"
-    " add `optim.strategy: adamw_bf16`, as EasyR1's own scripts do. Not `fp16`, unless LoRA is used",
+    " add `optim.strategy: adamw_bf16`, as EasyR1's own scripts do. Not `fp16`, unless LoRA is used."
+    " With LoRA, `null` is `fsdp.mp_param_dtype`, since its frozen weights lose nothing",
+    "worker.actor.fsdp.mp_param_dtype": "not `fp16`, whose gradients would need scaling",
 }
 """Combinations of an option with others that are errors here."""
 

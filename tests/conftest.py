@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,22 +43,28 @@ os.environ.update(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that only `make test-all` runs.
+    """Mark the tests that only `make test-all` runs, and skip those that need vLLM without it.
 
     Raises: pytest.UsageError if a pattern of tests/support/tiers.py matches no test any more.
     """
-    from support.tiers import KEPT, is_extended
+    from support.tiers import KEPT, NEEDS_VLLM, is_extended, needs_vllm
 
     folder = Path(__file__).parent
-    with_kept_tests = set()
+    has_vllm = find_spec("vllm") is not None
+    with_kept_tests, with_vllm_tests = set(), set()
     for item in items:
         file = item.path.relative_to(folder).as_posix()
         if is_extended(file, item.name):
             item.add_marker(pytest.mark.extended)
         else:
             with_kept_tests.add(file)
+        if needs_vllm(file, item.name):
+            with_vllm_tests.add(file)
+            if not has_vllm:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     collects_all = config.args == list(config.getini("testpaths"))
     unmatched = [file for file, pattern in KEPT.items() if pattern is not None and file not in with_kept_tests]
+    unmatched += [file for file in NEEDS_VLLM if file not in with_vllm_tests]
     if collects_all and unmatched:
         raise pytest.UsageError(f"tests/support/tiers.py: the patterns of {', '.join(unmatched)} match no test")
 

@@ -10,12 +10,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trigon.cgroups import MEMBERSHIPS, MOUNT, cgroup_folders, read_limit
+from trigon.cpus import cgroup_folders
 
 _MEMINFO = Path("/proc/meminfo")
+_MEMBERSHIPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
 
 
-def count_usable_bytes(*, meminfo: Path = _MEMINFO, memberships: Path = MEMBERSHIPS, mount: Path = MOUNT) -> int | None:
+def count_usable_bytes(
+    *, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
+) -> int | None:
     """Return the bytes of host memory that this process may still allocate; None: unknown.
 
     The smallest of what the machine has available and what the limits of its control groups, and of
@@ -24,7 +28,7 @@ def count_usable_bytes(*, meminfo: Path = _MEMINFO, memberships: Path = MEMBERSH
 
     Args:
         meminfo: file in the format of Linux's /proc/meminfo.
-        memberships, mount: see trigon.cgroups.
+        memberships, mount: see trigon.cpus.
     """
     try:
         available = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.MULTILINE)
@@ -37,13 +41,20 @@ def count_usable_bytes(*, meminfo: Path = _MEMINFO, memberships: Path = MEMBERSH
 
 def _left_in_cgroups(memberships: Path, mount: Path) -> Iterator[int]:
     """Yield what each control group with a limit leaves."""
-    for folder, version in cgroup_folders("memory", memberships, mount):
+    for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount):
         limit, used, cached = (
             ("memory.max", "memory.current", "inactive_file")
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        limit_bytes, used_bytes = read_limit(folder / limit), read_limit(folder / used)
+        limit_bytes, used_bytes = _read(folder / limit), _read(folder / used)
         if limit_bytes.isdigit() and used_bytes.isdigit():  # "max": no limit
-            reclaimable = re.search(rf"^{cached} (\d+)$", read_limit(folder / "memory.stat"), re.MULTILINE)
+            reclaimable = re.search(rf"^{cached} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
             yield int(limit_bytes) - int(used_bytes) + (int(reclaimable[1]) if reclaimable else 0)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:  # the group has no such limit, or is not visible here
+        return ""

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -398,7 +397,6 @@ IN_VLLM = """
 """
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_an_export_has_the_same_logprobs_in_vllm_and_transformers(tmp_path, checkpoint):
     folder = export_checkpoint(checkpoint.folder, None, dtype=None)
     declare_operators()

@@ -262,6 +262,8 @@ def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, 
     sizes = ("trainer.nnodes=2", "worker.rollout.tensor_parallel_size=2")
     finish(train(made, folder, *sizes, steps=2, environment=two_nodes), folder)
     assert_close(lines(folder), lines(one_worker)[:2], tolerance=1e-5)
+    # Both ranks of a replica need the pixels to sample; for training, either of them has them.
+    assert images_processed(folder) == [8.0, 8.0]
 
 
 def test_the_error_of_a_cluster_that_is_too_small_names_what_is_required_and_available(made, two_nodes, tmp_path):

@@ -167,7 +167,6 @@ def test_the_rollout_engine_samples_with_the_trainers_changed_weights(
 def open_engine(name: str, folder: Path, processors: Processors) -> RolloutEngine:
     if name == "transformers":
         return make_transformers_engine(folder, processors)
-    pytest.importorskip("vllm")
     return make_vllm_engine(folder, processors, limit_images=2)
 
 

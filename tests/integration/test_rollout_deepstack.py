@@ -1,9 +1,6 @@
 """Qwen3-VL in vLLM keeps tensors that are neither parameters nor buffers, and reads them always."""
 
-import pytest
 import torch
-
-pytest.importorskip("vllm")
 
 from support.rollout import handle_of, make_vllm_engine
 from trigon.models.load import load_model, load_processors

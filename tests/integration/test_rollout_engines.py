@@ -170,7 +170,6 @@ def scene(request, tiny_model):
 def open_engine(name, folder, processors):
     if name == "transformers":
         return make_transformers_engine(folder, processors, max_model_len=MAX_MODEL_LEN)
-    pytest.importorskip("vllm")
     return make_vllm_engine(
         folder, processors, max_model_len=MAX_MODEL_LEN, enable_chunked_prefill=True, limit_images=MAX_IMAGES
     )

@@ -1,5 +1,6 @@
 """Behaviour of VllmEngine alone: the state of its process, and its checks of weights and images."""
 
+import logging
 import os
 import random
 import sys
@@ -9,8 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm")
 
 from support.rollout import handle_of, make_vllm_engine
 from trigon.errors import EngineError, ParityError
@@ -413,14 +412,18 @@ def test_a_vllm_that_is_built_for_another_device_raises(tiny_model, monkeypatch)
         "VLLM_ALLREDUCE_USE_SYMM_MEM": None,
         "VLLM_ALLREDUCE_USE_FLASHINFER": "1",  # what the user has set stays
         "VLLM_USE_FLASHINFER_SAMPLER": None,
+        "VLLM_LOGGING_LEVEL": None,
+        "TRITON_PRINT_AUTOTUNING": None,
     }
+    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     for name, value in switches.items():
         monkeypatch.setenv(name, value or "")  # restores it after the test
         if value is None:
             monkeypatch.delenv(name)
     with pytest.raises(EngineError, match=r"built for cpu, but the rollout engine is to run on cuda"):
         make_vllm_engine(folder, load_processors(str(folder)), device="cuda")
-    assert [os.environ[name] for name in switches] == ["0", "1", "0"]
+    assert [os.environ[name] for name in switches] == ["0", "1", "0", "WARNING", "0"]
+    assert not reload_logger.isEnabledFor(logging.WARNING)  # it warns at every sync of a tied head
 
 
 @pytest.mark.parametrize("backend", ["FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "TRITON"])

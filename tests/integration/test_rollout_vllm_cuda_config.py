@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 TESTS = Path(__file__).parents[1]
 
 ALONE = {

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from support.rollout import handle_of, make_vllm_settings
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy

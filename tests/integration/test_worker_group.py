@@ -325,6 +325,12 @@ def test_a_call_that_hangs_ends_at_the_deadline_with_the_stack_of_the_worker(wor
     assert "in wait_for\n" in message
 
 
+def test_a_call_can_have_an_earlier_deadline_than_others(workers, worker_group, tmp_path):
+    with pytest.raises(WorkerError, match=r"^joining was not done after 2 s; ranks \[1\] of 2 hang:"):
+        worker_group.call_all(TestWorker.fail, "hang", tmp_path / "released", phase="joining", max_deadline_seconds=2.0)
+    (tmp_path / "released").touch()
+
+
 def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(worker_group, workers, tmp_path):
     engine, trainer = open_engine(worker_group, tmp_path)
     # Within awake(): that the dead worker cannot be put to sleep does not replace the first error.

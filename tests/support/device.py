@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from trigon.models import transfer
+
 DEVICE = torch.device("meta")
 
 aten = torch.ops.aten
@@ -111,6 +113,8 @@ class HostWaits(TorchDispatchMode):
         self._from_data = _TensorFromData()
 
     def __enter__(self) -> HostWaits:
+        self._pinned_for = transfer.PINNED_FOR
+        transfer.PINNED_FOR = {*transfer.PINNED_FOR, DEVICE.type}
         self._from_data.__enter__()
         super().__enter__()
         return self
@@ -118,6 +122,7 @@ class HostWaits(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._from_data.__exit__(*error)
+        transfer.PINNED_FOR = self._pinned_for
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

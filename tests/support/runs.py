@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def start(
     made: Path, folder: Path, *overrides: str, steps: int = STEPS, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """Start a run with the model and data in `made`. It writes into `folder`, its output into
-    log_of(folder).
+    log_of(folder). Samples with vLLM if it is installed.
     """
     command = [
         sys.executable,
@@ -66,6 +67,7 @@ def start(
         "worker.rollout.n=4",
         "worker.actor.optim.lr_warmup_ratio=0",  # a schedule would depend on trainer.max_steps
         "worker.actor.optim.lr_scheduler_type=constant",
+        *([] if find_spec("vllm") else ["worker.rollout.name=transformers"]),
         *overrides,
     ]
     with log_of(folder).open("a") as log:

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-all`.
+"""Which tests `make test` leaves to `make test-all`, and which are skipped without vLLM.
 
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
 workers, resume, export, a learning test. The files below have more cases of the same kinds; their
@@ -19,6 +19,7 @@ KEPT = {
     "integration/test_examples.py": None,
     "integration/test_memory_of_a_larger_model.py": None,
     "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
+    "integration/test_gpu_placement.py": None,
     "integration/test_many_workers.py": r"test_two_workers_(have_the_numbers_of_one|process_each_image)",
     "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
     "integration/test_rollout_videos.py": None,
@@ -30,6 +31,27 @@ KEPT = {
     "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
 }
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
+
+NEEDS_VLLM = {
+    "integration/test_environment.py": r"\[vllm\]",
+    "integration/test_export.py": r"test_an_export_has_the_same_logprobs_in_vllm_and_transformers",
+    "integration/test_images_cost_once.py": r"-vllm\]",
+    "integration/test_many_workers.py": r"tensor_parallelism|test_a_cluster_of_two_nodes_has",
+    "integration/test_model_families.py": r"-vllm\]",
+    "integration/test_rollout_deepstack.py": r"",
+    "integration/test_rollout_engines.py": r"\[vllm-",
+    "integration/test_rollout_videos.py": r"\[vllm-",
+    "integration/test_rollout_vllm.py": r"",
+    "integration/test_rollout_vllm_cuda_config.py": r"",
+    "integration/test_rollout_vllm_random_weights.py": r"",
+    "integration/test_tile_models.py": r"test_another_supported_language_model_gives_the_same_log",
+}
+"""File below tests/ -> pattern of the test ids that need vLLM; all others also run without it."""
+
+
+def needs_vllm(file: str, test_id: str) -> bool:
+    """Return whether a test needs vLLM. file, test_id: as for is_extended."""
+    return file in NEEDS_VLLM and re.search(NEEDS_VLLM[file], test_id) is not None
 
 
 def is_extended(file: str, test_id: str) -> bool:

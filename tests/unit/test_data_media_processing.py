@@ -158,7 +158,12 @@ def test_concurrent_calls_share_results(make_prompt, open_processor):
     assert images.calls == 4
 
 
-def test_the_least_recently_used_result_is_dropped_first(make_prompt, open_processor):
+@pytest.fixture
+def small_cache(make_prompt, open_processor):
+    """Return a processor whose cache holds two images, and a function that processes one.
+
+    The function returns the number of images processed, 0 or 1.
+    """
     media, images = open_processor(max_bytes=2 * PIXEL_BYTES)
 
     def calls(seed):
@@ -166,11 +171,36 @@ def test_the_least_recently_used_result_is_dropped_first(make_prompt, open_proce
         media.process([make_prompt(png(seed=seed))])
         return images.calls - before
 
+    return media, calls
+
+
+def test_the_least_recently_used_result_of_an_earlier_step_is_dropped_first(small_cache):
+    media, calls = small_cache
     assert [calls(seed) for seed in (1, 2, 1, 2)] == [1, 1, 0, 0]
     assert calls(1) == 0  # now 2 is the least recently used
+    media.start_step()
     assert calls(3) == 1
     assert [calls(seed) for seed in (1, 3)] == [0, 0]
     assert calls(2) == 1
+
+
+def test_passes_over_more_images_than_fit_have_those_that_fit(small_cache):
+    """If the least recently used were dropped, each pass would process all three."""
+    media, calls = small_cache
+    for first in (1, 4, 7):
+        media.start_step()
+        assert [calls(seed) for seed in range(first, first + 3)] == [1, 1, 1]
+        assert [calls(seed) for seed in range(first, first + 3)] == [0, 0, 1]
+        assert [calls(seed) for seed in range(first, first + 3)] == [0, 0, 1]
+
+
+def test_what_a_step_uses_again_is_kept_for_it(small_cache):
+    media, calls = small_cache
+    assert [calls(seed) for seed in (1, 2)] == [1, 1]
+    media.start_step()
+    assert calls(2) == 0
+    assert [calls(seed) for seed in (3, 4)] == [1, 1]  # 3 replaces 1, and there is no room for 4
+    assert [calls(seed) for seed in (2, 3, 4)] == [0, 0, 1]
 
 
 def test_an_image_larger_than_the_cache_drops_no_other(make_prompt, open_processor):

@@ -28,7 +28,7 @@ LAYER = {
     "models": 2, "rewards": 2,
     "algorithms": 1, "config": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
-    "cpus": 0, "cgroups": 0, "host_memory": 0,
+    "cpus": 0, "host_memory": 0,
     "types": 0, "errors": 0, "garbage": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
 }  # fmt: skip
 
@@ -39,8 +39,7 @@ NEIGHBOURS = {
     ("tiny", "build"),
     ("tiny", "cli"),
     ("cli", "build"),
-    ("cpus", "cgroups"),
-    ("host_memory", "cgroups"),
+    ("host_memory", "cpus"),
     ("cli", "doctor"),
     ("doctor", "build"),
     ("doctor", "tiny"),

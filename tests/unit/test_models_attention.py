@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from support.device import DEVICE, HostWaits, OnDevice
+from trigon.models import attention
 from trigon.models.attention import group_attention, sliding_windows, window_attention
 from trigon.models.attention_metadata import AttentionMetadata
 from trigon.types import GroupSpan
@@ -148,3 +150,24 @@ def test_window_attention_equals_a_dense_mask(lengths: list[int]) -> None:
     expected_gradients = torch.autograd.grad(expected.pow(2).sum(), inputs)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_sdpa_has_a_kernel_for_every_call(monkeypatch, dtype):
+    """torch's kernels: flash takes no mask and no float32, memory-efficient no fewer key heads."""
+    calls = []
+
+    def recorded(query, key, value, *, attn_mask, **options):
+        calls.append((query.shape[1] == key.shape[1] == value.shape[1], attn_mask is None))
+        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)
+    inputs = [state.detach() for state in states(18, KEY_HEADS, dtype)]
+    expected = group_attention(*inputs, AttentionMetadata(TWO_GROUPS, CPU, "sdpa"), scale=SCALE)
+    assert (False, False) in calls  # a mask and fewer key heads: only a CPU has a kernel
+    calls.clear()
+    with HostWaits() as waits:
+        found = group_attention(*map(OnDevice, inputs), AttentionMetadata(TWO_GROUPS, DEVICE, "sdpa"), scale=SCALE)
+    assert all(equal_heads or (no_mask and dtype == torch.bfloat16) for equal_heads, no_mask in calls), calls
+    assert waits.waits == []
+    torch.testing.assert_close(found.host, expected, atol=5e-3, rtol=2e-2)

@@ -125,6 +125,20 @@ def test_the_gradient_of_the_head_is_that_of_float64(adds: bool) -> None:
     assert (found.host.double() - expected).norm() < 2e-2 * expected.norm()  # logits are rounded to bfloat16
 
 
+def test_a_backward_on_the_meta_device_computes_shapes() -> None:
+    """Where memory is computed there are no values to try a product with."""
+    meta = torch.device("meta")
+    states, head = (torch.empty(n, WIDTH, dtype=torch.bfloat16, device=meta) for n in (TOKENS, VOCABULARY))
+    head.requires_grad_()
+    targets = torch.empty(TOKENS, dtype=torch.int64, device=meta)
+    scored = token_logprobs(
+        states, head, targets, temperature=0.7, banned_token_ids=(3,), entropy_gradient=True, chunk_tokens=16
+    )
+    scored.logprobs.sum().backward()
+    assert head.grad is not None
+    assert head.grad.shape == head.shape
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_product_of_this_gpu_is_that_of_float64() -> None:
     generator = torch.Generator().manual_seed(0)

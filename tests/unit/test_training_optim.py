@@ -104,6 +104,18 @@ def test_the_step_count_of_adamw_stays_on_the_device_of_the_fused_kernel_when_st
         optimizer.step()
 
 
+def test_an_update_of_bf16_adamw_reads_no_number_from_the_device():
+    """A tensor on "meta", here for a GPU, has no values: reading one raises."""
+    parameter = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16, device="meta"))
+    optimizer = adamw_of(parameter, "adamw_bf16")
+    for _ in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert {key for key, value in state.items() if value.device.type == "cpu"} == {"step"}
+    assert float(state["step"]) == 2.0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(37,), (8, 129), (3, 5, 7, 11), (0, 4)])
 def test_slices_do_not_change_the_update_of_bf16_adamw_bit_for_bit(shape, dtype):

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from trigon.distributed.worker_group import WorkerGroup
     from trigon.training.fsdp import TorchProcessGroup
 
+JOIN_PHASE = "preflight (connecting the ranks; see docs/multi-node.md, network problems)"
+"""The name of the first call in errors, where a rank that hangs is a problem of the network."""
+
 COLLECTIVE_GRACE_SECONDS = 60
 """Seconds that a rank waits longer than the driver, whose error names the rank at fault."""
 
@@ -47,7 +50,7 @@ def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
     from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
     from trigon.distributed.preflight import check_node_reports
     from trigon.distributed.worker import Worker, ray_actor_class
-    from trigon.distributed.worker_group import WorkerGroup
+    from trigon.distributed.worker_group import JOIN_SECONDS, WorkerGroup
 
     trainer = config.trainer
     with open_cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
@@ -58,7 +61,8 @@ def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
         with start_workers(layout, ray_actor_class(Worker)) as workers:
             worker_group = WorkerGroup(workers, device, deadline_seconds=trainer.worker_timeout_seconds)
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
-            check_node_reports(worker_group.call_all(Worker.join, join, phase="preflight"))
+            reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
+            check_node_reports(reports)
             yield worker_group
 
 
@@ -125,10 +129,12 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessG
     """Join the process group, and return it with a report on the node. Runs first in each worker.
 
     folder: the run folder, which all nodes must share.
+    Raises: ConfigError if device is "cuda" and torch cannot use the GPU.
     """
-    from trigon.distributed.preflight import inspect_node
+    from trigon.distributed.preflight import inspect_node, require_gpu
     from trigon.training.fsdp import TorchProcessGroup
 
+    require_gpu(device)
     ignore_pillow_warnings()
     set_determinism(torch.device(device))
     torch.set_num_threads(max(1, count_usable_cpus() // config.trainer.n_gpus_per_node))

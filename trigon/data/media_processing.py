@@ -42,9 +42,9 @@ class MediaProcessor:
             max_image_pixels: images, and videos with frames, above it are rejected before they are
                 decoded.
             num_workers: threads that decode and process.
-            max_bytes: of the pixel values in the cache; beyond it, the least recently used are
-                dropped. If it holds all prompts of a step, each image is processed once per step.
-                Pixel values in returned prompts do not count.
+            max_bytes: of the pixel values in the cache; see start_step. If it holds all prompts of
+                a step, each image is processed once per step. Pixel values in returned prompts do
+                not count.
             video_processor: None for a model without videos.
             video_sampling: which frames of a video are sampled; the same as in the PromptBuilder.
         """
@@ -58,7 +58,18 @@ class MediaProcessor:
         self._running: dict[_Hashes, Future[Vision]] = {}
         self._cache: OrderedDict[_Hashes, Vision] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
+        self._used: set[_Hashes] = set()  # of the cache, since start_step
         self._num_processed = 0
+
+    def start_step(self) -> None:
+        """Allow what is in the cache now to be dropped, the least recently used first.
+
+        What is used afterwards is kept, and what does not fit is not cached. All passes of a step
+        go through the same prompts in similar order: if these exceed the cache, a cache that drops
+        the least recently used always drops what comes next, and never has what is asked for.
+        """
+        with self._lock:
+            self._used.clear()
 
     def process(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with pixel values, in order.
@@ -86,12 +97,14 @@ class MediaProcessor:
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
             self._cache.clear()
+            self._used.clear()
             self._cache_bytes = 0
 
     def _submit(self, media: EncodedMedia) -> Vision | Future[Vision]:
         """Return the cached result for these files, or a future of it. The lock must be held."""
         if media.hashes in self._cache:
             self._cache.move_to_end(media.hashes)
+            self._used.add(media.hashes)
             return self._cache[media.hashes]
         if media.hashes not in self._running:
             self._running[media.hashes] = self._pool.submit(self._process, media)
@@ -130,14 +143,21 @@ class MediaProcessor:
         )
 
     def _add_to_cache(self, hashes: _Hashes, vision: Vision) -> None:
-        """Cache a result that is not above max_bytes, and drop the least recently used ones."""
-        if vision.pixel_values.nbytes > self._max_bytes:
+        """Cache a result if it fits once enough unused ones are dropped, oldest first."""
+        missing = self._cache_bytes + vision.pixel_values.nbytes - self._max_bytes
+        dropped = []
+        for other, cached in self._cache.items():
+            if missing <= 0 or other in self._used:
+                break  # those used since start_step are at the end
+            dropped.append(other)
+            missing -= cached.pixel_values.nbytes
+        if missing > 0:
             return
+        for other in dropped:
+            self._cache_bytes -= self._cache.pop(other).pixel_values.nbytes
         self._cache[hashes] = vision
         self._cache_bytes += vision.pixel_values.nbytes
-        while self._cache_bytes > self._max_bytes:
-            _, dropped = self._cache.popitem(last=False)
-            self._cache_bytes -= dropped.pixel_values.nbytes
+        self._used.add(hashes)
 
 
 def _result(vision: Vision | Future[Vision], prompt_id: str) -> Vision:

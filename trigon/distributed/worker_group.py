@@ -5,6 +5,7 @@ Runs in the driver, and counts the bytes that go through it. Does not depend on 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,11 @@ Result = TypeVar("Result")
 
 DISK_SECONDS = 3600.0
 """Minimum deadline of calls that load models, or write or read a checkpoint."""
+
+JOIN_SECONDS = 600.0
+"""Maximum deadline of joining the process group, in which a wrong network setting makes ranks hang.
+
+Most of it is for importing packages from a slow disk."""
 
 _HEARTBEAT_SECONDS = 1.0
 """Interval at which busy workers are asked for a heartbeat."""
@@ -112,6 +118,7 @@ class WorkerGroup:
         *arguments: *Arguments,
         phase: str,
         min_deadline_seconds: float = 0.0,
+        max_deadline_seconds: float = math.inf,
     ) -> list[Result]: ...
 
     @overload
@@ -133,6 +140,7 @@ class WorkerGroup:
         phase: str,
         listener: HeartbeatListener | None = None,
         min_deadline_seconds: float = 0.0,
+        max_deadline_seconds: float = math.inf,
     ) -> list[Any]:
         """Call a method of Worker on all ranks at once, and return the results by rank.
 
@@ -148,13 +156,14 @@ class WorkerGroup:
             listener: requests and receives heartbeats during the call. Heartbeats that have not
                 been received when the call ends are dropped.
             min_deadline_seconds: the deadline, if deadline_seconds is smaller.
+            max_deadline_seconds: the deadline, if deadline_seconds is larger.
         Raises: the worker's own TrigonError with its rank prepended; WorkerError for any other
         error, for a process that died, and for a deadline that passed.
         """
         pending = self._submit(method, arguments, per_rank)
         results: dict[int, Any] = {}
         failures: list[_Failure] = []
-        deadline = max(self.deadline_seconds, min_deadline_seconds)
+        deadline = min(max(self.deadline_seconds, min_deadline_seconds), max_deadline_seconds)
         started = time.monotonic()
         heartbeats: dict[Any, int] = {}  # requested and not yet received: Ray's reference -> rank
         while pending:
@@ -269,8 +278,9 @@ class WorkerGroup:
             except (GetTimeoutError, RayActorError, RayTaskError):
                 state = "does not respond: its process is stopped, or blocked outside of Python"
             lines.append(f"rank {rank} on {self._describe_host(rank)}{self._describe_memory(rank)} {state}")
+        limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
         return WorkerError(
-            f"{phase} was not done after {deadline:g} s (trainer.worker_timeout_seconds); ranks "
+            f"{phase} was not done after {deadline:g} s{limit}; ranks "
             f"{sorted(references)} of {len(self.workers)} hang:\n" + "\n".join(lines)
         )
 

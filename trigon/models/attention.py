@@ -31,6 +31,7 @@ from trigon.models.attention_metadata import AttentionMetadata, RunLengths, run_
 from trigon.models.dtypes import compute_dtype
 from trigon.models.families import ModelFamily
 from trigon.models.kernels import (
+    FLASH_DTYPES,
     Kernel,
     Segments,
     flex_group_attention,
@@ -256,8 +257,15 @@ def _window_attention_sdpa(
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
+    heads_per_key = query.shape[1] // key.shape[1]
+    on_gpu, dtype = query.device.type != "cpu", compute_dtype(query.device, query.dtype)
+    if heads_per_key > 1 and on_gpu and (mask is not None or dtype not in FLASH_DTYPES):
+        # Of torch's kernels for a GPU, flash takes no mask and no float32, and memory-efficient
+        # attention takes no fewer key heads: with neither, all scores would be made and kept.
+        key, value = (states.repeat_interleave(heads_per_key, 1) for states in (key, value))
+        heads_per_key = 1
     return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=heads_per_key > 1
     )
 
 

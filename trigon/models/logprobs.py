@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trigon.models import transfer
 from trigon.models.dtypes import autocast_off, compute_dtype
-from trigon.models.transfer import to_device
 from trigon.types import GroupSpan, TokenLogprobs
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
@@ -109,7 +109,7 @@ def token_logprobs(
     Returns: logprobs [S] and entropy [S], and kl [S] or None, in float32 (float64 for float64).
         Gradient flows into states and head_weight, from logprobs, kl and, if asked for, entropy.
     """
-    banned = to_device(torch.tensor(tuple(banned_token_ids), dtype=torch.int64), states.device)
+    banned = transfer.to_device(torch.tensor(tuple(banned_token_ids), dtype=torch.int64), states.device)
     # Fixed here: autocast is off in the backward, which has to recompute exactly the same logits.
     product_dtype = compute_dtype(states.device, states.dtype)
     settings = _Settings(
@@ -288,7 +288,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.T, right)
     elif total.device.type == "cpu":
         total += left.T @ right
-    elif _adds_in_float32(total.device, right.dtype):
+    elif total.device.type in transfer.PINNED_FOR and _adds_in_float32(total.device, right.dtype):
         torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
     else:
         for part in _chunks(len(total), _SLICE_ROWS):

@@ -60,7 +60,7 @@ class Policy(nn.Module):
         use_logprob_head(model)
         self._logprob_chunk = logprob_chunk
         if family.deepstack:
-            family.language_model(model)._deepstack_process = _add_at_positions
+            family.language_model(model)._deepstack_process = _add_deepstack
         self._feature_cache: VisionFeatureCache | None = None
         self._all_reduce_max: Callable[[int], int] = int
 
@@ -109,7 +109,7 @@ class Policy(nn.Module):
             embeddings = embeddings.index_copy(1, places, features.to(embeddings.dtype)[None])
             if self.family.deepstack:
                 deepstack_arguments = {
-                    "visual_pos_masks": places,  # for _add_at_positions
+                    "visual_pos_masks": places,  # for _add_deepstack
                     "deepstack_visual_embeds": deepstack_features,
                 }
         elif run_dummy_vision and self._feature_cache is not None:
@@ -409,14 +409,18 @@ def _group_lengths(group: TrainGroup) -> GroupLengths:
     )
 
 
-def _add_at_positions(hidden_states: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+def _add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Add deepstack features to the hidden states of their placeholder tokens.
 
-    In place of the method of transformers, which indexes by a mask, whose number of tokens has to
-    be read from the device in the forward and in the backward of each layer.
-    Args: hidden_states: [1, T, D]. positions: [M] int64. features: [M, D].
+    In place of the method of transformers, which takes a mask, and has to read from the device how
+    many tokens it selects, in the forward and in the backward of each layer.
+    Args: hidden_states: [B, T, D]. places: the positions of the placeholders, [M] int64, counted
+    over all rows; or the mask, [B, T] bool, of a forward that transformers makes itself.
+    features: [M, D].
     """
-    return hidden_states.index_add(1, positions, features.to(hidden_states.dtype)[None])
+    positions = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
+    added = hidden_states.flatten(0, 1).index_add(0, positions, features.to(hidden_states))
+    return added.view_as(hidden_states)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def concatenated(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
     device: to which the result will be copied by to_device.
     """
-    if device.type == "cpu":
+    if device.type not in PINNED_FOR:
         return torch.cat(list(parts))
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     return torch.cat(list(parts), out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
@@ -44,7 +44,7 @@ def to_pinned(tensor: Tensor) -> Tensor:
     The copy of a tensor on a GPU is in order with the other work of the current stream, and so is a
     later copy back. The host must not read it before the stream is synchronized.
     """
-    if tensor.device.type == "cpu":
-        return tensor.clone()
+    if tensor.device.type not in PINNED_FOR:
+        return tensor.to("cpu", copy=True)
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)

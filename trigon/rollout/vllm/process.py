@@ -25,6 +25,15 @@ from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
+_QUIET_ON_GPU = (
+    # Warns at each weight sync of a head that is tied to the embedding, and so receives nothing;
+    # weight_check.py compares all parameters.
+    "vllm.model_executor.model_loader.reload",
+    # Takes the trainer's kernels, which are compiled in the first update, for those of vLLM.
+    "vllm.utils.jit_monitor",
+)
+"""Loggers of vLLM whose warnings a user cannot act on, unless VLLM_LOGGING_LEVEL is set."""
+
 
 def start_llm_engine(
     arguments: Mapping[str, Any],
@@ -97,7 +106,12 @@ def import_vllm(device: DeviceType) -> Any:
             # Logged before vLLM sets its level: that Triton has no CPU backend.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+            if "VLLM_LOGGING_LEVEL" not in os.environ:
+                os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+                for logger in _QUIET_ON_GPU:
+                    logging.getLogger(logger).setLevel(logging.ERROR)
+            # Else vLLM lets Triton print every measurement, of the trainer's kernels as well.
+            os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
             # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
             os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
             os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
