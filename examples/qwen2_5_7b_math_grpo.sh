@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-7B, 8 x 80 GB.
 # Qwen2.5-7B on MATH (math12k: text only) with GRPO, on eight GPUs: 16 bytes per weight, about 15 GB
 # on each, plus activations.
 # Run from the top of the repository; appended key=value arguments take precedence:

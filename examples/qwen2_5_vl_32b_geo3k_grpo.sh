@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-32B, 8 x 80 GB.
 # Qwen2.5-VL-32B on Geometry3K with GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes per weight,
 # about 50 GB on each, plus activations. Optimizer and weights are in host memory while completions
 # are sampled with tensor parallelism over all eight GPUs.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-3B, 2 x 80 GB.
 # Qwen2.5-VL-3B on GUI actions (where to tap, what to type) with GRPO, on two GPUs: 16 bytes per
 # weight, about 30 GB on each.
 # The data is GUI-R1 (arXiv:2504.10458), one file per split. Download it first:

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-3B, 1 x 80 GB.
 # Qwen2.5-VL-3B on Geometry3K with GRPO, on one GPU: 16 bytes per weight, about 60 GB, plus
 # activations.
 # Run from the top of the repository; appended key=value arguments take precedence:

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with CISPO (MiniMax-M1, arXiv:2506.13585), on eight GPUs.
 # The ratio is a capped weight without gradient, so every token contributes to the gradient. As in
 # the paper there is no lower bound: clip_ratio_low=1 disables it, while 0 would raise every weight

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with DAPO (arXiv:2503.14476), on eight GPUs.
 # Groups that are all correct or all wrong give no gradient: 128 prompts at a time are sampled until
 # 512 other groups are found. Groups are filtered by accuracy, since the overall reward of wrong

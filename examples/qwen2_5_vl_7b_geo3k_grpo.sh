@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with GRPO, on eight GPUs: 16 bytes per weight, about 17 GB on each,
 # plus activations.
 # Run from the top of the repository; appended key=value arguments take precedence:

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with GSPO (arXiv:2507.18071), on eight GPUs.
 # The clipped ratio is one per completion, the geometric mean over its tokens. It varies far less
 # than a token's ratio, so its bounds are small (3e-4 and 4e-4, section 5.1). gspo_token has the

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with REINFORCE++ (arXiv:2501.03262), on eight GPUs.
 # Advantages are normalized over the whole batch, not within a group, and the KL is subtracted from
 # the reward of each token.

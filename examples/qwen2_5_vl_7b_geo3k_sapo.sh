@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with SAPO (arXiv:2511.20347), on eight GPUs.
 # A soft gate replaces clipping; it closes slightly faster for negative advantages. No KL term.
 # Run from the top of the repository; appended key=value arguments take precedence:

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on JourneyBench's questions about two images with GRPO, on eight GPUs. A small
 # dataset that shows the format of multi-image data: the question has as many <image> markers as the
 # row has images.

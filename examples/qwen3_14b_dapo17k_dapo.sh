@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen3-14B-Base, 8 x 80 GB.
 # Qwen3-14B-Base on the 17,000 problems of DAPO (text only) with DAPO (arXiv:2503.14476), on eight
 # GPUs of 80 GB, in bfloat16: 12 bytes per weight, about 22 GB on each, plus activations.
 # Up to 1536 prompts are sampled at a time, until 512 are found whose 16 completions are neither all

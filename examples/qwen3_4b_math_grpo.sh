@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen3-4B, 8 x 80 GB.
 # Qwen3-4B on MATH (math12k: text only) with GRPO, on eight GPUs, with longer completions for its
 # thinking.
 # Run from the top of the repository; appended key=value arguments take precedence:

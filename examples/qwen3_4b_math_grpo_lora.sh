@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen3-4B, 1 x 80 GB.
 # Qwen3-4B on MATH (math12k: text only) with GRPO and LoRA, on one GPU. The learning rate of
 # adapters is ten times that of full weights; the reference is the model without adapters, and needs
 # no memory of its own.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen3-VL-30B-A3B, 8 x 80 GB.
 # Qwen3-VL-30B-A3B on Geometry3K with GRPO, on eight GPUs of 80 GB, in bfloat16: 12 bytes per
 # weight, about 47 GB on each, plus activations. An MoE model: each token uses 3 of 31 billion
 # weights, and all of them are trained.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen3-VL-4B, 2 x 80 GB.
 # Qwen3-VL-4B on Geometry3K with GRPO and LoRA, on two GPUs. The vision tower has no adapters and is
 # frozen. The learning rate of adapters is ten times that of full weights; the reference is the
 # model without adapters, and needs no memory of its own.

@@ -39,6 +39,27 @@ def count_usable_bytes(
     return max(0, min([int(available[1]) * 1024, *_left_in_cgroups(memberships, mount)]))
 
 
+def count_total_bytes(
+    *, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
+) -> int | None:
+    """Return the bytes of host memory that processes like this one may use together; None: unknown.
+
+    The smallest of the machine's memory and of the limits of this process's control groups.
+    Args: see count_usable_bytes.
+    """
+    try:
+        total = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:  # not Linux, or /proc is not mounted
+        return None
+    if total is None:
+        return None
+    limits = (
+        _read(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount)
+    )
+    return min([int(total[1]) * 1024, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 def _left_in_cgroups(memberships: Path, mount: Path) -> Iterator[int]:
     """Yield what each control group with a limit leaves."""
     for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount):

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-3B, 8 x 80 GB.
 # Qwen2.5-VL-3B on counting the objects of CLEVR (70,000 images, prepared by R1-V) with GRPO, on
 # eight GPUs: 16 bytes per weight, about 8 GB on each, plus activations.
 # Run from the top of the repository; appended key=value arguments take precedence:

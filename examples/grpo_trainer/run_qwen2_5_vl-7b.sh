@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Qwen2.5-VL-7B, 8 x 80 GB.
 # Qwen2.5-VL-7B on Geometry3K with GRPO, on eight GPUs, from local files. Prepare them first:
 #     python3 examples/data_preprocess/geo3k.py --local_dir ~/data/geo3k
 # The settings are those of verl's script of this name, with Trigon's keys.

@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from trigon.models.activations import PassBytes, PassFormat, PassOptions, RowLengths, score_bytes, update_bytes
+from trigon.models.activations import (
+    PassBytes,
+    PassFormat,
+    PassOptions,
+    RowLengths,
+    score_bytes,
+    update_bytes,
+)
 from trigon.models.kernels import Kernel
 from trigon.models.memory import model_size
 from trigon.training.dry_run import as_rollouts, dummy_group

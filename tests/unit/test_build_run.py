@@ -14,7 +14,7 @@ from trigon.build.run import TrackerEnvironment, announce_downloads, make_tracke
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.schema import Config
-from trigon.errors import CheckpointError, DataError, RewardError
+from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 from trigon.report.console import Console
 
 
@@ -79,6 +79,14 @@ def damaged_model(tiny_model, tmp_path) -> Path:
     shutil.copytree(tiny_model("qwen2"), folder)
     (folder / "model.safetensors").write_bytes(b"no weights")
     return folder
+
+
+def test_a_model_that_does_not_fit_is_an_error_before_it_is_loaded(tmp_path, damaged_model):
+    content = json.loads((damaged_model / "config.json").read_text(encoding="utf-8"))
+    (damaged_model / "config.json").write_text(json.dumps(content | {"hidden_size": 2**17, "intermediate_size": 2**20}))
+    reward = "def compute_score(predict_str, ground_truth):\n    return 0.0\n"
+    with pytest.raises(ConfigError, match=r"(?s)this run needs at least .* during update, and there are .*\n.*weights"):
+        start_run(tmp_path, model=damaged_model, reward=reward)
 
 
 def test_a_reward_function_that_fails_is_an_error_before_the_model_is_loaded(tmp_path, damaged_model):

@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from trigon.distributed.preflight import SAME_EVERYWHERE, NodeReport, check_node_reports, inspect_node
 from trigon.errors import ConfigError, EngineError
 
 REPORT = NodeReport("one", {"python": "3.12", **dict.fromkeys(SAME_EVERYWHERE, "1.0")}, "")
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -20,6 +23,7 @@ class TwoRanks:
     found: int = 2
     size: int = 2
     rank: int = 1
+    device: torch.device = CPU
 
     def count_ranks(self) -> int:
         return self.found
@@ -43,6 +47,9 @@ def inspect(folders: dict[str, Path], ranks: TwoRanks | None = None) -> NodeRepo
 def test_a_node_without_problems(folders):
     report = inspect(folders)
     assert report.problem == ""
+    assert report.device_bytes == 0
+    assert report.host_bytes is not None
+    assert report.host_bytes > 2**28
     assert report.versions["torch"]
     check_node_reports([report, report])
 

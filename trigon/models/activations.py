@@ -86,7 +86,7 @@ class PassOptions:
     image at a time and keeps nothing.
     kernel: of attention in the decoder.
     chunk_rows: rows of logits that are computed at a time. tied: the head is the embedding.
-    on_cpu: the pixels of the row are in the memory that is counted.
+    on_cpu: where sdpa takes fewer key heads than query heads, and pixels are not copied.
     full_kl: the KL from a reference is computed over the whole vocabulary.
     """
 
@@ -200,11 +200,8 @@ class _Pass:
     # -- the decoder ----------------------------------------------------------------------------
 
     def _row_inputs(self) -> int:
-        """The rotary embeddings, which all layers share; and on the CPU the pixels of the row."""
-        rotary = self._row.tokens * 2 * self._text.head_dim * self._state
-        if self._vision is None or not self._options.on_cpu:
-            return rotary
-        return rotary + self._row.groups * self._row.patches * self._vision.values_per_patch * 4
+        """The rotary embeddings, which all layers share."""
+        return self._row.tokens * 2 * self._text.head_dim * self._state
 
     def _layer_inputs(self) -> int:
         return self._text.layers * self._row.tokens * self._text.width * self._state
@@ -364,10 +361,10 @@ class _Pass:
             blocks = vision.layers * patches * vision.width * self._compute
         else:
             blocks = vision.layers * self._vision_block(vision)
-        # Its input, which the first layer keeps; and its mergers.
-        # On the CPU in float32 it is the row's pixels.
-        pixel = 0 if self._options.on_cpu and self._state == 4 else self._state
-        first = patches * vision.values_per_patch * (pixel + (self._compute if self._autocasts else 0))
+        # The pixels, which the first layer keeps for the gradient of its weight; and the mergers.
+        first = 0
+        if self._options.trains_weights:
+            first = patches * vision.values_per_patch * self._compute
         merger = patches * vision.width * (4 + 4 * self._compute)
         return blocks + first + vision.mergers * merger + self._vision_features()
 
@@ -396,4 +393,8 @@ class _Pass:
             return 0
         patches = self._row.groups * self._row.patches if self._options.trains_vision else self._row.image_patches
         block = patches * (2 * vision.width * 4 + max(3 * vision.mlp, 8 * vision.width) * self._compute)
-        return block + self._vision_features()
+        # The pixels, as the host prepared them in float32, and in the format of the weights.
+        prepared = 4 if self._options.on_cpu else 0
+        converted = 0 if self._options.on_cpu and self._state == 4 else self._state
+        pixels = patches * vision.values_per_patch * (prepared + converted)
+        return block + pixels + self._vision_features()

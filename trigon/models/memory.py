@@ -37,8 +37,9 @@ class UnitSize:
 class ModelSize:
     """The sizes of a policy.
 
-    model_type: of its config. layers: each unit that FSDP gathers by itself: decoder layers and
-    vision blocks. root: everything else, such as embeddings and head.
+    model_type: of its config. layers: units that FSDP gathers one by one: decoder layers, vision
+    blocks and mergers. head, embedding: units as well; None if they share a weight.
+    root: everything else, and a weight that they share.
     largest: weights of the largest tensor. key_values: keys and values of a token in the KV cache,
     over all layers. key_heads: of a layer. tied: the head is the embedding. trains_vision: the
     vision tower has gradients. dimensions: None for a family whose passes are not counted.
@@ -46,6 +47,8 @@ class ModelSize:
 
     model_type: str
     layers: tuple[UnitSize, ...]
+    head: UnitSize | None
+    embedding: UnitSize | None
     root: UnitSize
     largest: int
     key_values: int
@@ -57,7 +60,7 @@ class ModelSize:
     @property
     def all(self) -> UnitSize:
         """The sum over all units."""
-        units = (*self.layers, self.root)
+        units = [unit for unit in (*self.layers, self.head, self.embedding, self.root) if unit is not None]
         return UnitSize(
             frozen=sum(unit.frozen for unit in units),
             trained=sum(unit.trained for unit in units),
@@ -79,8 +82,9 @@ def model_size(policy: Policy, lora: LoraSettings | None) -> ModelSize:
     """
     config = policy.model.config
     text = config.get_text_config()
-    units = policy.layers()
-    in_units = {parameter for unit in units for parameter in unit.parameters()}
+    units = [*policy.layers(), *policy.mergers()]
+    ends = [] if policy.has_tied_head else [policy.head, policy.embedding]
+    in_units = {parameter for unit in (*units, *ends) for parameter in unit.parameters()}
     adapters: dict[nn.Parameter, int] | None = None
     if lora is not None:
         sizes = adapter_sizes(policy.model, lora)
@@ -90,11 +94,13 @@ def model_size(policy: Policy, lora: LoraSettings | None) -> ModelSize:
     return ModelSize(
         model_type=str(config.model_type),
         layers=tuple(_unit_size(unit.parameters(), adapters) for unit in units),
+        head=None if policy.has_tied_head else _unit_size(policy.head.parameters(), adapters),
+        embedding=None if policy.has_tied_head else _unit_size(policy.embedding.parameters(), adapters),
         root=_unit_size((part for part in policy.parameters() if part not in in_units), adapters),
         largest=max(parameter.numel() for parameter in policy.parameters()),
         key_values=2 * text.num_hidden_layers * text.num_key_value_heads * head_dim,
         key_heads=text.num_key_value_heads,
-        tied=policy.model.lm_head.weight is policy.family.language_model(policy.model).embed_tokens.weight,
+        tied=policy.has_tied_head,
         trains_vision=any(part.requires_grad if adapters is None else part in adapters for part in parts),
         dimensions=None if text.model_type in _NOT_COUNTED else dimensions_of(config),
     )

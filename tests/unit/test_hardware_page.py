@@ -1,0 +1,62 @@
+"""docs/hardware.md is what its script writes, and the recipes fit what their first line says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hardware_page import DEVICE_BYTES, document
+from support.published import CONFIGS
+from support.recipes import EXAMPLES, RECIPES, arguments_of, name_of
+from trigon.build.memory_check import check_memory, with_options
+from trigon.build.memory_table import GIB, Hardware
+from trigon.config.load import load_config, split_arguments
+from trigon.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+HARDWARE = Hardware("cuda", DEVICE_BYTES, 1000 * GIB)
+
+
+def test_the_page_is_up_to_date():
+    assert (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8") == document(), (
+        "run: python scripts/hardware_page.py > docs/hardware.md"
+    )
+
+
+def fits(config: Config, model: str) -> None:
+    config = with_options(config, {"worker.actor.model.model_path": str(CONFIGS / model)})
+    warnings: list[str] = []
+    check_memory(config, HARDWARE, warn=warnings.append)
+    assert warnings == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_fits_the_gpus_that_its_first_line_names(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        (data / f"{split}.parquet").touch()
+    config = load_config(*split_arguments(arguments_of(path, tmp_path, environment={"DATA": str(data)}))).config
+    text = path.read_text(encoding="utf-8")
+    model = re.search(r"MODEL_PATH:-Qwen/([\w.-]+)\}", text)[1]
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    assert text.splitlines()[1] == f"# {model.removesuffix('-Instruct')}, {gpus} x 80 GB."
+    fits(config, model.removesuffix("-Base"))
+
+
+def test_the_example_configuration_fits_the_gpu_that_its_first_line_names(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    file = EXAMPLES / "config.yaml"
+    config = load_config(file, []).config
+    organization, _, model = config.worker.actor.model.model_path.partition("/")
+    gpus = config.trainer.n_gpus_per_node
+    assert organization == "Qwen"
+    assert (
+        file.read_text(encoding="utf-8")
+        .splitlines()[0]
+        .startswith(f"# {model.removesuffix('-Instruct')}, {gpus} x 80 GB")
+    )
+    fits(config, model)

@@ -1,0 +1,204 @@
+"""Refuses a run that cannot fit into the memory that is there, before anything is loaded.
+
+The message has the arithmetic of the phase that exceeds it most, and the changes that help most:
+the same arithmetic is made again with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
+from trigon.config.plan import num_workers
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+from trigon.host_memory import count_total_bytes
+from trigon.models.memory import ModelSize
+
+TIGHT = 0.95
+"""Fraction of a pool of memory above which a run that is expected to need as much is warned."""
+
+_MOST_CHANGES = 3
+
+Changes = Mapping[str, Any]
+"""Options by name, with new values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the configuration. saved_bytes: of the phase that did not fit.
+
+    fits: whether the run fits with it.
+    """
+
+    changes: Changes
+    saved_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        options = " ".join(f"{name}={_yaml(value)}" for name, value in self.changes.items())
+        return f"{options}: {format_gib(self.saved_bytes)} less{', and the run fits' if self.fits else ''}"
+
+
+def find_hardware(device: torch.device) -> Hardware | None:
+    """Return the memory of this process's device and machine; None if it cannot be read."""
+    host_bytes = count_total_bytes()
+    if host_bytes is None:
+        return None
+    if device.type == "cuda":
+        return Hardware("cuda", int(torch.cuda.mem_get_info(device)[1]), host_bytes)
+    return Hardware("cpu", 0, host_bytes)
+
+
+def check_memory(
+    config: Config,
+    hardware: Hardware,
+    *,
+    warn: Callable[[str], None],
+) -> RunMemory | None:
+    """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
+
+    warn: gets a message.
+    Returns: the arithmetic; None if trainer.check_memory is false.
+    """
+    if not config.trainer.check_memory:
+        return None
+
+    @cache
+    def size_with_rank(rank: int, freezes_vision: bool) -> ModelSize:
+        changes = {
+            "worker.actor.model.lora.rank": rank,
+            "worker.actor.model.freeze_vision_tower": freezes_vision,
+        }
+        return size_of_model(with_options(config, changes))
+
+    def count(changed: Config) -> RunMemory:
+        model = changed.worker.actor.model
+        size = size_with_rank(model.lora.rank, model.freeze_vision_tower)
+        return count_memory(changed, size, hardware)
+
+    memory = count(config)
+    worst = memory.worst(certain=True)
+    if worst.certain > memory.capacity(worst):
+        raise ConfigError(_refusal(memory, worst, find_remedies(config, memory, worst, count)))
+    if not memory.counts_passes:
+        warn(
+            "the activations of this model's family are not counted: only weights, optimizer states and the rollout "
+            "engine were compared with the memory that is there"
+        )
+        return memory
+    likely = memory.worst(certain=False)
+    if likely.expected > TIGHT * memory.capacity(likely):
+        warn(
+            f"memory is tight: {likely.phase} is expected to need {format_gib(likely.expected)} of "
+            f"{format_gib(memory.capacity(likely))} ({_pool(memory, likely)}) where prompts and completions have "
+            "their maximum length"
+        )
+    return memory
+
+
+def find_remedies(
+    config: Config, memory: RunMemory, worst: PhaseMemory, count: Callable[[Config], RunMemory]
+) -> list[Remedy]:
+    """Return the changes that save most in a phase, those with which the run fits first.
+
+    count: returns the arithmetic of a changed configuration.
+    """
+    remedies = [
+        remedy
+        for alternatives in _candidates(config, memory)
+        if (remedy := _mildest([_remedy(config, worst, changes, count) for changes in alternatives])) is not None
+    ]
+    return sorted(remedies, key=lambda remedy: (not remedy.fits, -remedy.saved_bytes))[:_MOST_CHANGES]
+
+
+def _remedy(config: Config, worst: PhaseMemory, changes: Changes, count: Callable[[Config], RunMemory]) -> Remedy:
+    changed = count(with_options(config, changes))
+    same = [each.certain for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
+    limit = changed.worst(certain=True)
+    return Remedy(changes, worst.certain - sum(same), fits=limit.certain <= changed.capacity(limit))
+
+
+def _mildest(alternatives: Sequence[Remedy]) -> Remedy | None:
+    """Return the first with which the run fits, else the one that saves most; None if none does."""
+    saving = [remedy for remedy in alternatives if remedy.saved_bytes > 0]
+    fitting = [remedy for remedy in saving if remedy.fits]
+    return fitting[0] if fitting else max(saving, key=lambda remedy: remedy.saved_bytes, default=None)
+
+
+def with_options(config: Config, changes: Changes) -> Config:
+    """Return the configuration with new values of options, given by their full names."""
+    values = config.model_dump()
+    for name, value in changes.items():
+        *sections, key = name.split(".")
+        section = values
+        for each in sections:
+            section = section[each]
+        section[key] = value
+    return Config.model_validate(values)
+
+
+def _candidates(config: Config, memory: RunMemory) -> Iterator[Sequence[Changes]]:
+    """Yield changes that can save memory, each as its alternatives, the mildest first.
+
+    Those that save nothing in this run are left out later.
+    """
+    actor, rollout, trainer = config.worker.actor, config.worker.rollout, config.trainer
+    bf16 = {"worker.actor.fsdp.torch_dtype": "bf16"}
+    if actor.model.lora.rank > 0:
+        yield [bf16]
+    else:
+        yield [{**bf16, "worker.actor.optim.strategy": "adamw_bf16"}]
+        # The frozen weights of LoRA have the format of the forward pass by default.
+        yield [{"worker.actor.model.lora.rank": 64, **({} if actor.fsdp.torch_dtype is None else bf16)}]
+    yield [{"worker.actor.model.freeze_vision_tower": True}]
+    params = {"worker.actor.offload.offload_params": True}
+    optimizer = {"worker.actor.offload.offload_optimizer": True}
+    yield [params, optimizer, {**params, **optimizer}]
+    if num_workers(config) > 1:  # it is FSDP that moves the weights
+        yield [{"worker.actor.fsdp.enable_cpu_offload": True}]
+    yield [{"worker.actor.fsdp.enable_full_shard": True}]
+    yield [{"worker.ref.fsdp.enable_cpu_offload": True}, {"algorithm.disable_kl": True}]
+    # Workers of one machine share its host memory, but each has its own GPU.
+    gpus, nodes = trainer.n_gpus_per_node, trainer.nnodes
+    if memory.hardware.device == "cuda":
+        more_gpus = [{"trainer.n_gpus_per_node": gpus * factor} for factor in (2, 4, 8) if gpus * factor <= 8]
+        yield more_gpus or [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
+    elif num_workers(config) > 1:
+        yield [{"trainer.nnodes": nodes * factor} for factor in (2, 4, 8)]
+    yield [
+        {"worker.rollout.tensor_parallel_size": rollout.tensor_parallel_size * factor}
+        for factor in (2, 4, 8)
+        if num_workers(config) % (rollout.tensor_parallel_size * factor) == 0
+    ]
+    lowest_first = [tenth / 10 for tenth in range(1, 10) if tenth / 10 < rollout.gpu_memory_utilization]
+    yield [{"worker.rollout.gpu_memory_utilization": share} for share in reversed(lowest_first)]
+    yield [{"data.max_response_length": max(1, config.data.max_response_length // 2)}]
+
+
+def _refusal(memory: RunMemory, worst: PhaseMemory, remedies: list[Remedy]) -> str:
+    lines = [
+        f"this run needs at least {format_gib(worst.certain)} during {worst.phase}, and there are "
+        f"{format_gib(memory.capacity(worst))} ({_pool(memory, worst)}):"
+    ]
+    lines += [f"  {format_gib(part.certain):>10}  {part.name}" for part in worst.parts if part.certain]
+    lines.append("What helps most:" if remedies else "No single change of the configuration helps.")
+    lines += [f"  {remedy}" for remedy in remedies]
+    lines.append("trainer.check_memory=false starts the run all the same.")
+    return "\n".join(lines)
+
+
+def _pool(memory: RunMemory, phase: PhaseMemory) -> str:
+    if phase.pool == "GPU":
+        return "on each GPU"
+    return "host memory of a machine, for all of its workers"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
