@@ -20,6 +20,7 @@ from trigon.doctor.result import Result, Setting
 from trigon.doctor.runner import Check, Limits, run_check, run_checks
 
 MINUTES = 10.0
+"""Default of --minutes on a GPU."""
 EXIT_TERMINATED = 143
 """Exit status after SIGTERM."""
 
@@ -79,7 +80,8 @@ def run(chosen: Sequence[Check], work: Path, options: Namespace) -> Iterator[Res
         setting = Setting("cuda", num_gpus, work, options.tolerance_factor)
     elif others:
         print("no GPU: the checks run in small shapes on the CPU, which shows only that they run", flush=True)
-    seconds = options.minutes * 60 - (time.monotonic() - start) if options.minutes else None
+    minutes = (MINUTES if num_gpus else 0) if options.minutes is None else options.minutes
+    seconds = minutes * 60 - (time.monotonic() - start) if minutes else None
     yield from run_checks(others, setting, Limits(options.limit, seconds), environment=environment)
 
 
@@ -112,7 +114,9 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument("--keep", action="store_true", help="keep models, runs and outputs in the folder's work/")
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="skip what would start later; 0: no limit (%(default)s)"
+        "--minutes",
+        type=float,
+        help=f"skip what would start later; 0: no limit; default: {MINUTES:g} on a GPU, 0 on a CPU",
     )
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of each check; default: its own")
     parser.add_argument(

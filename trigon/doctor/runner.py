@@ -20,6 +20,8 @@ from trigon.doctor.result import Findings, Result, Setting
 
 LAST_LINES = 40
 """Lines of a failed check's output that the report shows."""
+CPU_FACTOR = 4
+"""Factor of the time limits on a CPU."""
 _END_SECONDS = 10
 _LONGEST_LINE = 400
 
@@ -60,7 +62,8 @@ def run_checks(
     """
     start = time.monotonic()
     for check in checks:
-        seconds = check.seconds if limits.check_seconds is None else limits.check_seconds
+        own_seconds = check.seconds * (CPU_FACTOR if setting.device == "cpu" else 1)
+        seconds = own_seconds if limits.check_seconds is None else limits.check_seconds
         if limits.total_seconds is not None:
             left = limits.total_seconds - (time.monotonic() - start)
             if left <= 0:
