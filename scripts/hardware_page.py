@@ -66,7 +66,8 @@ Weights, gradients and optimizer states are exact: the model is created without 
 config.json, and its parameters are counted. Activations and logits are counted from the tensors
 that autograd keeps for each layer, at the largest rows that the options allow, with prompts full of
 images. Layers gathered by FSDP, vLLM's weights and its share of the GPU follow from the options.
-1 GiB each is assumed for CUDA's context with NCCL's buffers, and for vLLM's CUDA graphs.
+1 GiB each is assumed for CUDA's context with NCCL's buffers, and for vLLM's CUDA graphs, and 2 GiB of
+host memory for each worker's libraries.
 
 The tests compare the arithmetic of an update's pass and of a pass without gradient with the peaks
 of live tensors measured on the CPU, for nine families of tiny models and for one of 40 million
@@ -100,7 +101,7 @@ def document() -> str:
     parts.append(
         "## Host memory\n\nGiB on each machine with eight GPUs, with weights and optimizer states offloaded: the "
         "phase that\nneeds most. A checkpoint that is being written counts, with a copy of weights and states; image "
-        "caches\nhave 4 GiB a worker.\n"
+        "caches\nhave at most 4 GiB a worker.\n"
     )
     header = ["model", *(name.partition(" (")[0] for name in METHODS)]
     parts += [_line(header), _line("---" for _ in header)]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trigon.build.memory_table import Hardware
+from trigon.build.workers import smallest_hardware
 from trigon.distributed.preflight import SAME_EVERYWHERE, NodeReport, check_node_reports, inspect_node, require_gpu
 from trigon.errors import ConfigError, EngineError
 
@@ -42,6 +44,14 @@ def inspect(folders: dict[str, Path], ranks: TwoRanks | None = None) -> NodeRepo
     return inspect_node(
         ranks or TwoRanks(), model_path=str(folders["model"]), run_folder=folders["run"], marker="run.lock"
     )
+
+
+def test_a_run_has_the_memory_of_the_smallest_device_and_node():
+    reports = [
+        replace(REPORT, device_bytes=device, host_bytes=host) for device, host in ((80, 900), (40, None), (60, 500))
+    ]
+    assert smallest_hardware("cuda", reports) == Hardware("cuda", 40, 500)
+    assert smallest_hardware("cpu", [REPORT]) is None
 
 
 def test_a_node_without_problems(folders):

@@ -60,3 +60,11 @@ def test_the_example_configuration_fits_the_gpu_that_its_first_line_names(monkey
         .startswith(f"# {model.removesuffix('-Instruct')}, {gpus} x 80 GB")
     )
     fits(config, model)
+
+
+def test_the_model_of_easyr1s_own_file_fits_its_eight_gpus(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(ROOT / "tests" / "unit" / "data" / "easyr1_current.yaml", []).config
+    assert config.worker.actor.model.model_path == "Qwen/Qwen2.5-7B-Instruct"
+    assert config.trainer.n_gpus_per_node == 8
+    fits(config, "Qwen2.5-7B-Instruct")

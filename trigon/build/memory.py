@@ -54,7 +54,7 @@ GRAPH_BYTES = GIB
 WORKSPACE_BYTES = 4 * GIB
 """The part of vLLM's share that it may keep for activations, and not allocate while it is idle."""
 
-PROCESS_BYTES = 3 * GIB
+PROCESS_BYTES = 2 * GIB
 """Expected host memory of one worker with its libraries, without tensors."""
 
 CPU_CACHE_BYTES = GIB
@@ -375,11 +375,16 @@ class _Run:
         ]
 
     def _cache_bytes(self) -> int:
-        features = 0
-        if self._size.dimensions is not None and self._size.dimensions.vision is not None:
-            features = 0 if self._size.trains_vision else int(self._config.worker.actor.model.vision_cache_gb * GIB)
-            features += PIXEL_CACHE_BYTES if num_workers(self._config) > 1 else 0
-        return features
+        """The features of a frozen vision tower, and with several workers the pixels of a step."""
+        dimensions, config = self._size.dimensions, self._config
+        if dimensions is None or dimensions.vision is None:
+            return 0
+        features = 0 if self._size.trains_vision else int(config.worker.actor.model.vision_cache_gb * GIB)
+        if num_workers(config) == 1:
+            return features
+        patches = config.data.max_prompt_length * dimensions.vision.merge**2
+        prompts = ceil(config.data.rollout_batch_size / num_workers(config))
+        return features + min(PIXEL_CACHE_BYTES, prompts * patches * dimensions.vision.values_per_patch * 4)
 
     def _of_ranks(self, name: str, expected: int, certain: int) -> Part:
         """The same on all ranks of a node."""

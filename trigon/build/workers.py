@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -67,10 +67,17 @@ def open_worker_group(
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
             reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             check_node_reports(reports)
-            host_bytes = [report.host_bytes for report in reports if report.host_bytes is not None]
-            if host_bytes:
-                check_hardware(Hardware(device, min(report.device_bytes for report in reports), min(host_bytes)))
+            if (hardware := smallest_hardware(device, reports)) is not None:
+                check_hardware(hardware)
             yield worker_group
+
+
+def smallest_hardware(device: Literal["cpu", "cuda"], reports: Sequence[NodeReport]) -> Hardware | None:
+    """Return the smallest device and the smallest node of all ranks; None if it is not known."""
+    host_bytes = [report.host_bytes for report in reports if report.host_bytes is not None]
+    if not host_bytes:
+        return None
+    return Hardware(device, min(report.device_bytes for report in reports), min(host_bytes))
 
 
 def config_for_workers(config: Config) -> Config:
