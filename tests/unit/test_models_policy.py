@@ -16,7 +16,7 @@ from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.flops import GroupLengths, update_flops
 from trigon.models.load import load_model, load_processors
-from trigon.models.policy import Policy, computing_device
+from trigon.models.policy import Policy, computing_device, full_tensor
 from trigon.types import TrainGroup, TrainSequence
 
 TinyModel = Callable[..., Path]
@@ -144,3 +144,25 @@ def test_a_shard_that_is_kept_on_the_cpu_is_used_on_the_device_of_its_mesh(
     if mesh is not None:
         shard.device_mesh = SimpleNamespace(device_type=mesh)
     assert computing_device(shard) == torch.device(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kept_on", "moves"), [("cpu", ["cuda"]), ("cuda:0", [])])
+def test_shards_that_are_kept_on_the_cpu_are_gathered_on_the_device_of_their_mesh(
+    kept_on: str, moves: list[str]
+) -> None:
+    class Shard:
+        device_mesh = SimpleNamespace(device_type="cuda")
+        device = torch.device(kept_on)
+
+        def to(self, device: torch.device) -> Shard:
+            if device != self.device:
+                moved.append(str(device))
+                self.device = device
+            return self
+
+        def full_tensor(self) -> torch.device:
+            return self.device
+
+    moved: list[str] = []
+    assert full_tensor(Shard()).type == "cuda"  # type: ignore[arg-type, attr-defined]
+    assert moved == moves

@@ -265,8 +265,9 @@ class Policy(nn.Module):
         """Iterate over all weights as published checkpoints store them, without a tied head.
 
         Adapters are merged into the weights of their layers, in float32, and rounded once. Tensors
-        are full: a sharded one is gathered, by all ranks together, when it is yielded. Others are
-        views of the parameters if they have their dtype; those of experts are not contiguous.
+        are full: a sharded one is gathered, by all ranks together, on the device that computes,
+        when it is yielded. Others are views of the parameters if they have their dtype; those of
+        experts are not contiguous.
 
         Args:
             dtype: to which wider tensors are rounded, before they are gathered unless an adapter is
@@ -443,5 +444,6 @@ def computing_device(weight: Tensor) -> torch.device:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor itself, or gathered by all ranks together if it is sharded (a DTensor)."""
     # A DTensor is recognized by its method, so that this module does not import torch.distributed.
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    # Shards that are kept on the CPU would be gathered over the network of the hosts.
+    sharded: Any = tensor if hasattr(tensor, "full_tensor") else None
+    return tensor if sharded is None else sharded.to(computing_device(tensor)).full_tensor()
