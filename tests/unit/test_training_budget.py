@@ -244,6 +244,32 @@ def test_the_rank_with_the_least_memory_determines_the_budget_of_all(tiny_model,
     assert memories[0].passes == memories[1].passes[: len(memories[0].passes)]  # rank 1 was measured once more above
 
 
+def test_a_pass_that_may_not_fit_on_one_rank_is_made_by_none(tiny_model, engine):
+    """A rank that runs out of memory within a pass would leave the others waiting in it."""
+    barrier, board = threading.Barrier(2, timeout=30), {}
+    ranks = [ThreadRanks(rank, 2, barrier, board) for rank in range(2)]
+    memories = [EmulatedMemory(total=4 * GIB, free=free * GIB, peak=lambda tokens: tokens << 20) for free in (4, 2)]
+    engines = [engine, make_engine(tiny_model("qwen2"))]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(
+                lambda memory, engine, rank: budgets_on(memory, engine, ENOUGH, ranks=rank), memories, engines, ranks
+            )
+        )
+    assert [budgets.update_tokens for budgets in found] == [100, 100]
+    # 2140 tokens would take 2.1 of 2 GiB; 1100 are for the gradients, and for each kind of pass
+    assert [memory.passes for memory in memories] == [[1100] * 3] * 2
+
+
+def test_a_rank_without_memory_for_a_pass_raises_an_error_with_a_remedy(engine):
+    class FirstOfTwo(SingleProcess):
+        size = 2
+
+    memory = EmulatedMemory(total=10 * GIB, free=GIB, peak=lambda tokens: tokens << 20)
+    with pytest.raises(ConfigError, match=r"1,100 tokens ran out of memory on Emulated.*enable_gradient_checkpointing"):
+        budgets_on(memory, engine, ENOUGH, ranks=FirstOfTwo())
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 

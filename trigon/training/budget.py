@@ -11,6 +11,7 @@ the size of the budget verifies the fit. Does not depend on configuration, files
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ processes.
 """
 
 _ROUND = 256  # budgets are multiples of this number, for readability
+
+_REMEDIES = (
+    "set worker.actor.model.enable_gradient_checkpointing=true, lower data.max_prompt_length or "
+    "data.max_response_length, or use more workers (trainer.n_gpus_per_node)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +218,10 @@ class _Tuner:
     def _fit(self, make_pass: Pass, what: str) -> _LinearFit:
         """Measure one group, a group with twice as many completions, and two groups."""
         one = self._peak_bytes(make_pass, [self._group])
-        large = None if one is None else self._peak_bytes(make_pass, [self._large_group])
-        two = None if large is None else self._peak_bytes(make_pass, [self._group] * 2)
         if one is None:
             raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
+        large = self._try_peak_bytes(make_pass, [self._large_group], at_most=2 * one)
+        two = None if large is None else self._try_peak_bytes(make_pass, [self._group] * 2, at_most=2 * one)
         prompt_tokens = self._lengths.prompt_tokens
         completion_tokens = self._num_completions * self._lengths.response_tokens
         if large is None or two is None:  # only the smallest row fits
@@ -231,13 +237,33 @@ class _Tuner:
         [num_failed] = self._process_group.all_reduce_sum([float(peak is None or peak > usable_bytes)])
         return num_failed == 0
 
+    def _try_peak_bytes(self, make_pass: Pass, groups: Sequence[TrainGroup], *, at_most: int) -> int | None:
+        """Return the peak memory of a pass in bytes; None if it does not fit.
+
+        at_most: bytes that the pass can take. Several ranks make the pass only if each of them has
+        so many left: one that runs out of memory within a pass ends the run.
+        """
+        if self._process_group.size > 1:
+            [num_short] = self._process_group.all_reduce_sum([float(at_most > self._memory.free_bytes())])
+            if num_short > 0:
+                return None
+        return self._peak_bytes(make_pass, groups)
+
     def _peak_bytes(self, make_pass: Pass, groups: Sequence[TrainGroup]) -> int | None:
-        """Return the peak memory of a pass in bytes; None if the device has run out of memory."""
+        """Return the peak memory of a pass in bytes; None if the device has run out of memory.
+
+        Raises: ConfigError in that case if there are several ranks: the others wait inside the
+        pass, and cannot be notified.
+        """
         try:
             return self._memory.peak_bytes(lambda: make_pass(groups))
-        except torch.OutOfMemoryError:
-            if self._process_group.size > 1:  # the other ranks wait inside the pass, and cannot be notified
-                raise
+        except torch.OutOfMemoryError as error:
+            if self._process_group.size > 1:
+                raise ConfigError(
+                    f"a dry run over {sum(map(tokens_of, groups)):,} tokens ran out of memory on "
+                    f"{self._memory.device_name} ({error}); {_REMEDIES}"
+                ) from error
+        gc.collect()  # reference cycles may hold tensors of the pass
         return None
 
     def _does_not_fit(self, what: str, needed_bytes: float, usable_bytes: float) -> ConfigError:
@@ -245,6 +271,5 @@ class _Tuner:
         return ConfigError(
             f"{what} over the longest sequence, {self._lengths.longest:,} tokens, takes {needed}, and "
             f"{self._memory.device_name} has {max(usable_bytes, 0.0) / 2**30:,.2f} GiB left for it beside weights, "
-            "gradients, optimizer and a reserve; set worker.actor.model.enable_gradient_checkpointing=true, lower "
-            "data.max_prompt_length or data.max_response_length, or use more workers (trainer.n_gpus_per_node)"
+            f"gradients, optimizer and a reserve; {_REMEDIES}"
         )
