@@ -183,6 +183,9 @@ class _Tuner:
             )
             for num_completions in (self._num_completions, 2 * self._num_completions)
         )
+        self._smallest_group = dummy_group(
+            policy, prompt_tokens=1, response_tokens=1, image_pixels=lengths.image_pixels, num_completions=1
+        )
 
     def warm_up(self, make_pass: Pass, *, what: str) -> None:
         """Make the smallest pass. Raises: ConfigError if it does not fit."""
@@ -220,8 +223,14 @@ class _Tuner:
         one = self._peak_bytes(make_pass, [self._group])
         if one is None:
             raise self._does_not_fit(what, math.inf, self._memory.free_bytes())
-        large = self._try_peak_bytes(make_pass, [self._large_group], at_most=2 * one)
-        two = None if large is None else self._try_peak_bytes(make_pass, [self._group] * 2, at_most=2 * one)
+        at_most = 2 * one  # of either of the two larger passes
+        if self._is_short_of(at_most):
+            # What does not grow with the row counts once.
+            at_most -= self._peak_bytes(make_pass, [self._smallest_group]) or 0
+        large = two = None
+        if not self._is_short_of(at_most):
+            large = self._peak_bytes(make_pass, [self._large_group])
+            two = None if large is None else self._peak_bytes(make_pass, [self._group] * 2)
         prompt_tokens = self._lengths.prompt_tokens
         completion_tokens = self._num_completions * self._lengths.response_tokens
         if large is None or two is None:  # only the smallest row fits
@@ -237,17 +246,17 @@ class _Tuner:
         [num_failed] = self._process_group.all_reduce_sum([float(peak is None or peak > usable_bytes)])
         return num_failed == 0
 
-    def _try_peak_bytes(self, make_pass: Pass, groups: Sequence[TrainGroup], *, at_most: int) -> int | None:
-        """Return the peak memory of a pass in bytes; None if it does not fit.
+    def _is_short_of(self, num_bytes: int) -> bool:
+        """Return whether a pass that takes so much memory must not be tried.
 
-        at_most: bytes that the pass can take. Several ranks make the pass only if each of them has
-        so many left: one that runs out of memory within a pass ends the run.
+        One process tries it. One of several ranks that ran out of memory within a pass would leave
+        the others waiting in it, so that all of them need the memory, and a reserve.
         """
-        if self._process_group.size > 1:
-            [num_short] = self._process_group.all_reduce_sum([float(at_most > self._memory.free_bytes())])
-            if num_short > 0:
-                return None
-        return self._peak_bytes(make_pass, groups)
+        if self._process_group.size == 1:
+            return False
+        left = self._memory.free_bytes() - HEADROOM * self._memory.total_bytes
+        [num_short] = self._process_group.all_reduce_sum([float(num_bytes > left)])
+        return num_short > 0
 
     def _peak_bytes(self, make_pass: Pass, groups: Sequence[TrainGroup]) -> int | None:
         """Return the peak memory of a pass in bytes; None if the device has run out of memory.
