@@ -115,6 +115,9 @@ class HostWaits(TorchDispatchMode):
     def __enter__(self) -> HostWaits:
         self._pinned_for = transfer.PINNED_FOR
         transfer.PINNED_FOR = {*transfer.PINNED_FOR, DEVICE.type}
+        # vLLM on the CPU replaces this method by one that does nothing, for all of the process.
+        self._pin_memory = Tensor.pin_memory
+        Tensor.pin_memory = torch._C.TensorBase.pin_memory
         self._from_data.__enter__()
         super().__enter__()
         return self
@@ -122,6 +125,7 @@ class HostWaits(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._from_data.__exit__(*error)
+        Tensor.pin_memory = self._pin_memory
         transfer.PINNED_FOR = self._pinned_for
 
     def __torch_dispatch__(

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from support.published import CONFIGS
 from support.recipes import ROOT, arguments_of
+from trigon.build.memory import count_memory, size_of_model
+from trigon.build.memory_check import with_options
+from trigon.build.memory_table import GIB, Hardware
 from trigon.cli.doctor import make_parser
 from trigon.cli.main import COMMANDS
 from trigon.config.load import LoadedConfig, load_config, split_arguments
@@ -106,3 +110,24 @@ def test_the_sizes_are_those_of_the_pins_and_12_or_16_bytes_per_weight() -> None
     assert checkpoints == pytest.approx({"3B": 180, "7B": 400}, rel=0.01)
     assert "60 GB for the 3B\nmodel on one GPU, 17 GB of the 7B model on each of eight" in PAGE
     assert (16 * weights["3B"] / 1e9, 16 * weights["7B"] / 8e9) == pytest.approx((60, 17), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "largest", "host"), [("Qwen2.5-VL-3B", ("update", 69), 93), ("Qwen2.5-VL-7B", ("sampling", 49), 235)]
+)
+def test_the_memory_is_that_of_the_configurations_and_fits(
+    model: str, largest: tuple[str, int], host: int, tmp_path: Path
+) -> None:
+    [command] = [command for command in commands("trigon train") if model in command]
+    config = configured(command, tmp_path).config
+    config = with_options(config, {"worker.actor.model.model_path": str(CONFIGS / f"{model}-Instruct")})
+    memory = count_memory(config, size_of_model(config), Hardware("cuda", 79 * GIB, 1000 * GIB))
+    worst = {
+        pool: max((phase for phase in memory.phases if phase.pool == pool), key=lambda phase: phase.expected)
+        for pool in ("GPU", "host")
+    }
+    assert (worst["GPU"].phase, round(worst["GPU"].expected / GIB)) == largest
+    assert round(worst["host"].expected / GIB) == host
+    text = " ".join(PAGE.split())
+    assert "69 GiB of a GPU's 79 GiB for 3B on one (the update), and 49 GiB for 7B on eight (sampling)" in text
+    assert "93 GiB for 3B on one GPU, 235 GiB for 7B on eight" in text
