@@ -25,6 +25,9 @@ from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
+DEFAULT_LEVEL_ON_GPU = "WARNING"
+"""VLLM_LOGGING_LEVEL on a GPU, unless it is set."""
+
 _QUIET_ON_GPU = (
     # Warns at each weight sync of a head that is tied to the embedding, and so receives nothing;
     # weight_check.py compares all parameters.
@@ -32,7 +35,7 @@ _QUIET_ON_GPU = (
     # Takes the trainer's kernels, which are compiled in the first update, for those of vLLM.
     "vllm.utils.jit_monitor",
 )
-"""Loggers of vLLM whose warnings a user cannot act on, unless VLLM_LOGGING_LEVEL is set."""
+"""Loggers of vLLM whose warnings a user cannot act on; shown with another VLLM_LOGGING_LEVEL."""
 
 
 def start_llm_engine(
@@ -62,9 +65,23 @@ def start_llm_engine(
         shares_memory = device == "cpu" and arguments["tensor_parallel_size"] > 1
         try:
             with private_segments() if shares_memory else nullcontext():
-                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+                llm_engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         finally:
             gc.unfreeze()
+        if device == "cuda":
+            quiet_loggers()
+        return llm_engine
+
+
+def quiet_loggers() -> None:
+    """Turn off the warnings of _QUIET_ON_GPU at the default level.
+
+    To be called when vLLM has started: it configures logging then, not when it is imported, which
+    resets the levels of all its loggers.
+    """
+    if os.environ["VLLM_LOGGING_LEVEL"] == DEFAULT_LEVEL_ON_GPU:
+        for logger in _QUIET_ON_GPU:
+            logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def choose_model_runner(model_runner: ModelRunner | None, device: DeviceType) -> None:
@@ -106,10 +123,7 @@ def import_vllm(device: DeviceType) -> Any:
             # Logged before vLLM sets its level: that Triton has no CPU backend.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
-            if "VLLM_LOGGING_LEVEL" not in os.environ:
-                os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-                for logger in _QUIET_ON_GPU:
-                    logging.getLogger(logger).setLevel(logging.ERROR)
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", DEFAULT_LEVEL_ON_GPU)
             # Else vLLM lets Triton print every measurement, of the trainer's kernels as well.
             os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
             # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
@@ -164,7 +178,8 @@ def preserve_process_state() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     preload = os.environ.get("LD_PRELOAD")
     try:
-        with torch.random.fork_rng():
+        # The device in use, not all of a machine, of which torch warns.
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
             yield
     finally:
         torch.set_num_threads = set_num_threads
