@@ -179,7 +179,8 @@ def preserve_process_state() -> Iterator[None]:
     preload = os.environ.get("LD_PRELOAD")
     try:
         # The device in use, not all of a machine, of which torch warns.
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        has_context = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if has_context else []):
             yield
     finally:
         torch.set_num_threads = set_num_threads
