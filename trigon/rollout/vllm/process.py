@@ -51,9 +51,10 @@ def start_llm_engine(
         arguments: keyword arguments of vllm.EngineArgs.
         model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
         architectures: names of the model's classes, from its config.json.
-    Raises: EngineError if vLLM cannot be imported, or is built for another device.
+    Raises: EngineError if vLLM cannot be imported, is built for another device, or refuses the
+    arguments, for example because the memory for its cache is too small.
     """
-    with preserve_process_state(), warnings.catch_warnings():
+    with preserve_process_state(), one_thread(device), warnings.catch_warnings():
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
         choose_model_runner(model_runner, device)
@@ -66,6 +67,12 @@ def start_llm_engine(
         try:
             with private_segments() if shares_memory else nullcontext():
                 llm_engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        except ValueError as error:  # vLLM's for arguments, sizes of memory among them
+            raise EngineError(
+                f"vLLM does not start: {error}\nIts gpu_memory_utilization is worker.rollout.gpu_memory_utilization, "
+                "its max_model_len worker.rollout.max_model_len; what frees memory is in docs/multi-node.md (Out of "
+                "memory)"
+            ) from error
         finally:
             gc.unfreeze()
         if device == "cuda":
@@ -164,6 +171,24 @@ def register_models(vllm: Any, architectures: Iterable[str]) -> None:
         registered = vllm.ModelRegistry.models.get(architecture)
         if registered is not None:
             vllm.ModelRegistry.register_model(architecture, registered.load_model_cls())
+
+
+@contextmanager
+def one_thread(device: DeviceType) -> Iterator[None]:
+    """On a GPU, compute with one thread on the CPU, as vLLM serves there.
+
+    After an operator its other threads wait in a loop for the next one, which takes time from the
+    thread that starts kernels. Functions that vLLM compiles are compiled again if the number of
+    threads is another than when it started. The trainer's number is restored on exit.
+    """
+    num_threads = torch.get_num_threads()
+    if device == "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.set_num_threads(num_threads)
 
 
 @contextmanager
