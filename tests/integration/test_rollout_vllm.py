@@ -456,7 +456,7 @@ def test_warnings_that_users_cannot_act_on_are_off_after_a_start_on_a_gpu(monkey
     names = ["vllm", *process._QUIET_ON_GPU]
     levels = [logging.getLogger(name).level for name in names]
     try:
-        process.start_llm_engine({"tensor_parallel_size": 1}, device="cuda", architectures=())
+        process.start_llm_engine({"tensor_parallel_size": 1, "dtype": torch.bfloat16}, device="cuda", architectures=())
         # It warns at every sync of a tied head.
         assert reload_logger.isEnabledFor(logging.WARNING) == is_shown
         assert logging.getLogger("vllm.v1.worker.gpu_worker").isEnabledFor(logging.WARNING)

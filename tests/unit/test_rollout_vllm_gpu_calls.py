@@ -153,5 +153,21 @@ def test_what_vllm_refuses_at_its_start_is_an_error_with_the_names_of_options(mo
     vllm = SimpleNamespace(LLMEngine=LLMEngine, EngineArgs=dict)
     monkeypatch.setattr(process, "import_vllm", lambda device: vllm)
     with pytest.raises(EngineError, match=r"No available memory(.|\n)*worker\.rollout\.gpu_memory_utilization"):
-        process.start_llm_engine({"tensor_parallel_size": 1}, device="cuda", architectures=())
+        process.start_llm_engine({"tensor_parallel_size": 1, "dtype": torch.bfloat16}, device="cuda", architectures=())
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "setting", "expected"),
+    [(torch.float32, None, "ieee"), (torch.float32, "tf32x3", "tf32x3"), (torch.bfloat16, None, None)],
+)
+def test_triton_multiplies_float32_in_float32(monkeypatch, dtype, setting, expected):
+    monkeypatch.setenv("TRITON_F32_DEFAULT", setting or "")  # restores it after the test
+    if setting is None:
+        monkeypatch.delenv("TRITON_F32_DEFAULT")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    llm_engine = SimpleNamespace(from_engine_args=lambda arguments: "started")
+    monkeypatch.setattr(process, "import_vllm", lambda device: SimpleNamespace(LLMEngine=llm_engine, EngineArgs=dict))
+    process.start_llm_engine({"tensor_parallel_size": 1, "dtype": dtype}, device="cuda", architectures=())
+    triton = pytest.importorskip("triton")
+    assert triton.knobs.language.fp32_default == expected

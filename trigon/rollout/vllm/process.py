@@ -58,6 +58,10 @@ def start_llm_engine(
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
         choose_model_runner(model_runner, device)
+        if device == "cuda" and arguments["dtype"] == torch.float32:
+            # Only Triton's attention takes float32, and Triton would multiply it in TF32, which has
+            # 10 bits: too few for the parity of a float32 run.
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         vllm = import_vllm(device)
         register_models(vllm, architectures)
         # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
