@@ -1,5 +1,6 @@
 """VllmEngine on a GPU, with a stand-in for vLLM: the order of its calls, its errors and threads."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,14 @@ def test_vllm_computes_with_one_thread_beside_a_gpu(rollout, llm_engine, several
         rollout.generate([Prompt("train:0", (1, 2, 3), None, "", None, {}, ())], SAMPLING, step=1)
     assert llm_engine.threads == {1}
     assert torch.get_num_threads() == 3
+
+
+def test_a_closed_engine_refers_to_no_memory_of_vllm_when_its_allocator_goes(rollout, llm_engine):
+    state = weakref.ref(rollout._state)
+    alive = []
+    llm_engine.engine_core.shutdown = lambda: alive.append(state() is not None)
+    rollout.close()
+    assert alive == [False]
 
 
 @pytest.mark.parametrize(("tag", "what"), [("weights", "the weights"), ("kv_cache", "the KV cache")])

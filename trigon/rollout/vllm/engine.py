@@ -199,6 +199,8 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             self._unusable_because = "it was closed"
+            # vLLM frees its allocator, into which this memory must have been given back before.
+            self._state = SleepingState(())
             # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
             self._llm_engine.engine_core.shutdown()
             del self._llm_engine
