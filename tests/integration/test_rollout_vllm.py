@@ -16,7 +16,7 @@ from trigon.errors import EngineError, ParityError
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.rollout.checksums import read_sums, sum_values
-from trigon.rollout.vllm import RunsWith
+from trigon.rollout.vllm import RunsWith, process
 from trigon.types import LocalWeights, Prompt, SamplingParams, Vision
 
 SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, ignore_eos=True, seed=5)
@@ -93,6 +93,18 @@ def test_how_vllm_runs_on_the_cpu(engine):
 
 def test_starting_the_engine_does_not_change_the_process(started):
     assert started[2] == set()
+
+
+def test_starting_on_a_machine_with_several_gpus_touches_only_the_one_in_use(monkeypatch):
+    states, restored = iter((torch.zeros(1), torch.ones(1))), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: next(states))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((device, state.item())))
+    with process.preserve_process_state():
+        torch.manual_seed(7)
+    assert restored == [(3, 0.0)]
 
 
 def test_sampling_does_not_change_the_process_or_its_random_generators(engine, weights, prompts):
@@ -415,7 +427,6 @@ def test_a_vllm_that_is_built_for_another_device_raises(tiny_model, monkeypatch)
         "VLLM_LOGGING_LEVEL": None,
         "TRITON_PRINT_AUTOTUNING": None,
     }
-    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     for name, value in switches.items():
         monkeypatch.setenv(name, value or "")  # restores it after the test
         if value is None:
@@ -423,7 +434,36 @@ def test_a_vllm_that_is_built_for_another_device_raises(tiny_model, monkeypatch)
     with pytest.raises(EngineError, match=r"built for cpu, but the rollout engine is to run on cuda"):
         make_vllm_engine(folder, load_processors(str(folder)), device="cuda")
     assert [os.environ[name] for name in switches] == ["0", "1", "0", "WARNING", "0"]
-    assert not reload_logger.isEnabledFor(logging.WARNING)  # it warns at every sync of a tied head
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("WARNING", False), ("INFO", True)])
+def test_warnings_that_users_cannot_act_on_are_off_after_a_start_on_a_gpu(monkeypatch, level, is_shown):
+    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+
+    class LLMEngine:
+        @classmethod
+        def from_engine_args(cls, arguments):
+            # What vLLM's LLMEngine does first.
+            configure_logging(LoggingConfig(log_level=level))
+            return cls()
+
+    vllm = SimpleNamespace(LLMEngine=LLMEngine, EngineArgs=dict)
+    monkeypatch.setattr(process, "import_vllm", lambda device: vllm)
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    names = ["vllm", *process._QUIET_ON_GPU]
+    levels = [logging.getLogger(name).level for name in names]
+    try:
+        process.start_llm_engine({"tensor_parallel_size": 1, "dtype": torch.bfloat16}, device="cuda", architectures=())
+        # It warns at every sync of a tied head.
+        assert reload_logger.isEnabledFor(logging.WARNING) == is_shown
+        assert logging.getLogger("vllm.v1.worker.gpu_worker").isEnabledFor(logging.WARNING)
+    finally:
+        configure_logging(LoggingConfig())
+        for name, before in zip(names, levels, strict=True):
+            logging.getLogger(name).setLevel(before)
 
 
 @pytest.mark.parametrize("backend", ["FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "TRITON"])

@@ -258,6 +258,11 @@ def test_the_builder_receives_exactly_the_files_that_the_image_copies() -> None:
     assert sent == copied - {"trigon/__init__.py"}
 
 
+def test_root_can_build_the_image_with_its_own_uid() -> None:
+    [command] = [line for line in read(DOCKERFILE).splitlines() if "useradd" in line]
+    assert "--non-unique" in command  # else useradd refuses the UID 0
+
+
 def test_the_image_does_not_run_as_root() -> None:
     instructions = [line.split()[0] for line in read(DOCKERFILE).splitlines() if re.match(r"[A-Z]+ ", line)]
     assert "USER" in instructions

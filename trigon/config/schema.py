@@ -544,7 +544,8 @@ class RolloutConfig(Section):
 
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """vLLM's model runner on a GPU; auto: vLLM's choice, which is v2 from vLLM 0.32 on.
-    To be changed if a fault of the runner is suspected. Trigon only."""
+    v1 draws random numbers for one sequence after the other, which is slow where many run at a
+    time. To be changed if a fault of the runner is suspected. Trigon only."""
 
     async_scheduling: bool | None = None
     """Let vLLM prepare a batch on a GPU while the last one runs; null: vLLM's choice, now true.

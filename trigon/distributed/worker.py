@@ -35,6 +35,7 @@ from trigon.distributed.serialization import (
     encode_logprobs,
 )
 from trigon.garbage import set_gc_threshold
+from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
@@ -237,7 +238,8 @@ class Worker:
         """
         engines = self._require_engines
         metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
-        return metrics if engines.images is None else {**metrics, **engines.images.pop_metrics()}
+        images = {} if engines.images is None else engines.images.pop_metrics()
+        return {**metrics, **images, **gpu_memory_metrics()}
 
     # -- traces --
 

@@ -18,6 +18,7 @@ from types import TracebackType
 
 from PIL import Image
 
+from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.run_folder import RolloutRow, RunFolder, Split, StepMetrics, rollout_rows
@@ -119,7 +120,7 @@ class Reporter:
             "perf/cpu_memory_used_gb": Max(_peak_resident_bytes() / 2**30),
             **{f"timing_s/{name}": Sum(spent) for name, spent in self._seconds.items()},
             "timing_s/other": Sum(seconds - sum(self._seconds.values())),
-            **_gpu_memory(),
+            **gpu_memory_metrics(),
         }
         if num_tokens and num_response_tokens:
             measured["perf/total_num_tokens"] = Sum(float(num_tokens))
@@ -283,14 +284,3 @@ def _totals(lines: Sequence[StepMetrics], prefix: str) -> dict[str, float]:
 def _peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _gpu_memory() -> dict[str, Metric]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "perf/max_memory_allocated_gb": Max(torch.cuda.max_memory_allocated() / 2**30),
-        "perf/max_memory_reserved_gb": Max(torch.cuda.max_memory_reserved() / 2**30),
-    }

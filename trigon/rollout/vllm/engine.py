@@ -16,7 +16,7 @@ from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
-from trigon.rollout.vllm.process import start_llm_engine
+from trigon.rollout.vllm.process import one_thread, start_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
@@ -36,8 +36,8 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings, processors: Processors) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
-        Raises: EngineError if vLLM is not installed, or built for another device, or if the model
-        folder has no safetensors.
+        Raises: EngineError if vLLM is not installed, built for another device or does not start, or
+        if the model folder has no safetensors.
         """
         self._settings = settings
         self._processors = processors
@@ -83,8 +83,8 @@ class VllmEngine:
         """See RolloutEngine. May be nested with the same version: the inner context does nothing.
 
         A GPU drops the weights at exit, so that every entry loads them there; the CPU keeps them.
-        Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape. The
-        engine cannot be used afterwards.
+        Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape, and
+        if the GPU has too little free memory. The engine cannot be used afterwards.
         """
         return self._awake_context(require_local_weights(weights), version)
 
@@ -101,12 +101,12 @@ class VllmEngine:
             return
         on_gpu = self._settings.device == "cuda"
         if on_gpu:
-            self._llm_engine.wake_up(["weights"])
+            self._wake_up("weights")
             self._state.restore()
         if version != self._version:
             self._load(weights, version)
         if on_gpu:
-            self._llm_engine.wake_up(["kv_cache"])
+            self._wake_up("kv_cache")
         self._reset_caches()
         self._awake = True
         try:
@@ -154,6 +154,7 @@ class VllmEngine:
             self._llm_engine.add_request(request.name, inputs[request.prompt_index], params)
 
         with (
+            one_thread(self._settings.device),
             torch.random.fork_rng(devices=[]),  # vLLM advances the global generator too, without using the numbers
             torch.compiler.set_stance(self._compile_stance),
         ):
@@ -198,9 +199,26 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             self._unusable_because = "it was closed"
+            # vLLM frees its allocator, into which this memory must have been given back before.
+            self._state = SleepingState(())
             # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
             self._llm_engine.engine_core.shutdown()
             del self._llm_engine
+
+    def _wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
+        try:
+            self._llm_engine.wake_up([tag])
+        except RuntimeError as error:
+            self._unusable_because = "it could not wake up"
+            if "out of memory" not in str(error):
+                raise
+            memory = {"weights": "the weights", "kv_cache": "the KV cache"}[tag]
+            raise EngineError(
+                f"The GPU has no room for {memory}, whose memory vLLM gave back for its sleep ({error}). "
+                "Lower worker.rollout.gpu_memory_utilization, or move more of the trainer to host memory: "
+                "worker.actor.offload.offload_params=true worker.actor.offload.offload_optimizer=true; see "
+                "docs/multi-node.md (Out of memory)"
+            ) from error
 
     def _load(self, weights: LocalWeights, version: int) -> None:
         self._version = None

@@ -25,6 +25,9 @@ from trigon.rollout.vllm.arguments import ModelRunner
 from trigon.rollout.vllm.shared_memory import private_segments
 from trigon.torchvision_stub import declare_operators
 
+DEFAULT_LEVEL_ON_GPU = "WARNING"
+"""VLLM_LOGGING_LEVEL on a GPU, unless it is set."""
+
 _QUIET_ON_GPU = (
     # Warns at each weight sync of a head that is tied to the embedding, and so receives nothing;
     # weight_check.py compares all parameters.
@@ -32,7 +35,7 @@ _QUIET_ON_GPU = (
     # Takes the trainer's kernels, which are compiled in the first update, for those of vLLM.
     "vllm.utils.jit_monitor",
 )
-"""Loggers of vLLM whose warnings a user cannot act on, unless VLLM_LOGGING_LEVEL is set."""
+"""Loggers of vLLM whose warnings a user cannot act on; shown with another VLLM_LOGGING_LEVEL."""
 
 
 def start_llm_engine(
@@ -48,12 +51,17 @@ def start_llm_engine(
         arguments: keyword arguments of vllm.EngineArgs.
         model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
         architectures: names of the model's classes, from its config.json.
-    Raises: EngineError if vLLM cannot be imported, or is built for another device.
+    Raises: EngineError if vLLM cannot be imported, is built for another device, or refuses the
+    arguments, for example because the memory for its cache is too small.
     """
-    with preserve_process_state(), warnings.catch_warnings():
+    with preserve_process_state(), one_thread(device), warnings.catch_warnings():
         for deprecation in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", deprecation)  # about vLLM's use of torch: users cannot act on them
         choose_model_runner(model_runner, device)
+        if device == "cuda" and arguments["dtype"] == torch.float32:
+            # Only Triton's attention takes float32, and Triton would multiply it in TF32, which has
+            # 10 bits: too few for the parity of a float32 run.
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         vllm = import_vllm(device)
         register_models(vllm, architectures)
         # vLLM collects garbage five times as it starts; frozen objects, all imported modules, are
@@ -62,9 +70,29 @@ def start_llm_engine(
         shares_memory = device == "cpu" and arguments["tensor_parallel_size"] > 1
         try:
             with private_segments() if shares_memory else nullcontext():
-                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+                llm_engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        except ValueError as error:  # vLLM's for arguments, sizes of memory among them
+            raise EngineError(
+                f"vLLM does not start: {error}\nIts gpu_memory_utilization is worker.rollout.gpu_memory_utilization, "
+                "its max_model_len worker.rollout.max_model_len; what frees memory is in docs/multi-node.md (Out of "
+                "memory)"
+            ) from error
         finally:
             gc.unfreeze()
+        if device == "cuda":
+            quiet_loggers()
+        return llm_engine
+
+
+def quiet_loggers() -> None:
+    """Turn off the warnings of _QUIET_ON_GPU at the default level.
+
+    To be called when vLLM has started: it configures logging then, not when it is imported, which
+    resets the levels of all its loggers.
+    """
+    if os.environ["VLLM_LOGGING_LEVEL"] == DEFAULT_LEVEL_ON_GPU:
+        for logger in _QUIET_ON_GPU:
+            logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def choose_model_runner(model_runner: ModelRunner | None, device: DeviceType) -> None:
@@ -106,10 +134,7 @@ def import_vllm(device: DeviceType) -> Any:
             # Logged before vLLM sets its level: that Triton has no CPU backend.
             logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
         case "cuda":
-            if "VLLM_LOGGING_LEVEL" not in os.environ:
-                os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-                for logger in _QUIET_ON_GPU:
-                    logging.getLogger(logger).setLevel(logging.ERROR)
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", DEFAULT_LEVEL_ON_GPU)
             # Else vLLM lets Triton print every measurement, of the trainer's kernels as well.
             os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
             # A worker sees its own GPU only, and these open the memory of the other ranks' GPUs.
@@ -153,6 +178,24 @@ def register_models(vllm: Any, architectures: Iterable[str]) -> None:
 
 
 @contextmanager
+def one_thread(device: DeviceType) -> Iterator[None]:
+    """On a GPU, compute with one thread on the CPU, as vLLM serves there.
+
+    After an operator its other threads wait in a loop for the next one, which takes time from the
+    thread that starts kernels. Functions that vLLM compiles are compiled again if the number of
+    threads is another than when it started. The trainer's number is restored on exit.
+    """
+    num_threads = torch.get_num_threads()
+    if device == "cuda":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.set_num_threads(num_threads)
+
+
+@contextmanager
 def preserve_process_state() -> Iterator[None]:
     """Restore on exit what starting vLLM changes in its process.
 
@@ -164,7 +207,9 @@ def preserve_process_state() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     preload = os.environ.get("LD_PRELOAD")
     try:
-        with torch.random.fork_rng():
+        # The device in use, not all of a machine, of which torch warns.
+        has_context = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if has_context else []):
             yield
     finally:
         torch.set_num_threads = set_num_threads

@@ -1,0 +1,42 @@
+"""The memory of GPUs in a step's metrics: of the processes that use one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trigon.distributed.recent_files import RecentFiles
+from trigon.distributed.serialization import encode_train
+from trigon.distributed.worker import Worker, WorkerEngines
+from trigon.gpu_memory import gpu_memory_metrics
+from trigon.metrics import Max, merge
+
+GIB = 2**30
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of this process, and one that it does not use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 40 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 44 * GIB)
+    return lambda *, in_use: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+
+
+def test_a_worker_reports_the_memory_of_its_gpu(gpu):
+    gpu(in_use=True)
+    worker = Worker(0)
+    trainer = SimpleNamespace(step=lambda groups: {"actor/loss": Max(1.0)})
+    worker._engines = WorkerEngines(trainer, None, None, None, replica_rank=0)
+    metrics = worker.step(encode_train([], RecentFiles(keeps_content=False)))
+    largest = merge(metrics, {"perf/max_memory_allocated_gb": Max(41.0)})
+    assert largest == {
+        "actor/loss": Max(1.0),
+        "perf/max_memory_allocated_gb": Max(41.0),
+        "perf/max_memory_reserved_gb": Max(44.0),
+    }
+
+
+def test_a_process_that_uses_no_gpu_reports_none(gpu):
+    gpu(in_use=False)  # the driver of several workers
+    assert gpu_memory_metrics() == {}
