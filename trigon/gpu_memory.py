@@ -1,7 +1,8 @@
-"""Metrics of the memory of the GPU that this process uses."""
+"""The memory of the GPU that this process uses: metrics, and a check that it is free."""
 
 from __future__ import annotations
 
+from trigon.errors import ConfigError
 from trigon.metrics import Max, Metrics
 
 
@@ -18,3 +19,19 @@ def gpu_memory_metrics() -> Metrics:
         "perf/max_memory_allocated_gb": Max(torch.cuda.max_memory_allocated() / 2**30),
         "perf/max_memory_reserved_gb": Max(torch.cuda.max_memory_reserved() / 2**30),
     }
+
+
+def require_free_memory(fraction: float) -> None:
+    """Raise ConfigError unless vLLM finds this fraction of the GPU's memory free.
+
+    To be called before anything is loaded: vLLM would refuse it after minutes of loading.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    if free < fraction * total:
+        raise ConfigError(
+            f"the GPU of this process ({torch.cuda.get_device_name()}) has {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB free, and vLLM is to take {fraction:.0%} of all "
+            "(worker.rollout.gpu_memory_utilization): another process uses it, which nvidia-smi shows"
+        )

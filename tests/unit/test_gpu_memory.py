@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trigon.build.run import check_environment
+from trigon.config.schema import Config
 from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import encode_train
 from trigon.distributed.worker import Worker, WorkerEngines
+from trigon.errors import ConfigError
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, merge
 
@@ -40,3 +43,19 @@ def test_a_worker_reports_the_memory_of_its_gpu(gpu):
 def test_a_process_that_uses_no_gpu_reports_none(gpu):
     gpu(in_use=False)  # the driver of several workers
     assert gpu_memory_metrics() == {}
+
+
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+def test_a_run_in_one_process_needs_the_memory_that_vllm_will_take(gpu, monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (47 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    kernels = []
+    monkeypatch.setattr("trigon.build.run.choose_kernel", lambda config, device: kernels.append(device.type))
+    config = Config.model_validate({"worker": {"rollout": {"name": name}}, "trainer": {"logger": ["console"]}})
+    if name == "transformers":
+        check_environment(config)
+        assert kernels == ["cuda"]
+        return
+    with pytest.raises(ConfigError, match=r"47\.0 of 80\.0 GiB free, and vLLM is to take 60%"):
+        check_environment(config)
+    assert kernels == []

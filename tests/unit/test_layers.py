@@ -40,6 +40,7 @@ NEIGHBOURS = {
     ("tiny", "cli"),
     ("cli", "build"),
     ("host_memory", "cpus"),
+    ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
     ("doctor", "build"),

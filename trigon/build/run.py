@@ -40,6 +40,7 @@ from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
+from trigon.gpu_memory import require_free_memory
 from trigon.loop import Run, train
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import model_folder
@@ -162,7 +163,10 @@ def check_environment(config: Config) -> None:
     """
     check_sinks(config.trainer.logger)
     if num_workers(config) == 1:
-        choose_kernel(config, choose_device(config))
+        device = choose_device(config)
+        if device.type == "cuda" and config.worker.rollout.name == "vllm":
+            require_free_memory(config.worker.rollout.gpu_memory_utilization)
+        choose_kernel(config, device)
 
 
 def check_run_memory(config: Config, console: Console, hardware: Hardware) -> None:

@@ -18,6 +18,7 @@ import ray
 import torch
 
 from trigon.errors import ConfigError, EngineError
+from trigon.gpu_memory import require_free_memory
 from trigon.host_memory import count_total_bytes
 from trigon.installation import install_command
 from trigon.training.fsdp import TorchProcessGroup
@@ -89,13 +90,7 @@ def require_gpu(device: str, *, free_fraction: float) -> None:
     if device != "cuda":
         return
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        if free < free_fraction * total:
-            raise ConfigError(
-                f"the GPU of this worker ({torch.cuda.get_device_name()}) has {free / 2**30:.1f} of "
-                f"{total / 2**30:.1f} GiB free, and vLLM is to take {free_fraction:.0%} of all "
-                "(worker.rollout.gpu_memory_utilization): another process uses it, which nvidia-smi shows"
-            )
+        require_free_memory(free_fraction)
         return
     reason = (
         f"is built without CUDA: run {install_command('gpu')}"
