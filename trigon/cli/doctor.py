@@ -116,7 +116,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"skip what would start later; 0: no limit; default: {MINUTES:g} on a GPU, 0 on a CPU",
+        help=f"skip what would start or end later; 0: no limit; default: {MINUTES:g} on a GPU, 0 on a CPU",
     )
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of each check; default: its own")
     parser.add_argument(

@@ -5,6 +5,7 @@ A crash, a hang or a CUDA error in one check does not end the others.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -46,7 +47,7 @@ class Limits:
     """How long checks may take.
 
     check_seconds: of each check; None: its own. total_seconds: of all; checks that would start
-    later are skipped. None: no limit.
+    later, or that it ends before their own time, are skipped. None: no limit.
     """
 
     check_seconds: float | None = None
@@ -64,14 +65,15 @@ def run_checks(
     for check in checks:
         own_seconds = check.seconds * (CPU_FACTOR if setting.device == "cpu" else 1)
         seconds = own_seconds if limits.check_seconds is None else limits.check_seconds
-        if limits.total_seconds is not None:
-            left = limits.total_seconds - (time.monotonic() - start)
-            if left <= 0:
-                reason = f"the time of all checks is over; run it alone with --only {check.name}, or raise --minutes"
-                yield Result(check.name, "skipped", 0.0, Findings(), reason)
-                continue
-            seconds = min(seconds, left)
-        yield run_check(check, setting, seconds, environment=environment)
+        left = math.inf if limits.total_seconds is None else limits.total_seconds - (time.monotonic() - start)
+        skipped = f"the time of all checks is over; run it alone with --only {check.name}, or raise --minutes"
+        if left <= 0:
+            yield Result(check.name, "skipped", 0.0, Findings(), skipped)
+            continue
+        result = run_check(check, setting, min(seconds, left), environment=environment)
+        if left < seconds and result.seconds >= left:  # it had less than its own time
+            result = Result(check.name, "skipped", result.seconds, result.findings, skipped)
+        yield result
 
 
 def run_check(check: Check, setting: Setting, seconds: float, *, environment: Mapping[str, str]) -> Result:
