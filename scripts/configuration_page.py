@@ -5,13 +5,11 @@ The texts come from config/schema.py and config/legacy.py.
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Any
 
 from trigon.config.defaults import options_by_device
 from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES
-from trigon.config.options import Option, descriptions, options, sections
+from trigon.config.options import Option, descriptions, format_value, options, sections
 
 INTRODUCTION = """\
 # Configuration
@@ -81,7 +79,7 @@ def document() -> str:
     parts += [RENAMED_KEYS, *(_row(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()), ""]
     parts += [IGNORED_KEYS]
     for key, entry in IGNORED.items():
-        allowed = ", ".join(f"`{_format_yaml(value)}`" for value in entry.allowed or ())
+        allowed = ", ".join(f"`{format_value(value)}`" for value in entry.allowed or ())
         parts.append(_row(f"`{key}`", entry.reason, f"only {allowed}: {entry.advice}" if allowed else "any"))
     parts += ["", UNSUPPORTED, *(_row(f"`{key}={value}`", why) for (key, value), why in UNSUPPORTED_VALUES.items()), ""]
     return "\n".join(parts)
@@ -91,19 +89,12 @@ def _defaults(option: Option) -> tuple[str, str]:
     """Return the default, and the default on a GPU or nothing where it is the same."""
     by_device = options_by_device().get(option.name)
     if by_device is None:
-        return f"`{_format_yaml(option.default)}`", ""
-    return f"`{_format_yaml(by_device['cpu'])}`", f"`{_format_yaml(by_device['cuda'])}`"
+        return f"`{format_value(option.default)}`", ""
+    return f"`{format_value(by_device['cpu'])}`", f"`{format_value(by_device['cuda'])}`"
 
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _format_yaml(value: Any) -> str:
-    """Return a value in YAML notation."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_format_yaml, value))}]"
-    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -44,17 +44,24 @@ def test_without_a_command_the_help_is_printed_with_exit_status_2(capsys):
     assert "usage: trigon" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["-V", "--version"])
+@pytest.mark.parametrize("flag", ["-V", "--version", "version"])
 def test_version_is_printed(capsys, flag):
     assert main([flag]) == 0
     assert capsys.readouterr().out == f"trigon {__version__}\n"
+
+
+def test_help_with_a_command_is_the_help_of_the_command(capsys):
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: trigon COMMAND")
+    assert main(["help", "train"]) == 0
+    assert capsys.readouterr().out.startswith("usage: trigon train")
 
 
 def test_the_error_of_an_unknown_command_lists_the_commands(capsys):
     assert main(["trian"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("trigon: unknown command 'trian'\n")
+    assert err.startswith("trigon: unknown command 'trian'; did you mean train?\n")
     assert "  train " in err
 
 

@@ -345,7 +345,9 @@ def test_arguments_are_split(argv, path, overrides):
     ("argv", "message"),
     [
         (["a.b=1", "run.yaml"], "cannot read the argument 'run.yaml': write config=run.yaml, or key=value"),
-        (["--lr", "3"], "cannot read the argument '--lr'"),
+        (["--lr", "3"], "an equals sign; write worker.actor.optim.lr=3"),
+        (["--max-steps", "--lr"], "write trainer.max_steps=..."),
+        (["--config", "x.yaml"], "write config=x.yaml"),
         (["=3"], "cannot read the argument '=3'"),
         (["config="], "cannot read the argument 'config='"),
         (["a.b=1", " "], "a line of the script ends in a backslash and a space"),

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from trigon import __version__
 from trigon.errors import TrigonError
 from trigon.garbage import set_gc_threshold
+from trigon.suggestions import did_you_mean
 from trigon.terminal import sanitize
 
 COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
+    "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
@@ -39,14 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if command in ("-h", "--help", ""):
+    if command == "help" and rest:  # trigon help train = trigon train --help
+        command, rest = rest[0], ["--help"]
+    if command in ("-h", "--help", "help", ""):
         print(usage())
         return 0 if command else 2
-    if command in ("-V", "--version"):
+    if command in ("-V", "--version", "version"):
         print(f"trigon {__version__}")
         return 0
     if command not in COMMANDS:
-        print(f"trigon: unknown command {command!r}\n\n{usage()}", file=sys.stderr)
+        known = [*COMMANDS, "help", "version"]
+        print(f"trigon: unknown command {command!r}{did_you_mean(command, known)}\n\n{usage()}", file=sys.stderr)
         return 2
     set_gc_threshold()
     try:

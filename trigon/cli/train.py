@@ -19,10 +19,34 @@ HELP = """\
 usage: trigon train [CONFIG.yaml] [key=value ...]
 
 Train with the options of CONFIG.yaml; key=value overrides an option, for example data.max_prompt_length=1024.
-docs/configuration.md explains every option. Configuration files and command lines of EasyR1 work unchanged;
-config=CONFIG.yaml is accepted too.
+Configuration files and command lines of EasyR1 work unchanged; config=CONFIG.yaml is accepted too.
 
   --print-config   print the resolved configuration and exit; with status 2 if it has errors
+
+What most runs set:
+
+  worker.actor.model.model_path            the model: a hub id or a folder
+  data.train_files, data.val_files         the data: hub ids, files or folders
+  data.prompt_key, data.answer_key, data.image_key    the columns of the data
+  data.format_prompt                       a template around each question
+  data.max_prompt_length, data.max_response_length    in tokens
+  data.rollout_batch_size                  prompts of a step
+  worker.rollout.n                         completions for each prompt
+  worker.reward.reward_function            file.py:function, or one of the shipped ones
+  worker.actor.global_batch_size           prompts of an update
+  worker.actor.optim.lr                    learning rate
+  algorithm.adv_estimator                  grpo, or another algorithm
+  algorithm.kl_coef, algorithm.disable_kl  the KL term
+  worker.actor.model.lora.rank             above 0: train adapters
+  trainer.n_gpus_per_node, trainer.nnodes  workers
+  worker.rollout.gpu_memory_utilization    vLLM's share of each GPU
+  trainer.max_steps, trainer.total_epochs  length of the run
+  trainer.val_freq, trainer.save_freq      steps between validations, and between checkpoints
+  trainer.logger                           console, file, wandb, ...
+  trainer.experiment_name                  names the run's folder
+
+`trigon options NAME` explains an option, `trigon options` lists all of them with their defaults, and
+docs/configuration.md has them in one page.
 """
 
 EXIT_STOPPED = 143

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,6 +126,13 @@ def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
             case _:
                 pass  # a validator, which has no bound to describe
     return f", {' and '.join(words)}" if words else ""
+
+
+def format_value(value: Any) -> str:
+    """Return the value of an option in YAML notation."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(format_value, value))}]"
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _format_bound(bound: Any) -> str:
