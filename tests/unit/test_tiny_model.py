@@ -33,6 +33,11 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
+def test_making_a_model_prints_nothing(tmp_path, capfd):
+    make_tiny(tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
+
+
 def _load(folder: Path, model_type: str):
     import transformers
 

@@ -14,6 +14,7 @@ import torch
 
 from trigon.errors import ModelError
 from trigon.models.families import ModelFamily, family_named
+from trigon.models.load import without_progress_bars
 from trigon.models.weight_files import save_weights, set_default_mode
 from trigon.tiny.model_types import TinyModelType
 from trigon.tiny.tokenizer import CHAT_TEMPLATE, train_tokenizer
@@ -63,7 +64,8 @@ def make_tiny(
     model.generation_config = GenerationConfig(
         bos_token_id=end_of_text, eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
     )
-    model.save_pretrained(folder)
+    with without_progress_bars():
+        model.save_pretrained(folder)
     set_default_mode(list(folder.glob("*.safetensors")))
     _save_as_published(folder, model, family)
     return folder
