@@ -181,7 +181,28 @@ def test_print_config_prints_the_resolved_configuration_and_exits(capsys, tmp_pa
 
     (tmp_path / "printed.yaml").write_text(out)
     assert main(["train", str(tmp_path / "printed.yaml"), "--print-config"]) == 0
-    assert capsys.readouterr().out == out
+    assert yaml.safe_load(capsys.readouterr().out) == printed
+
+
+def test_print_config_says_where_each_value_was_written(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data:\n  max_prompt_length: 1024\n  max_response_length: 2048\n"
+        f"  system_prompt: |\n    data:\n      max_pixels: {'long ' * 60}\n"
+        "worker.actor.optim.betas: [0.9, 0.95]\n"
+    )
+    arguments = [*COMPLETE, "data.max_response_length=256", "worker.actor.model.override_config={a: {b: 1}}"]
+    assert main(["train", str(file), *arguments, "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert f"  # {file}, line 2\n  max_prompt_length: 1024\n" in out
+    assert "  # command line\n  max_response_length: 256\n" in out
+    assert f"      # {file}, line 7\n      betas:\n      - 0.9\n      - 0.95\n" in out
+    assert "      # command line\n      override_config:\n        a:\n          b: 1\n" in out
+    assert out.count("# command line") == len(arguments)
+    assert out.count(f"# {file}") == 3
+    printed = yaml.safe_load(out)
+    assert printed["data"]["system_prompt"].startswith("data:\n  max_pixels: long long")
+    assert out.splitlines()[0] == "# Options without a comment have their defaults."
 
 
 def test_print_config_prints_warnings_to_stderr(capsys):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ usage: trigon train [CONFIG.yaml] [key=value ...]
 Train with the options of CONFIG.yaml; key=value overrides an option, for example data.max_prompt_length=1024.
 Configuration files and command lines of EasyR1 work unchanged; config=CONFIG.yaml is accepted too.
 
-  --print-config   print the resolved configuration and exit; with status 2 if it has errors
+  --print-config   print the resolved configuration, and where each value was written, and exit;
+                   with status 2 if it has errors
 
 What most runs set:
 
@@ -80,8 +82,27 @@ def print_config(arguments: Sequence[str]) -> int:
         return 2
     for warning in loaded.warnings:
         print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
-    print(dump_config(loaded.config), end="")
+    print(annotate(dump_config(loaded.config), loaded.sources), end="")
     return 0
+
+
+def annotate(text: str, sources: Mapping[str, str]) -> str:
+    """Return the YAML text of a configuration with a comment at each option that is not a default.
+
+    sources: where each of them was written, by its name.
+    """
+    lines: list[str] = []
+    path: list[str] = []
+    for line in text.splitlines():
+        key = re.match(r"((?:  )*)([a-z_0-9]+):(?= |$)", line)
+        if key is not None:
+            path = [*path[: len(key[1]) // 2], key[2]]
+        source = sources.get(".".join(path)) if key is not None else None
+        if source is not None:
+            # Before the option, since a text may go on in the next lines.
+            lines.append(f"{line[: key.end(1)] if key else ''}# {sanitize(source, max_characters=500)}")
+        lines.append(line)
+    return "\n".join(["# Options without a comment have their defaults.", *lines, ""])
 
 
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:

@@ -7,7 +7,7 @@ checks.py, renamed and ignored keys in legacy.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -48,10 +48,14 @@ MAX_KEY_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration that passed every check, and the warnings to show."""
+    """A configuration that passed every check, and the warnings to show.
+
+    sources: where each option that is not a default was written, by its name.
+    """
 
     config: Config
     warnings: tuple[str, ...]
+    sources: Mapping[str, str]
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -107,7 +111,8 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     for override in overrides:
         reader.read_override(override)
     config = reader.build()
-    return LoadedConfig(config, (*reader.warnings, *find_warnings(config)))
+    sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
+    return LoadedConfig(config, (*reader.warnings, *find_warnings(config)), sources)
 
 
 def dump_config(config: Config) -> str:
