@@ -194,10 +194,11 @@ def test_print_config_says_where_each_value_was_written(capsys, tmp_path):
     arguments = [*COMPLETE, "data.max_response_length=256", "worker.actor.model.override_config={a: {b: 1}}"]
     assert main(["train", str(file), *arguments, "--print-config"]) == 0
     out = capsys.readouterr().out
-    assert f"  # {file}, line 2\n  max_prompt_length: 1024\n" in out
-    assert "  # command line\n  max_response_length: 256\n" in out
-    assert f"      # {file}, line 7\n      betas:\n      - 0.9\n      - 0.95\n" in out
-    assert "      # command line\n      override_config:\n        a:\n          b: 1\n" in out
+    assert f"  max_prompt_length: 1024  # {file}, line 2\n" in out
+    assert "  max_response_length: 256  # command line\n" in out
+    assert f"  # {file}, line 4\n  system_prompt: " in out  # goes on in the next lines
+    assert f"      betas:  # {file}, line 7\n      - 0.9\n      - 0.95\n" in out
+    assert "      override_config:  # command line\n        a:\n          b: 1\n" in out
     assert out.count("# command line") == len(arguments)
     assert out.count(f"# {file}") == 3
     printed = yaml.safe_load(out)

@@ -91,17 +91,21 @@ def annotate(text: str, sources: Mapping[str, str]) -> str:
 
     sources: where each of them was written, by its name.
     """
+    given = text.splitlines()
     lines: list[str] = []
     path: list[str] = []
-    for line in text.splitlines():
+    for line, following in zip(given, [*given[1:], ""], strict=True):
         key = re.match(r"((?:  )*)([a-z_0-9]+):(?= |$)", line)
-        if key is not None:
-            path = [*path[: len(key[1]) // 2], key[2]]
-        source = sources.get(".".join(path)) if key is not None else None
-        if source is not None:
-            # Before the option, since a text may go on in the next lines.
-            lines.append(f"{line[: key.end(1)] if key else ''}# {sanitize(source, max_characters=500)}")
-        lines.append(line)
+        path = path if key is None else [*path[: len(key[1]) // 2], key[2]]
+        if key is None or ".".join(path) not in sources:
+            lines.append(line)
+            continue
+        comment = f"# {sanitize(sources['.'.join(path)], max_characters=500)}"
+        # A text may go on in the next line, and would then contain a comment behind its first one.
+        if line.endswith(":") or not following.startswith(f"{key[1]}  "):
+            lines.append(f"{line}  {comment}")
+        else:
+            lines += [f"{key[1]}{comment}", line]
     return "\n".join(["# Options without a comment have their defaults.", *lines, ""])
 
 
