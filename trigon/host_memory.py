@@ -17,6 +17,17 @@ _MEMBERSHIPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 
 
+def read_meminfo(meminfo: Path, name: str) -> int:
+    """Return an entry of a file in the format of Linux's /proc/meminfo, in bytes.
+
+    Raises: OSError if the file cannot be read, KeyError if it has no such entry.
+    """
+    entry = re.search(rf"^{name}:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.MULTILINE)
+    if entry is None:
+        raise KeyError(name)
+    return int(entry[1]) * 1024
+
+
 def count_usable_bytes(
     *, meminfo: Path = _MEMINFO, memberships: Path = _MEMBERSHIPS, mount: Path = _MOUNT
 ) -> int | None:
@@ -31,12 +42,10 @@ def count_usable_bytes(
         memberships, mount: see trigon.cpus.
     """
     try:
-        available = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:  # not Linux, or /proc is not mounted
+        available = read_meminfo(meminfo, "MemAvailable")
+    except (OSError, KeyError):  # not Linux, or /proc is not mounted
         return None
-    if available is None:
-        return None
-    return max(0, min([int(available[1]) * 1024, *_left_in_cgroups(memberships, mount)]))
+    return max(0, min([available, *_left_in_cgroups(memberships, mount)]))
 
 
 def count_total_bytes(
@@ -48,16 +57,14 @@ def count_total_bytes(
     Args: see count_usable_bytes.
     """
     try:
-        total = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo.read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:  # not Linux, or /proc is not mounted
-        return None
-    if total is None:
+        total = read_meminfo(meminfo, "MemTotal")
+    except (OSError, KeyError):  # not Linux, or /proc is not mounted
         return None
     limits = (
         _read(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
         for version, folder in cgroup_folders("memory", memberships=memberships, mount=mount)
     )
-    return min([int(total[1]) * 1024, *(int(limit) for limit in limits if limit.isdigit())])
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def _left_in_cgroups(memberships: Path, mount: Path) -> Iterator[int]:

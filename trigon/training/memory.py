@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trigon.errors import ConfigError
+from trigon.host_memory import read_meminfo
 
 
 class Memory(Protocol):
@@ -103,9 +104,8 @@ class HostMemory:
     def _read_bytes(self, name: str) -> int:
         """Return one entry of the file. Raises: ConfigError if it cannot be read."""
         try:
-            fields = dict(line.split(":", 1) for line in self._meminfo.read_text(encoding="ascii").splitlines())
-            return int(fields[name].removesuffix("kB")) * 1024
-        except (OSError, KeyError, ValueError) as error:
+            return read_meminfo(self._meminfo, name)
+        except (OSError, KeyError) as error:
             raise ConfigError(
                 "trainer.auto_micro_batch needs the size of this machine's memory, which cannot be read from "
                 f"{self._meminfo} ({error}); set it to false, and set "
