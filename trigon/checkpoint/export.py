@@ -151,6 +151,29 @@ class _Verification:
             return f"which takes {needed:.1f} GiB of memory: {usable:.1f} GiB are usable here"
         return ""
 
+    def finish(
+        self,
+        verified: str,
+        further: str,
+        *,
+        loading: str,
+        verify_loaded: Callable[[], None],
+        needed_bytes: int,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        """Verify what needs the exported model to be loaded, unless it is not, and report it all.
+
+        verified: what was verified before. further: what loading it verifies. loading: the message
+        of the progress. needed_bytes: of host memory, for loading it.
+        """
+        reason = self.why_not_loaded(needed_bytes)
+        if reason:
+            on_progress(f"verified: {verified}; not verified: {further}, {reason}")
+            return
+        on_progress(loading)
+        verify_loaded()
+        on_progress(f"verified: {verified}; {further}")
+
 
 def _find(path: Path, *, best: bool, warn: Callable[[str], None]) -> Checkpoint:
     if (path / MANIFEST).is_file() or not any(path.glob("global_step_*")):
@@ -204,14 +227,14 @@ def _write_model(
     verify_tensors(weights, folder)
     verify_names(weights, folder)
     verified = f"names, shapes and values of {len(weights.tensors)} tensors, in {_dtype_name(written_dtype)}"
-    further = "that transformers loads all of them, and that logits are finite"
-    reason = verification.why_not_loaded(loading_bytes(weights, written_dtype))
-    if reason:
-        on_progress(f"verified: {verified}; not verified: {further}, {reason}")
-        return
-    on_progress("loading the exported model, verifying logits")
-    verify_model(weights, folder, written_dtype)
-    on_progress(f"verified: {verified}; {further}")
+    verification.finish(
+        verified,
+        "that transformers loads all of them, and that logits are finite",
+        loading="loading the exported model, verifying logits",
+        verify_loaded=lambda: verify_model(weights, folder, written_dtype),
+        needed_bytes=loading_bytes(weights, written_dtype),
+        on_progress=on_progress,
+    )
 
 
 def _write_adapter(
@@ -236,14 +259,14 @@ def _write_adapter(
     verify_tensors(lora.adapter, folder)
     base = MergedWeights(lora, dtype=None)  # compares shapes
     verified = f"names, shapes and values of {len(lora.adapter.tensors)} tensors, in {_dtype_name(written_dtype)}"
-    further = "that peft loads all of them, and that logits are those of merged weights"
-    reason = verification.why_not_loaded(loading_bytes(base, None))
-    if reason:
-        on_progress(f"verified: {verified}; not verified: {further}, {reason}")
-        return
-    on_progress("loading the base model and the adapter with peft, verifying logits")
-    verify_adapter(lora, folder)
-    on_progress(f"verified: {verified}; {further}")
+    verification.finish(
+        verified,
+        "that peft loads all of them, and that logits are those of merged weights",
+        loading="loading the base model and the adapter with peft, verifying logits",
+        verify_loaded=lambda: verify_adapter(lora, folder),
+        needed_bytes=loading_bytes(base, None),
+        on_progress=on_progress,
+    )
 
 
 def _num_bytes(tensor: StoredTensor, dtype: torch.dtype | None) -> int:
