@@ -98,9 +98,12 @@ def run_training(
         worker_group = None
         if num_workers(config) > 1:
             worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
-        elif (hardware := find_hardware(choose_device(config))) is not None:
-            check_hardware(hardware)
-        device = device_type(choose_device(config)) if worker_group is None else worker_group.device
+            device = worker_group.device
+        else:
+            own_device = choose_device(config)
+            device = device_type(own_device)
+            if (hardware := find_hardware(own_device)) is not None:
+                check_hardware(hardware)
         for warning in find_device_warnings(config, device):
             console.warn(warning)
         rewards.ready()

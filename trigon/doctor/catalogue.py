@@ -16,7 +16,7 @@ from trigon.doctor.runner import Check
 from trigon.doctor.training import check_optimizer_memory, check_update
 from trigon.doctor.training_runs import check_float32, check_quickstart, check_two_workers
 from trigon.errors import ConfigError
-from trigon.suggestions import nearest
+from trigon.suggestions import did_you_mean
 
 
 def _of_variant(variant: EngineVariant) -> Check:
@@ -70,7 +70,5 @@ def choose(names: Sequence[str]) -> list[Check]:
     known = {check.name: check for check in CHECKS}
     for name in names:
         if name not in known:
-            near = nearest(name, known)
-            hint = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"there is no check {name!r}{hint} Known: {', '.join(known)}")
+            raise ConfigError(f"there is no check {name!r}{did_you_mean(name, known)} Known: {', '.join(known)}")
     return [check for check in CHECKS if not names or check.name in names]
