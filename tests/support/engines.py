@@ -49,6 +49,20 @@ FULL_KL_TERMS = replace(TERMS, kl_estimator="full", kl_coefficient=0.3)
 KL_TERMS = replace(TERMS, kl_estimator="low_var_kl", kl_coefficient=0.1)
 
 
+def train_settings(terms: LossTerms, strategy: str, *, max_tokens: int, warmup_updates: int = 0) -> TrainSettings:
+    """Return the settings of a train engine. max_tokens: of every packed row."""
+    return TrainSettings(
+        terms=terms,
+        strategy=strategy,
+        schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
+        betas=(0.9, 0.999),
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        update_max_tokens=max_tokens,
+        score_max_tokens=max_tokens,
+    )
+
+
 def make_engine(
     folder: Path,
     *,
@@ -120,16 +134,7 @@ def make_engine(
             place(partial(open_policy, compared_with)), placement, positions=positions, max_tokens=max_tokens
         )
     policy = place(make_policy)
-    settings = TrainSettings(
-        terms=terms,
-        strategy=strategy,
-        schedule=Schedule(1e-3, "constant", warmup_updates, 100, 0.0),
-        betas=(0.9, 0.999),
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        update_max_tokens=max_tokens,
-        score_max_tokens=max_tokens,
-    )
+    settings = train_settings(terms, strategy, max_tokens=max_tokens, warmup_updates=warmup_updates)
     return LocalTrainEngine(
         policy,
         settings,

@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from support.fake_runs import SharedParts
+    from trigon.models.load import Processors
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +20,19 @@ def parts(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
     with open_shared_parts(tiny_model("qwen2"), tmp_path_factory.mktemp("parts")) as parts:
         yield parts
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm: Path) -> Processors:
+    """Return the tokenizer and the image processor of the tiny Qwen2.5-VL."""
+    from trigon.models.load import load_processors
+
+    return load_processors(str(tiny_vlm))
+
+
+@pytest.fixture
+def own_datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the test a cache of `datasets` of its own."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))

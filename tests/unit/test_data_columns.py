@@ -9,7 +9,6 @@ from support.builders import make_builder
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.dataset import open_prompts
 from trigon.errors import DataError
-from trigon.models.load import load_processors
 
 ROW = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -20,14 +19,7 @@ ROW = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 
 
 def scan(path, processors, **changes):

@@ -15,15 +15,7 @@ from trigon.data.dataset import open_prompts
 from trigon.errors import DataError
 from trigon.models.load import load_processors
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 
 
 GEOMETRY3K = datasets.Features(

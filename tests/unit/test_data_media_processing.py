@@ -15,16 +15,10 @@ from trigon.data.packing import pack_rollouts
 from trigon.data.vision import ImageProcessor
 from trigon.errors import DataError
 from trigon.metrics import Sum
-from trigon.models.load import load_processors
 from trigon.types import RolloutGroup
 
 PIXEL_BYTES = 16 * 1176 * 4
 """The size of one image of `png()`: 16 patches of 1176 float32."""
-
-
-@pytest.fixture(scope="module")
-def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
 
 
 def builder(processors, *, process_images):

@@ -27,11 +27,6 @@ def row(problem="<image>What is it?", images=None, **others):
 
 
 @pytest.fixture(scope="module")
-def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
-
-
-@pytest.fixture(scope="module")
 def text_processors(tiny_model):
     return load_processors(str(tiny_model("llama")))
 

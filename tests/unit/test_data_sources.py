@@ -11,10 +11,7 @@ from PIL import Image
 from trigon.data.sources import open_source
 from trigon.errors import DataError
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 
 
 def png():

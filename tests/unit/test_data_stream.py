@@ -15,7 +15,6 @@ from trigon.data.mixture import mix
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import values
-from trigon.models.load import load_processors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,11 +23,6 @@ def own_cache(tmp_path_factory):
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
     yield
     datasets.config.HF_DATASETS_CACHE = before
-
-
-@pytest.fixture(scope="module")
-def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
 
 
 def png(seed):

@@ -12,7 +12,6 @@ from support.rollout import NO_WEIGHTS
 from trigon.data.dataset import open_prompts
 from trigon.data.mixture import mix
 from trigon.evaluate import VALIDATION_SEED_STEP, Evaluator
-from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
 from trigon.types import SamplingParams
@@ -47,11 +46,6 @@ class RecordingEngine(FakeEngine):
     def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
         self.calls = (*self.calls, (step, [prompt.prompt_id for prompt in prompts]))
         return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
-
-
-@pytest.fixture(scope="module")
-def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
 
 
 @pytest.fixture(scope="module")

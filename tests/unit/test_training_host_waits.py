@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from support.device import DEVICE, HostWaits, OnDevice, move_module
-from support.engines import FULL_KL_TERMS, KL_TERMS, ONE_ROW, TERMS, make_rollouts, processors_of, to_train
+from support.engines import (
+    FULL_KL_TERMS,
+    KL_TERMS,
+    ONE_ROW,
+    TERMS,
+    make_rollouts,
+    processors_of,
+    to_train,
+    train_settings,
+)
 from support.varlen import stand_in
 from trigon.algorithms.importance import Correction
 from trigon.metrics import values
@@ -26,8 +35,7 @@ from trigon.models.positions import positions_of
 from trigon.models.transfer import to_device
 from trigon.training.host_waits import host_waits
 from trigon.training.local import LocalTrainEngine
-from trigon.training.optim import Schedule
-from trigon.training.settings import Placement, TrainSettings
+from trigon.training.settings import Placement
 from trigon.training.step import LossTerms
 
 CORRECTED = replace(KL_TERMS, entropy_coefficient=0.01, correction=Correction("truncate", "sequence", 0.5, 2.0))
@@ -70,19 +78,9 @@ def make_engine(
         move_module(policy)
     else:
         policy.to(device)
-    settings = TrainSettings(
-        terms=terms,
-        strategy=strategy,
-        schedule=Schedule(1e-3, "constant", 0, 100, 0.0),
-        betas=(0.9, 0.999),
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        update_max_tokens=max_tokens,
-        score_max_tokens=max_tokens,
-    )
     return LocalTrainEngine(
         policy,
-        settings,
+        train_settings(terms, strategy, max_tokens=max_tokens),
         Placement(device=device, compute_dtype=None),
         positions=positions_of(processors.family, processors.hf_config),
         features=VisionFeatureCache(2**20) if policy.has_frozen_vision else None,
