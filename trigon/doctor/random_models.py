@@ -194,16 +194,7 @@ def make_rollout(token_ids: tuple[int, ...]) -> Rollout:
 
 
 def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
-    """Return the lengths of groups whose prompts have an image, for trigon.models.flops."""
-    lengths = []
-    for group in groups:
-        pixels = group.prompt.pixels()
-        assert pixels is not None
-        lengths.append(
-            GroupLengths(
-                prompt=len(group.prompt.token_ids),
-                completions=tuple(len(one.completion.token_ids) for one in group.rollouts),
-                grids=tuple((time, height, width) for time, height, width in pixels.grid_thw.tolist()),
-            )
-        )
-    return lengths
+    """Return the lengths of groups, for trigon.models.flops."""
+    return [
+        GroupLengths.of(group.prompt, (len(one.completion.token_ids) for one in group.rollouts)) for group in groups
+    ]

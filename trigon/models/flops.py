@@ -19,12 +19,13 @@ Families whose networks are not described here are not counted: their functions 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trigon.models.attention import sliding_windows
 from trigon.models.dimensions import TextDimensions, VisionDimensions, dimensions_of
+from trigon.types import Prompt
 
 Counting = Literal["shared", "repeated"]
 
@@ -49,6 +50,17 @@ class GroupLengths:
     prompt: int
     completions: tuple[int, ...]
     grids: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, prompt: Prompt, completions: Iterable[int]) -> GroupLengths:
+        """Return the lengths of a group of this prompt. completions: tokens of each."""
+        pixels = prompt.pixels()
+        grids = () if pixels is None else pixels.grid_thw.tolist()
+        return cls(
+            prompt=len(prompt.token_ids),
+            completions=tuple(completions),
+            grids=tuple((time, height, width) for time, height, width in grids),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class Policy(nn.Module):
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
             self.model.config,
-            [_group_lengths(group) for group in groups],
+            [GroupLengths.of(group.prompt, (len(each.token_ids) for each in group.sequences)) for group in groups],
             "shared",
             trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
         )
@@ -405,17 +405,6 @@ class Policy(nn.Module):
         side = self.family.patches_per_side(self.model.config)
         values = self.family.values_per_patch(self.model.config)
         return torch.zeros(side * side, values), torch.tensor([[1, side, side]])
-
-
-def _group_lengths(group: TrainGroup) -> GroupLengths:
-    pixels = group.prompt.pixels()
-    return GroupLengths(
-        prompt=len(group.prompt.token_ids),
-        completions=tuple(len(sequence.token_ids) for sequence in group.sequences),
-        grids=()
-        if pixels is None
-        else tuple((time, height, width) for time, height, width in pixels.grid_thw.tolist()),
-    )
 
 
 def _add_deepstack(hidden_states: Tensor, places: Tensor, features: Tensor) -> Tensor:
