@@ -17,8 +17,8 @@ from trigon.algorithms.group_filter import GroupClass, classify_groups
 from trigon.data.stream import PromptStream, with_repeat_id
 from trigon.errors import BadRow, DataError, RewardError
 from trigon.metrics import Metrics, Sum, mean_of, merge
+from trigon.records.rollouts import RolloutRow, rollout_rows
 from trigon.report.reporter import Reporter
-from trigon.report.run_folder import RolloutRow, rollout_rows
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine

@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
+from trigon.records.rollouts import RolloutRow
 from trigon.report.console import Console, format_duration, format_number
-from trigon.report.run_folder import RolloutRow
 from trigon.terminal import sanitize
 
 

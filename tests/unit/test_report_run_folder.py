@@ -13,7 +13,9 @@ from dataclasses import replace
 import pytest
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.report.run_folder import RunFolder, StepMetrics, read_metrics, rollout_rows
+from trigon.records.metrics import StepMetrics, read_metrics
+from trigon.records.rollouts import rollout_rows
+from trigon.report.run_folder import RunFolder
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 
@@ -174,6 +176,11 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "ground_truth_type": "str",
         "row": {},
         "filtered": "",
+        "image_files": [],
+        "advantage": None,
+        "tokens": None,
+        "num_prompt_tokens": 3,
+        "version": 2,
     }
     assert second["sample"] == 1
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from trigon.errors import ConfigError
 from trigon.installation import install_command
-from trigon.report.run_folder import RolloutRow
+from trigon.records.rollouts import RolloutRow
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from trigon.report.run_folder import RolloutRow
+from trigon.records.rollouts import RolloutRow
 from trigon.terminal import sanitize
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -20,8 +20,10 @@ from PIL import Image
 
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
+from trigon.records.metrics import StepMetrics
+from trigon.records.rollouts import RolloutRow, Split, rollout_rows
 from trigon.report.console import Console, format_duration, format_number
-from trigon.report.run_folder import RolloutRow, RunFolder, Split, StepMetrics, rollout_rows
+from trigon.report.run_folder import RunFolder
 from trigon.report.sinks import Sink, Trackers
 from trigon.types import RolloutGroup
 

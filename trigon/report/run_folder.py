@@ -23,98 +23,23 @@ import fcntl
 import itertools
 import json
 import os
-import re
 import socket
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite, nan
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import write_json
+from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
+from trigon.records.rollouts import RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
+from trigon.records.run import CONFIG
 from trigon.terminal import sanitize
-from trigon.types import RolloutGroup
 
-Split = Literal["train", "filtered", "validation"]
-Filtered = Literal["", "low", "high", "unscored", "surplus"]
-
-_FILE_PREFIX: dict[Split, str] = {"train": "step", "filtered": "filtered", "validation": "validation"}
-
-METRICS = "metrics.jsonl"
 BUDGETS = "auto_micro_batch.json"
 SKIPPED_ROWS = "skipped_rows.jsonl"
 LOCK = "run.lock"
-
-_ROLLOUTS = re.compile(r"(step|filtered|validation)_(\d+)\.jsonl")
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """The metrics of a step. nan: a number that was not finite."""
-
-    step: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRow:
-    """A line of a rollouts file: one completion with its prompt and score.
-
-    Texts are raw: pass them through terminal.sanitize before printing them.
-    sample: index within the group. reward: Score.overall; parts, outcome and error are those of
-    Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
-    dataset; ground_truth_type: its Python type, which JSON may not keep.
-    row: the columns of the dataset's row without images and videos, as passed to the reward
-    function.
-    filtered: why no step learns from its group; empty if one does, and for validations. low, high,
-    unscored: by online filtering. surplus: it passed, but there were more groups than needed.
-    """
-
-    prompt_id: str
-    sample: int
-    prompt: str
-    response: str
-    reward: float
-    parts: Mapping[str, float]
-    outcome: str
-    error: str
-    finish_reason: str
-    num_tokens: int
-    policy_version: int
-    images: tuple[str, ...]
-    ground_truth: Any
-    ground_truth_type: str
-    row: Mapping[str, Any]
-    filtered: Filtered
-
-
-def rollout_rows(groups: Iterable[RolloutGroup], *, filtered: Filtered = "") -> list[RolloutRow]:
-    """Return one row per rollout, in order. filtered: of all groups."""
-    return [
-        RolloutRow(
-            prompt_id=group.prompt.prompt_id,
-            sample=sample,
-            prompt=group.prompt.text,
-            response=rollout.completion.text,
-            reward=rollout.score.overall,
-            parts=dict(rollout.score.parts),
-            outcome=rollout.score.outcome,
-            error=rollout.score.error,
-            finish_reason=rollout.completion.finish_reason,
-            num_tokens=len(rollout.completion.token_ids),
-            policy_version=rollout.completion.policy_version,
-            images=group.prompt.image_refs,
-            ground_truth=group.prompt.ground_truth,
-            ground_truth_type=type(group.prompt.ground_truth).__name__,
-            row=group.prompt.row,
-            filtered=filtered,
-        )
-        for group in groups
-        for sample, rollout in enumerate(group.rollouts)
-    ]
 
 
 class RunFolder:
@@ -140,7 +65,7 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
-        _replace(self.path / "config.yaml", text.encode())
+        _replace(self.path / CONFIG, text.encode())
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json."""
@@ -171,7 +96,7 @@ class RunFolder:
         dataset: as in data.train_files. rows: (index, reason, message) of each.
         """
         self._skipped_rows += [
-            _json({"dataset": dataset, "row": row, "reason": reason, "message": message})
+            to_json_line({"dataset": dataset, "row": row, "reason": reason, "message": message})
             for row, reason, message in rows
         ]
         path = self.path / SKIPPED_ROWS
@@ -183,7 +108,7 @@ class RunFolder:
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step, and flush it to the disk."""
-        line = _json({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
+        line = to_json_line({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
         with (self.path / METRICS).open("ab") as file:
             file.write(line)
             file.flush()
@@ -197,8 +122,8 @@ class RunFolder:
         """Write the rollouts of a step and return the file. It is replaced atomically."""
         folder = self.path / "rollouts"
         folder.mkdir(exist_ok=True)
-        path = folder / f"{_FILE_PREFIX[split]}_{step:06d}.jsonl"
-        _replace(path, b"".join(_json({name: getattr(row, name) for name in RolloutRow.__slots__}) for row in rows))
+        path = folder / file_name(step, split)
+        _replace(path, b"".join(map(row_to_line, rows)))
         return path
 
     def rewind(self, step: int) -> Path | None:
@@ -213,11 +138,10 @@ class RunFolder:
         path = self.path / METRICS
         if path.exists():
             lines = [line for line in path.read_bytes().split(b"\n") if line]
-            _replace(path, b"".join(line + b"\n" for line in lines if _parse_line(line, path).step <= step))
-        for file in (self.path / "rollouts").glob("*.jsonl"):
-            match = _ROLLOUTS.fullmatch(file.name)
-            if match and int(match.group(2)) > step:
-                file.unlink()
+            _replace(path, b"".join(line + b"\n" for line in lines if parse_step(line, path).step <= step))
+        for file in find_rollouts(self.path):
+            if file.step > step:
+                file.path.unlink()
         return None
 
     def _move_reports(self) -> Path | None:
@@ -242,30 +166,6 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def read_metrics(path: Path) -> list[StepMetrics]:
-    """Return the steps in metrics.jsonl of a run folder, without an incomplete last line.
-
-    The file may be in use by a run. Raises: CheckpointError if another line cannot be parsed.
-    """
-    file = path / METRICS
-    if not file.exists():
-        return []
-    complete, _, _incomplete = file.read_bytes().rpartition(b"\n")
-    return [_parse_line(line, file) for line in complete.split(b"\n") if line]
-
-
-def _parse_line(line: bytes, path: Path) -> StepMetrics:
-    try:
-        content = json.loads(line)
-        numbers = {key: nan if value is None else value for key, value in content["metrics"].items()}
-        return StepMetrics(int(content["step"]), numbers)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} has a line without the metrics of a step ({error}): {line[:80]!r}. Remove the line, or move the "
-            "file away"
-        ) from error
 
 
 def _lock(path: Path) -> int:
@@ -298,32 +198,6 @@ def _remove_incomplete_line(path: Path) -> None:
         num_bytes = content.rfind(b"\n") + 1
         if num_bytes < len(content):
             os.truncate(path, num_bytes)
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    text = json.dumps(_to_json(content), ensure_ascii=False, allow_nan=False)
-    # An unpaired surrogate, which a model can emit, has no UTF-8; \udcxx is a valid JSON escape.
-    return text.encode("utf-8", errors="backslashreplace") + b"\n"
-
-
-def _to_json(value: Any) -> Any:
-    """Return value in JSON types: numbers that are not finite as None, other objects as str.
-
-    Bytes, such as a column of sounds, are replaced by their number.
-    """
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return value if isfinite(value) else None
-        case Mapping():
-            return {str(key): _to_json(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_to_json(item) for item in value]
-        case bytes():
-            return f"{len(value)} bytes"
-        case _:
-            return str(value)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -22,8 +22,8 @@ from PIL import Image
 from trigon.errors import ConfigError
 from trigon.installation import install_command
 from trigon.json_files import write_json
+from trigon.records.rollouts import RolloutRow
 from trigon.report.console import format_number
-from trigon.report.run_folder import RolloutRow
 from trigon.terminal import sanitize
 
 # The package of each tracker, and a hint for when it does not open.

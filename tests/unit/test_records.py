@@ -1,0 +1,114 @@
+"""Run folders are read back as they were written, by this version and by earlier ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import isnan, nan
+from pathlib import Path
+
+import pytest
+
+from trigon.errors import DataError
+from trigon.records.metrics import StepMetrics
+from trigon.records.rollouts import SCHEMA_VERSION, RolloutRow, TokenRecord, find_rollouts, read_rollouts
+from trigon.records.run import open_run
+from trigon.report.run_folder import RunFolder
+
+ROW = RolloutRow(
+    prompt_id="train:17",
+    sample=1,
+    prompt="<image>How many?",
+    response="two \ud800 <b>",
+    reward=0.5,
+    parts={"overall": 0.5, "accuracy": 1.0},
+    outcome="ok",
+    error="",
+    finish_reason="stop",
+    num_tokens=2,
+    policy_version=3,
+    images=("train:17/images/0 (a.png)",),
+    ground_truth="2",
+    ground_truth_type="str",
+    row={"source": "a"},
+    filtered="",
+    image_files=("images/ab.png",),
+    advantage=-0.25,
+    tokens=TokenRecord([1, 2], ["two", " <b>"], [-0.5, -1.0], [-0.25, -0.25]),
+    num_prompt_tokens=9,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with RunFolder(tmp_path) as run:
+        run.write_config("trainer:\n  max_steps: 3\n")
+        run.append_metrics(1, {"reward/overall": 0.5})
+        run.append_metrics(2, {"reward/overall": nan})
+        run.write_rollouts(1, "train", [ROW, replace(ROW, sample=2, tokens=None, advantage=None, reward=nan)])
+        run.write_rollouts(1, "filtered", [replace(ROW, filtered="low")])
+        run.write_rollouts(0, "validation", [replace(ROW, response="plain")])
+    return tmp_path
+
+
+def test_a_run_is_read_as_it_was_written(folder):
+    run = open_run(folder)
+    assert run.config() == {"trainer": {"max_steps": 3}}
+    first, second = run.metrics()
+    assert first == StepMetrics(1, {"reward/overall": 0.5})
+    assert isnan(second.metrics["reward/overall"])
+    assert [(file.step, file.split) for file in run.rollout_files()] == [
+        (0, "validation"),
+        (1, "train"),
+        (1, "filtered"),
+    ]
+    rows = [row for _, row in run.rollouts(splits=("train",))]
+    # JSON keeps an unpaired surrogate as its escape.
+    assert rows[0] == ROW
+    assert isnan(rows[1].reward)
+    assert rows[1].tokens is None
+    assert [row.filtered for _, row in run.rollouts(splits=("filtered",))] == ["low"]
+
+
+def test_lines_of_the_first_version_are_read(folder):
+    [file] = [each for each in find_rollouts(folder) if each.split == "validation"]
+    line = json.loads(file.path.read_text())
+    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens"):
+        del line[name]
+    file.path.write_text(json.dumps(line) + "\n")
+    [row] = read_rollouts(file.path)
+    assert (row.version, row.image_files, row.advantage, row.tokens, row.response) == (1, (), None, None, "plain")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", r"line 1 is not a rollout \(JSONDecodeError"),
+        ("[]", "line 1 is not a rollout"),
+        ('{"prompt_id": "a"}', "line 1 is not a rollout"),
+        (f'{{"version": {SCHEMA_VERSION + 1}}}', "has schema version 3, .* update trigon"),
+    ],
+)
+def test_a_line_that_is_no_rollout_is_an_error(tmp_path, line, message):
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=message):
+        list(read_rollouts(path))
+
+
+def test_a_folder_with_one_run_in_it_is_that_run(folder):
+    assert open_run(folder.parent / folder.name).path == folder
+    outer = folder / "outer"
+    (outer / "run").mkdir(parents=True)
+    (folder / "metrics.jsonl").rename(outer / "run" / "metrics.jsonl")
+    assert open_run(outer).path == outer / "run"
+    (outer / "another" / "rollouts").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"contains 2 runs; name one of them: .*another, .*run"):
+        open_run(outer)
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="is not the folder of a run"):
+        open_run(tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        open_run(tmp_path / "missing")

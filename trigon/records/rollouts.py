@@ -1,0 +1,207 @@
+"""The lines of the rollouts files of a run: one completion each, with its prompt and its score.
+
+docs/rollouts.md documents the schema. Lines of earlier versions are read as well: fields that they
+lack have their defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Literal
+
+from trigon.errors import DataError
+from trigon.types import RolloutGroup
+
+SCHEMA_VERSION = 2
+"""Version of the lines that are written; 1 has no field `version`."""
+
+Split = Literal["train", "filtered", "validation"]
+Filtered = Literal["", "low", "high", "unscored", "surplus"]
+
+_FILE_PREFIX: dict[Split, str] = {"train": "step", "filtered": "filtered", "validation": "validation"}
+_SPLIT: dict[str, Split] = {prefix: split for split, prefix in _FILE_PREFIX.items()}
+_NAME = re.compile(r"(step|filtered|validation)_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The tokens of a completion. All lists have one entry per token.
+
+    ids: token ids. texts: each token decoded; their concatenation is the completion with its
+    special tokens, except that a character of several tokens is in the last of them.
+    sampling_logprobs: by the rollout engine. advantages: as used by the update.
+    old_logprobs: by the trainer, before the update. entropy: of the trainer's next-token
+    distribution, in nats. None: not computed.
+    """
+
+    ids: Sequence[int]
+    texts: Sequence[str]
+    sampling_logprobs: Sequence[float]
+    advantages: Sequence[float] | None = None
+    old_logprobs: Sequence[float] | None = None
+    entropy: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """A line of a rollouts file: one completion with its prompt and score.
+
+    Texts are raw: pass them through terminal.sanitize before printing them.
+    sample: index within the group. reward: Score.overall; parts, outcome and error are those of
+    Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
+    dataset; ground_truth_type: its Python type, which JSON may not keep.
+    row: the columns of the dataset's row without images and videos, as passed to the reward
+    function.
+    filtered: why no step learns from its group; empty if one does, and for validations. low, high,
+    unscored: by online filtering. surplus: it passed, but there were more groups than needed.
+    image_files: each image as a file below the run folder; empty where images are not stored.
+    advantage: mean over the completion's tokens; None where no step learns from it.
+    tokens: None where per-token values are not stored.
+    num_prompt_tokens: with the tokens of the images. 0 in lines of version 1.
+    """
+
+    prompt_id: str
+    sample: int
+    prompt: str
+    response: str
+    reward: float
+    parts: Mapping[str, float]
+    outcome: str
+    error: str
+    finish_reason: str
+    num_tokens: int
+    policy_version: int
+    images: tuple[str, ...]
+    ground_truth: Any
+    ground_truth_type: str
+    row: Mapping[str, Any]
+    filtered: Filtered
+    image_files: tuple[str, ...] = ()
+    advantage: float | None = None
+    tokens: TokenRecord | None = None
+    num_prompt_tokens: int = 0
+    version: int = field(default=SCHEMA_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFile:
+    """A rollouts file of a run. step: the step that it belongs to."""
+
+    path: Path
+    step: int
+    split: Split
+
+
+def rollout_rows(groups: Iterable[RolloutGroup], *, filtered: Filtered = "") -> list[RolloutRow]:
+    """Return one row per rollout, in order. filtered: of all groups."""
+    return [
+        RolloutRow(
+            prompt_id=group.prompt.prompt_id,
+            sample=sample,
+            prompt=group.prompt.text,
+            response=rollout.completion.text,
+            reward=rollout.score.overall,
+            parts=dict(rollout.score.parts),
+            outcome=rollout.score.outcome,
+            error=rollout.score.error,
+            finish_reason=rollout.completion.finish_reason,
+            num_tokens=len(rollout.completion.token_ids),
+            policy_version=rollout.completion.policy_version,
+            images=group.prompt.image_refs,
+            ground_truth=group.prompt.ground_truth,
+            ground_truth_type=type(group.prompt.ground_truth).__name__,
+            row=group.prompt.row,
+            filtered=filtered,
+            num_prompt_tokens=len(group.prompt.token_ids),
+        )
+        for group in groups
+        for sample, rollout in enumerate(group.rollouts)
+    ]
+
+
+def file_name(step: int, split: Split) -> str:
+    """Return the name of a rollouts file within the folder `rollouts`."""
+    return f"{_FILE_PREFIX[split]}_{step:06d}.jsonl"
+
+
+def find_rollouts(folder: Path) -> list[RolloutFile]:
+    """Return the rollouts files of a run folder, by step, then training before validation."""
+    matches = [(path, _NAME.fullmatch(path.name)) for path in (folder / "rollouts").glob("*.jsonl")]
+    files = [RolloutFile(path, int(match[2]), _SPLIT[match[1]]) for path, match in matches if match]
+    order = list(_FILE_PREFIX)
+    return sorted(files, key=lambda file: (file.step, order.index(file.split)))
+
+
+def read_rollouts(path: Path) -> Iterator[RolloutRow]:
+    """Yield the rows of a rollouts file.
+
+    Raises: DataError if a line is no rollout, or was written by a later version.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield parse_row(line, f"{path}, line {number}")
+
+
+def parse_row(line: bytes, place: str) -> RolloutRow:
+    """Return the rollout in a line. place: of the line, for errors. Raises: DataError."""
+    try:
+        content = json.loads(line)
+        version = content.get("version", 1)
+        if version > SCHEMA_VERSION:
+            raise DataError(
+                f"{place} has schema version {version}, and this version of trigon reads up to {SCHEMA_VERSION}: "
+                "update trigon"
+            )
+        known = {each.name: content[each.name] for each in fields(RolloutRow) if each.name in content}
+        known["version"] = version
+        known["reward"] = nan if content["reward"] is None else content["reward"]
+        for name in ("images", "image_files"):
+            known[name] = tuple(known.get(name, ()))
+        if known.get("tokens") is not None:
+            known["tokens"] = TokenRecord(**known["tokens"])
+        return RolloutRow(**known)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{place} is not a rollout ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def to_json_line(content: Mapping[str, Any]) -> bytes:
+    """Return content as a line of JSON: numbers that are not finite as null, other objects as str.
+
+    Bytes, such as a column of sounds, are replaced by their number.
+    """
+    text = json.dumps(_to_json(content), ensure_ascii=False, allow_nan=False)
+    # An unpaired surrogate, which a model can emit, has no UTF-8; \udcxx is a valid JSON escape.
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+def row_to_line(row: RolloutRow) -> bytes:
+    """Return a rollout as a line of a rollouts file."""
+    return to_json_line(_fields(row))
+
+
+def _fields(value: RolloutRow | TokenRecord) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def _to_json(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if isfinite(value) else None
+        case TokenRecord():
+            return _to_json(_fields(value))
+        case Mapping():
+            return {str(key): _to_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_to_json(item) for item in value]
+        case bytes():
+            return f"{len(value)} bytes"
+        case _:
+            return str(value)

@@ -1,0 +1,86 @@
+"""Reads the folder of a run, which may still be written to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trigon.errors import DataError
+from trigon.records.metrics import METRICS, StepMetrics, read_metrics
+from trigon.records.rollouts import RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
+
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run as its folder describes it. Everything is read when it is asked for.
+
+    path: the run folder.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Return a short name: those of the folder and of its parent."""
+        return "/".join(self.path.resolve().parts[-2:])
+
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration, nested; empty if the run has not written it yet."""
+        path = self.path / CONFIG
+        if not path.exists():
+            return {}
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (ValueError, yaml.YAMLError) as error:
+            raise DataError(f"{path} is not valid YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{path} contains no configuration")
+        return content
+
+    def metrics(self) -> list[StepMetrics]:
+        """Return the metrics of all steps so far. Raises: CheckpointError for an invalid line."""
+        return read_metrics(self.path)
+
+    def rollout_files(self) -> list[RolloutFile]:
+        """Return the rollouts files so far, by step."""
+        return find_rollouts(self.path)
+
+    def rollouts(
+        self, *, splits: Collection[Split] = ("train", "filtered", "validation")
+    ) -> Iterator[tuple[RolloutFile, RolloutRow]]:
+        """Yield each rollout with the file that it is in. Raises: DataError for an invalid line."""
+        for file in self.rollout_files():
+            if file.split in splits:
+                for row in read_rollouts(file.path):
+                    yield file, row
+
+
+def open_run(path: Path) -> RunRecord:
+    """Return the run in a folder.
+
+    path: the run folder, or a folder that contains one run, such as runs/quickstart, in which
+    trigon quickstart writes run/.
+    Raises: DataError if there is no run.
+    """
+    if is_run(path):
+        return RunRecord(path)
+    if not path.exists():
+        raise DataError(f"there is no run at {path}: the folder does not exist")
+    inside = sorted(each for each in path.iterdir() if each.is_dir() and is_run(each))
+    if len(inside) == 1:
+        return RunRecord(inside[0])
+    if inside:
+        names = ", ".join(str(each) for each in inside[:5])
+        raise DataError(f"{path} contains {len(inside)} runs; name one of them: {names}")
+    raise DataError(f"{path} is not the folder of a run: it has no {METRICS}, {CONFIG} or rollouts/")
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return path.is_dir() and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
