@@ -22,7 +22,7 @@ PACKAGE = ROOT / "trigon"
 LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7,
     "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
-    "distributed": 5, "checkpoint": 5, "report": 5,
+    "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2,
@@ -76,6 +76,9 @@ ONLY_IN = {
     "mlflow": ("report/sinks.py",),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
+    "starlette": ("view/server.py",),
+    "uvicorn": ("view/server.py",),
+    "sqlite3": ("view/index.py", "view/index_rows.py"),
 }
 
 # rewards/process.py chooses the environment of the processes that run user code; models/hub.py is

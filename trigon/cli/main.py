@@ -20,6 +20,10 @@ COMMANDS = {
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
+    "view": (
+        "trigon.cli.view",
+        "show runs in a browser: curves, rollouts with images and tokens, times, configurations",
+    ),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
