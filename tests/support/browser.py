@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _KEY_CODES = {"Escape": 27, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9}
 
@@ -41,8 +41,8 @@ class Browser:
     errors: uncaught exceptions, failed requests and violations of the page's content policy.
     """
 
-    def __init__(self, url: str) -> None:
-        self._socket = connect(url, max_size=None)
+    def __init__(self, connection: ClientConnection) -> None:
+        self._socket = connection
         self._next = 0
         self.errors: list[str] = []
         self.requests: list[str] = []
@@ -91,8 +91,11 @@ class Browser:
     def wait(self, script: str) -> Any:
         """Wait until an expression is true, and return its value. Raises: AssertionError."""
         end = time.monotonic() + DEADLINE_SECONDS
-        # An element has no JSON.
-        while not (value := self.run(f"(value => value instanceof Node || value)({script})")):
+        # An element has no JSON; what is not there yet may be an error.
+        attempt = (
+            f"(() => {{ try {{ const v = {script}; return v instanceof Node || v; }} catch {{ return null; }} }})()"
+        )
+        while not (value := self.run(attempt)):
             if time.monotonic() > end:
                 raise AssertionError(f"not true after {DEADLINE_SECONDS:.0f} s: {script}; errors: {self.errors}")
             time.sleep(0.03)
@@ -147,10 +150,6 @@ class Browser:
         """Write a picture of the window as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
 
 @contextmanager
 def open_browser(chromium: str) -> Iterator[Browser]:
@@ -163,11 +162,9 @@ def open_browser(chromium: str) -> Iterator[Browser]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            browser = Browser(_page_address(Path(profile) / "DevToolsActivePort", process))
-            try:
-                yield browser
-            finally:
-                browser.close()
+            address = _page_address(Path(profile) / "DevToolsActivePort", process)
+            with connect(address, max_size=None) as connection:
+                yield Browser(connection)
         finally:
             process.terminate()
             try:

@@ -60,10 +60,10 @@ export function curvesView() {
       const prefix = name.includes("/") ? name.slice(0, name.indexOf("/")) : "other";
       grouped.set(prefix, [...(grouped.get(prefix) || []), name]);
     }
-    sections.replaceChildren(...[...grouped].filter(([, members]) => members.length).map(([title, members]) => {
+    sections.replaceChildren(...[...grouped].filter(([, members]) => members.length).map(([title, members], k) => {
       const grid = h("div.charts");
       const details = h("details.section", {
-        "data-name": title, open: Boolean(wanted) || (isFirst ? title === "Overview" : open.has(title)),
+        "data-name": title, open: Boolean(wanted) || (isFirst ? k === 0 : open.has(title)),
         on: { toggle: () => details.open && fill() },
       }, h("summary", {}, h("h2", {}, title), h("span.muted", {}, number(members.length))), grid);
       const fill = () => {

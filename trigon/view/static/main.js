@@ -81,7 +81,9 @@ function setTheme(theme) {
 
 function nextTheme() {
   const isDark = themeButton.textContent === "☀";
-  const theme = isDark ? "light" : "dark";
+  const wanted = isDark ? "light" : "dark";
+  const preferred = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const theme = wanted === preferred ? "auto" : wanted; // back to what the system prefers
   store("theme", theme);
   setTheme(theme);
 }

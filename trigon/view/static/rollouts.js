@@ -54,6 +54,10 @@ export function rolloutsView() {
     moreButton.setAttribute("aria-expanded", String(isOpen));
   }
 
+  // Rebuilt when the filters change; the field in which one types is not.
+  const choices = h("span.choices");
+  filters.append(h("div.filter-row", {}, h("span.search", {}, search), choices), more);
+
   function bounds(title, name, step) {
     const inputs = ["min", "max"].map((end) => h("input", {
       type: "number", step, name: `${end}_${name}`, value: parameters[`${end}_${name}`] ?? null, "aria-label": `${title}, ${end === "min" ? "from" : "to"}`,
@@ -77,22 +81,19 @@ export function rolloutsView() {
         h("label.field", {}, "Ended by", picker("Ended by", [["", "any"], ["stop", "stop"], ["length", "length limit"]], parameters.finish_reason || "", change("finish_reason"))),
         parameters.prompt_id ? h("button", { type: "button", on: { click: () => set({ prompt_id: "" }) } }, `Prompt ${visible(parameters.prompt_id)} ×`) : null);
     }
-    const row = h("div.filter-row", {},
-      h("span.search", {}, search),
+    const focused = document.activeElement;
+    const label = choices.contains(focused) && (focused.closest("[role=group]")?.getAttribute("aria-label") || focused.getAttribute("aria-label"));
+    const value = focused?.dataset?.value;
+    choices.replaceChildren(...[
       shared.runs.length > 1 ? picker("Run", shared.runs.map(({ name }, run) => [String(run), name]), String(runNumber()), (run) => set({ run, group: "" })) : null,
       splits.length > 1 ? segmented("Split", [["", "All"], ...splits.map((split) => [split, split[0].toUpperCase() + split.slice(1)])], parameters.split || "", change("split")) : null,
       h("span.labelled", {}, h("span.muted", {}, "Solved by"), segmented("Solved by", [["", "any"], ["none", "none"], ["some", "some"], ["all", "all"]], parameters.solved || "", change("solved"))),
       h("label.field", {}, "Sort", picker("Sort", [["newest", "newest"], ["oldest", "oldest"], ["worst", "lowest reward"], ["best", "highest reward"], ["spread", "widest rewards"], ["longest", "longest"], ["mismatch", "largest mismatch"]], parameters.sort || "newest", (value) => set({ sort: value === "newest" ? "" : value }))),
       moreButton,
       state.num_not_ok ? h("button.failed", { type: "button", "aria-pressed": String(parameters.outcome === "not_ok"), on: { click: () => set({ outcome: parameters.outcome === "not_ok" ? "" : "not_ok" }) } }, count(state.num_not_ok, "failed reward")) : null,
-      Object.keys(filterValues()).some((name) => name !== "sort") ? h("button", { type: "button", on: { click: () => { search.value = ""; goTo("rollouts", { run: parameters.run, sort: parameters.sort, group: parameters.group }); } } }, "Clear") : null);
-    const focused = document.activeElement;
-    const wasSearching = focused === search;
-    const label = filters.contains(focused) && !more.contains(focused) && (focused.closest("[role=group]")?.getAttribute("aria-label") || focused.getAttribute("aria-label"));
-    const value = focused?.dataset?.value;
-    filters.replaceChildren(row, more);
-    if (wasSearching) search.focus();
-    else if (label) (filters.querySelector(`[aria-label="${label}"] [data-value="${value}"]`) || filters.querySelector(`select[aria-label="${label}"]`))?.focus();
+      Object.keys(filterValues()).some((name) => name !== "sort") ? h("button", { type: "button", on: { click: () => { search.value = ""; goTo("rollouts", { run: parameters.run, sort: parameters.sort, group: parameters.group }); } } }, "Clear") : null,
+    ].filter(Boolean));
+    if (label) (choices.querySelector(`[aria-label="${label}"] [data-value="${value}"]`) || choices.querySelector(`select[aria-label="${label}"]`))?.focus();
   }
 
   async function load() {

@@ -54,8 +54,9 @@ export async function fetchHistory(promptId) {
 }
 
 export function imageAddress(run, name) {
+  if (!/^images\/[A-Za-z0-9_-][A-Za-z0-9._-]*$/.test(name)) return "";
   if (exported) return exported.images[`${run}/${name}`] || "";
-  return `/image/${run}/${name.split("/").map(encodeURIComponent).join("/")}`;
+  return `/image/${run}/${name}`;
 }
 
 const largest = (key) => (a, b) => (b[key] ?? -Infinity) - (a[key] ?? -Infinity) || b.step - a.step;

@@ -53,7 +53,7 @@ export function tokenText(row, color, scale, onToken) {
     const value = values[t] ?? null;
     const span = h(value === null ? "span.token" : value < 0 && TOKEN_COLORS[color].isSigned ? "span.token.below" : "span.token.above",
       { "data-t": t }, visible(text));
-    if (value !== null) span.style.setProperty("--strength", `${Math.round(Math.min(Math.abs(value) / scale, 1) * 62)}%`);
+    if (value !== null) span.style.setProperty("--strength", `${Math.round(Math.min(Math.abs(value) / scale, 1) * 50)}%`);
     return span;
   });
   let current = 0;
