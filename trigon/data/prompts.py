@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
-from PIL import Image
-
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
@@ -225,13 +223,13 @@ class PromptBuilder:
             image_refs=media.names,
         )
 
-    def images(self, row: Mapping[str, Any], prompt_id: str) -> list[Image.Image]:
-        """Return the decoded images of a row, as the processor gets them; none with videos.
+    def image_files(self, row: Mapping[str, Any], prompt_id: str) -> list[bytes]:
+        """Return the images of a row as encoded files; none with videos. See encoded_image.
 
         Raises: as build.
         """
         media = self._media(row, prompt_id)
-        return [] if media.kind == "video" else list(self._read_media(media, open_image, open_video))
+        return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
 
     def _with_pixels(
         self, row: Mapping[str, Any], media: _Media, name: str
