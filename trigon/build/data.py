@@ -31,8 +31,13 @@ from trigon.report.reporter import Reporter
 
 def open_processors(config: Config) -> Processors:
     """Load the tokenizer and the image processor, after checking that the model has weights."""
-    model, data = config.worker.actor.model, config.data
     require_weights(model_path(config))
+    return read_processors(config)
+
+
+def read_processors(config: Config) -> Processors:
+    """Load the tokenizer and the image processor."""
+    model, data = config.worker.actor.model, config.data
     return load_processors(
         model_path(config),
         tokenizer_path=model.tokenizer_path,
@@ -43,11 +48,11 @@ def open_processors(config: Config) -> Processors:
     )
 
 
-def open_builder(config: Config, processors: Processors) -> PromptBuilder:
+def open_builder(config: Config, processors: Processors, *, process_images: bool | None = None) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
     With one worker it also processes their images; with several, each worker processes its own (see
-    open_images).
+    open_images). process_images: True or False decides it.
     """
     data = config.data
     return PromptBuilder(
@@ -61,7 +66,7 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
-        process_images=num_workers(config) == 1,
+        process_images=num_workers(config) == 1 if process_images is None else process_images,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,
