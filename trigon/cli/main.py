@@ -17,6 +17,7 @@ from trigon.terminal import sanitize
 
 COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
+    "plan": ("trigon.cli.plan", "what a run will need: memory, time, disk; without a GPU and without weights"),
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
