@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
     "init": ("trigon.cli.init", "write a run, a reward function and a few rows to start from"),
     "check": ("trigon.cli.check", "find what would go wrong in a run, before it is started"),
+    "plan": ("trigon.cli.plan", "what a run will need: memory, time, disk; without a GPU and without weights"),
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),

@@ -37,7 +37,7 @@ from trigon.data.videos import (
     open_video,
     video_layout,
 )
-from trigon.data.vision import image_processor_of, video_processor_of
+from trigon.data.vision import image_processor_of, media_grids, video_processor_of
 from trigon.errors import DataError
 from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
@@ -184,6 +184,16 @@ class PromptBuilder:
         Raises: as build, except for errors that only decoding reveals.
         """
         return len(self._tokens_from_headers(row, self._media(row, "row"), "row").token_ids)
+
+    def measure(self, row: Mapping[str, Any], prompt_id: str) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """Return the prompt tokens of a row, and the grid of each image or video in patches.
+
+        As count, from headers alone.
+        """
+        media = self._media(row, prompt_id)
+        sizes = list(self._read_media(media, image_size, video_layout))
+        grids = media_grids(sizes, self.image_processor, self.video_processor)
+        return len(self._tokens(row, media, sizes, prompt_id).token_ids), grids
 
     def check(self, row: Mapping[str, Any], prompt_id: str) -> int:
         """Return the number of prompt tokens, as count, after decoding every image and video.
