@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trigon"
 
 LAYER = {
-    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7,
+    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "evaluation": 7,
     "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
@@ -44,6 +44,8 @@ NEIGHBOURS = {
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
     ("doctor", "build"),
+    ("cli", "evaluation"),
+    ("evaluation", "build"),
     ("doctor", "tiny"),
     ("loop", "evaluate"),
     ("loop", "parity"),

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -197,6 +197,7 @@ def open_prompts(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+    max_rows: int | None = None,
 ) -> PromptSet:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
@@ -208,9 +209,12 @@ def open_prompts(
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         on_skipped: called once with all rows that cannot be used, before an error about them.
+        max_rows: use the first rows only, so many; None: all.
     Raises: DataError.
     """
     source = open_source(spec)
+    if max_rows is not None:
+        source = replace(source, rows=source.rows.select(range(min(max_rows, len(source.rows)))))
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)
