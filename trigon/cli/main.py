@@ -24,6 +24,8 @@ COMMANDS = {
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
+    "eval": ("trigon.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
+    "score": ("trigon.cli.score", "score stored rollouts again with one reward function, or compare two"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
 }

@@ -11,7 +11,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -229,13 +229,14 @@ def open_prompts(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+    max_rows: int | None = None,
 ) -> PromptSet:
     """Open a dataset, scan its rows, and return the prompts of those that can be used.
 
     Args: see scan and select_prompts. Raises: DataError.
     """
     return select_prompts(
-        scan(spec, builder, num_workers=num_workers, on_progress=on_progress),
+        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, max_rows=max_rows),
         filter_overlong_prompts=filter_overlong_prompts,
         max_bad_row_fraction=max_bad_row_fraction,
         on_skipped=on_skipped,
@@ -249,6 +250,7 @@ def scan(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     check_row: CheckRow = PromptBuilder.check,
+    max_rows: int | None = None,
 ) -> Scan:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
@@ -257,9 +259,12 @@ def scan(
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         check_row: called for each row, in several threads.
+        max_rows: use the first rows only, so many; None: all.
     Raises: DataError if the dataset cannot be read, or lacks a column.
     """
     source = open_source(spec)
+    if max_rows is not None:
+        source = replace(source, rows=source.rows.select(range(min(max_rows, len(source.rows)))))
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)
