@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
+    "plot": ("trigon.cli.plot", "draw learning curves of runs, with bands over seeds"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
