@@ -79,7 +79,7 @@ export function groupView({ onOpen, onBack, onMove }) {
       h("div.completion-bar", {},
         h("h3", {}, count(rows.length, "completion")),
         segmented("Colour of tokens", Object.entries(TOKEN_COLORS).map(([key, { title }]) => [key, title]), usable(), setColor, {
-          disabled: (key) => (hasValues(rows, key) ? "" : "This run has no such per-token values"),
+          disabled: (key) => (hasValues(rows, key) ? "" : "Not recorded for this group. Runs record the first groups of a step (trainer.rollout_tokens); Filters can show only those"),
         }),
         usable() === "plain" ? null : legend(usable(), scaleOf(rows, usable()))),
       h("div.completions", {}, rows.map((row) => completion(row))),
