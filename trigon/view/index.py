@@ -34,8 +34,8 @@ _ORDER = {
 }
 
 _SUMMARY = (
-    "step, split, number, prompt_id, filtered, num_with_tokens, num, num_solved, reward_mean, max_tokens, mismatch, rewards, image, "
-    "excerpt"
+    "step, split, number, prompt_id, filtered, num_with_tokens, num, num_solved, reward_mean, max_tokens, mismatch, "
+    "rewards, image, excerpt"
 )
 
 

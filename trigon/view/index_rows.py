@@ -174,7 +174,7 @@ def insert(connection: sqlite3.Connection, file: RolloutFile, content: FileConte
 
 
 def original_id(prompt_id: str) -> str:
-    """Return the id of a prompt without the number of its occurrence: "train:17" for "train:17#2"."""
+    """Return the id of a prompt without the number of an occurrence, "train:17" of "train:17#2"."""
     return _OCCURRENCE.sub("", prompt_id)
 
 
