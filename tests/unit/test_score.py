@@ -207,7 +207,7 @@ def test_wrong_usage_has_exit_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ending:
         main(arguments)
     assert ending.value.code == 2
-    assert "usage: trigon score" in capsys.readouterr().err
+    assert "trigon score: error: " in capsys.readouterr().err
 
 
 def test_steps_are_numbers_and_ranges():

@@ -32,7 +32,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+=")
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
     parser = make_parser()
-    chosen = parser.parse_intermixed_args(arguments)
+    chosen = parser.parse_args(arguments)
     overrides = [argument for argument in chosen.arguments if _OVERRIDE.match(argument)]
     names = [argument for argument in chosen.arguments if not _OVERRIDE.match(argument)]
     models, data = split_models(parser, names, chosen.data, chosen.config)
@@ -119,11 +119,17 @@ def make_parser() -> ArgumentParser:
         "same prompts.",
         epilog="Settings that are not given are those of the first MODEL that is a run, or the defaults of `trigon "
         "options`; key=value sets any of them. docs/evaluation.md explains every number.",
+        examples=[
+            ("trigon eval runs/quickstart", "the last checkpoint, on the run's validation data"),
+            ("trigon eval Qwen/Qwen2.5-VL-3B-Instruct test.jsonl --reward math -n 8", "pass@k and maj@k"),
+            ("trigon eval run/global_step_50 run/global_step_100 test.jsonl", "two checkpoints, compared"),
+            ("trigon eval runs/quickstart --blind", "with and without images"),
+        ],
     )
     parser.add_argument(
         "arguments",
         nargs="+",
-        metavar="MODEL ... DATA",
+        metavar="MODEL ... DATA [key=value ...]",
         help="models: Hugging Face folders, hub ids, run folders (their last checkpoint) or checkpoints "
         "(global_step_N); then the dataset: a hub id with @split, a file or a folder; of a run, its own by default",
     )
