@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
+from PIL import Image
+
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.blank import encoded_blank_image, encoded_blank_video, open_blank_image, open_blank_video
 from trigon.data.columns import column_names, column_value, has_column, without_column

@@ -265,7 +265,14 @@ def sample(
         # Without the pixels, which may be more than memory holds.
         groups += [replace(group, prompt=replace(group.prompt, vision=None)) for group in batch]
     metrics = describe_validation(groups)
-    report.validation(step, groups, values(metrics), shown=0, read_images=evaluator.images)
+    report.validation(
+        step,
+        groups,
+        values(metrics),
+        shown=0,
+        token_groups=config.trainer.rollout_tokens,
+        read_images=evaluator.image_files,
+    )
     report.record(step, metrics)
     return rollout_rows(groups)
 
