@@ -21,7 +21,7 @@ PACKAGE = ROOT / "trigon"
 
 LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7,
-    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
+    "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
     "data": 3,

@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
+    "push": ("trigon.cli.push", "push a model with a card of how it was trained to the Hugging Face Hub"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
 }
 
