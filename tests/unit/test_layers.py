@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trigon"
 
 LAYER = {
-    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7,
+    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
+    "evaluation": 7,
     "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
@@ -43,7 +44,16 @@ NEIGHBOURS = {
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
+    ("cli", "checks"),
+    ("checks", "build"),
+    ("checks", "doctor"),
+    ("cli", "starter"),
+    ("starter", "tiny"),
+    ("cli", "planning"),
+    ("planning", "build"),
     ("doctor", "build"),
+    ("cli", "evaluation"),
+    ("evaluation", "build"),
     ("doctor", "tiny"),
     ("loop", "evaluate"),
     ("loop", "parity"),
