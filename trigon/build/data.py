@@ -19,7 +19,7 @@ from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.mixture import mix
+from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
@@ -74,19 +74,28 @@ def open_builder(config: Config, processors: Processors, *, process_images: bool
 
 
 def scan_datasets(
-    config: Config, specs: Sequence[str], weights: Sequence[float], builder: PromptBuilder, report: Reporter
-) -> Prompts:
+    config: Config,
+    specs: Sequence[str],
+    weights: Sequence[float],
+    builder: PromptBuilder,
+    report: Reporter,
+    *,
+    max_rows: int | None = None,
+) -> PromptSet | MixedPrompts:
     """Open several datasets as one. See scan_dataset.
 
     weights: how often an epoch goes through each dataset; empty: once.
     """
-    return mix([scan_dataset(config, spec, builder, report) for spec in specs], weights)
+    return mix([scan_dataset(config, spec, builder, report, max_rows=max_rows) for spec in specs], weights)
 
 
-def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
+def scan_dataset(
+    config: Config, spec: str, builder: PromptBuilder, report: Reporter, *, max_rows: int | None = None
+) -> PromptSet:
     """Open a dataset, check each of its rows, and warn about the rows that are skipped.
 
     They are written into the run folder, also if there are too many.
+    max_rows: of the dataset, from its beginning; None: all.
     Raises: DataError.
     """
     data = config.data
@@ -113,6 +122,7 @@ def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Repo
                 num_workers=count_data_threads(config),
                 on_progress=on_progress,
                 on_skipped=on_skipped,
+                max_rows=max_rows,
             )
         except DataError as error:
             raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error

@@ -56,7 +56,7 @@ def markers_in(instructions: str) -> tuple[str, ...]:
 
 
 def asked_formats(instructions: str) -> tuple[AnswerFormat, ...]:
-    """Return the formats of the markers in a prompt's text; none if no marker is of an answer.
+    """Return the formats of the markers in a prompt's text; none if no marker asks for an answer.
 
     Thoughts may come before an answer where the prompt does not ask for them: many models think.
     """

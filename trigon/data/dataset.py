@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-
-from PIL import Image
 
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.prompts import PromptBuilder
@@ -70,8 +69,11 @@ class Prompts(Protocol):
         """
         ...
 
-    def images(self, index: int) -> list[Image.Image]:
-        """Return the decoded images of a prompt. Raises: as building it."""
+    def image_files(self, index: int) -> list[bytes]:
+        """Return the images of a prompt as encoded files; none with videos.
+
+        May be called from any thread. Raises: as building the prompt.
+        """
         ...
 
     def index_of(self, prompt_id: str) -> int | None:
@@ -159,9 +161,10 @@ class PromptSet:
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""
         name, _, row = prompt_id.rpartition(":")
-        if name != self.name or not row.isdigit() or int(row) not in self.row_indices:
+        if name != self.name or not row.isdigit():
             return None
-        return self.row_indices.index(int(row))
+        index = bisect_left(self.row_indices, int(row))  # they ascend
+        return index if index < len(self) and self.row_indices[index] == int(row) else None
 
     def __getitem__(self, index: int) -> Prompt:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
@@ -173,10 +176,10 @@ class PromptSet:
         """See Prompts."""
         return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0),)
 
-    def images(self, index: int) -> list[Image.Image]:
+    def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
         row_index = self.row_indices[index]
-        return self.builder.images(self._source.rows[row_index], f"{self.name}:{row_index}")
+        return self.builder.image_files(self._source.rows[row_index], f"{self.name}:{row_index}")
 
     @property
     def prompts_per_epoch(self) -> int:
@@ -226,13 +229,14 @@ def open_prompts(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+    max_rows: int | None = None,
 ) -> PromptSet:
     """Open a dataset, scan its rows, and return the prompts of those that can be used.
 
     Args: see scan and select_prompts. Raises: DataError.
     """
     return select_prompts(
-        scan(spec, builder, num_workers=num_workers, on_progress=on_progress),
+        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, max_rows=max_rows),
         filter_overlong_prompts=filter_overlong_prompts,
         max_bad_row_fraction=max_bad_row_fraction,
         on_skipped=on_skipped,
@@ -246,6 +250,7 @@ def scan(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     check_row: CheckRow = PromptBuilder.check,
+    max_rows: int | None = None,
 ) -> Scan:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
@@ -254,9 +259,12 @@ def scan(
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         check_row: called for each row, in several threads.
+        max_rows: use the first rows only, so many; None: all.
     Raises: DataError if the dataset cannot be read, or lacks a column.
     """
     source = open_source(spec)
+    if max_rows is not None:
+        source = replace(source, rows=source.rows.select(range(min(max_rows, len(source.rows)))))
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)

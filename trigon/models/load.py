@@ -204,9 +204,7 @@ def load_model(
     """
     folder = model_folder(model_path)
     family = family_of_folder(folder)
-    declare_operators()
-    config = _load_config(folder, trust_remote_code=trust_remote_code)
-    _override(config, override_config or {}, where="")
+    config = load_hf_config(folder, trust_remote_code=trust_remote_code, override_config=override_config)
     require_supported(config, family)
     device = torch.device(device)
     if device.type == "meta":
@@ -228,6 +226,19 @@ def load_model(
     patch_model(model, family, attention_kernel)
     model.name_or_path = model_path  # as given, not the folder of the downloaded copy
     return model.to(device).eval()
+
+
+def load_hf_config(
+    folder: Path, *, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None
+) -> Any:
+    """Return the config of the model in a folder, a transformers PreTrainedConfig.
+
+    override_config: see load_model. Raises: ModelError for a damaged file, or an unknown key.
+    """
+    declare_operators()
+    config = _load_config(folder, trust_remote_code=trust_remote_code)
+    _override(config, override_config or {}, where="")
+    return config
 
 
 @contextmanager
