@@ -105,7 +105,8 @@ SWALLOW = ("rewards/", "report/sinks.py")
 PRINT = ("cli/", "report/")
 SWALLOW = ("data/templates.py", "rewards/", "report/sinks.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
-PRINT = ("cli/", "report/", "scripts/configuration_page.py")
+# starter/reward_template.py becomes a script of the user's own.
+PRINT = ("cli/", "report/", "scripts/configuration_page.py", "starter/reward_template.py")
 
 
 class Import(NamedTuple):
