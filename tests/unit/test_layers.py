@@ -24,6 +24,8 @@ LAYER = {
     "evaluation": 7,
     "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
+    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
+    "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2, "plotting": 2,
@@ -87,6 +89,9 @@ ONLY_IN = {
     "mlflow": ("report/sinks.py",),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
+    "starlette": ("view/server.py",),
+    "uvicorn": ("view/server.py",),
+    "sqlite3": ("view/index.py", "view/index_rows.py"),
 }
 
 # rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
