@@ -71,11 +71,12 @@ ONLY_IN = {
     "liger_kernel": ("models/fused.py",),
     "modelscope": ("models/hub.py",),
     "rich": ("report/console.py",),
-    "wandb": ("report/sinks.py",),
-    "swanlab": ("report/sinks.py",),
-    "mlflow": ("report/sinks.py",),
-    "tensorboard": ("report/sinks.py",),
-    "torch.utils.tensorboard": ("report/sinks.py",),
+    "wandb": ("report/loggers/wandb.py",),
+    "swanlab": ("report/loggers/swanlab.py",),
+    "mlflow": ("report/loggers/mlflow.py",),
+    "tensorboard": ("report/loggers/tensorboard.py",),
+    "torch.utils.tensorboard": ("report/loggers/tensorboard.py",),
+    "trackio": ("report/loggers/trackio.py",),
 }
 
 # rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
@@ -90,9 +91,9 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("rewards/", "report/sinks.py")
+SWALLOW = ("rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
 PRINT = ("cli/", "report/")
-SWALLOW = ("data/templates.py", "rewards/", "report/sinks.py")
+SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 PRINT = ("cli/", "report/", "scripts/configuration_page.py")
 
