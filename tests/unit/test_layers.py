@@ -92,6 +92,12 @@ ONLY_IN = {
     "starlette": ("view/server.py",),
     "uvicorn": ("view/server.py",),
     "sqlite3": ("view/index.py", "view/index_rows.py"),
+    "wandb": ("report/loggers/wandb.py",),
+    "swanlab": ("report/loggers/swanlab.py",),
+    "mlflow": ("report/loggers/mlflow.py",),
+    "tensorboard": ("report/loggers/tensorboard.py",),
+    "torch.utils.tensorboard": ("report/loggers/tensorboard.py",),
+    "trackio": ("report/loggers/trackio.py",),
 }
 
 # rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
@@ -106,9 +112,9 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("rewards/", "report/sinks.py")
+SWALLOW = ("rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
 PRINT = ("cli/", "report/")
-SWALLOW = ("data/templates.py", "rewards/", "report/sinks.py")
+SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 # starter/reward_template.py becomes a script of the user's own.
 PRINT = ("cli/", "report/", "scripts/configuration_page.py", "starter/reward_template.py")
