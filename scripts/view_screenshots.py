@@ -45,12 +45,12 @@ def main() -> int:
         served(options.run, Path(cache)) as (url, _),
         open_browser(chromium) as browser,
     ):
-        browser.look(width=1280, height=760)
+        browser.look(width=1360, height=800)
         browser.open(f"{url}#curves")
         browser.wait(CURVES)
         write([picture(browser)], options.output / "view-curves.png")
 
-        rollouts = f"{url}#rollouts?split=train&solved=some&tokens=recorded"
+        rollouts = f"{url}#rollouts?split=train&solved=some&tokens=recorded&sort=spread"
         browser.open(rollouts)
         show_tokens(browser, "entropy")
         write([picture(browser)], options.output / "view-rollouts.png")
@@ -93,7 +93,8 @@ def write(pictures: list[Image.Image], path: Path) -> None:
     for each in pictures:
         together.paste(each, (place, 0))
         place += each.width + 16
-    together.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    # This method keeps the colours of small areas.
+    together.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
     if path.stat().st_size > MAX_BYTES:
         raise SystemExit(f"{path} has more than {MAX_BYTES / 1000:.0f} kB")

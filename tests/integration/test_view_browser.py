@@ -82,6 +82,8 @@ def test_completions_are_side_by_side_with_rewards_image_and_history(browser, pa
     browser.open(f"{page}#rollouts?run=0&solved=some")
     browser.wait(COMPLETIONS)
     assert rewards(browser) == ["0", "1", "0", "1"]
+    assert "null" not in browser.text("main")
+    assert "undefined" not in browser.text("main")
     first, second = browser.run("[...document.querySelectorAll('.completion')].slice(0, 2).map(e => e.offsetTop)")
     assert first == second
     assert browser.wait("document.querySelector('.image img').naturalWidth") == 64

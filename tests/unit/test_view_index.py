@@ -224,7 +224,11 @@ def test_new_lines_of_metrics_are_read_and_all_of_a_file_that_replaced_it(folder
 def test_runs_have_names_that_differ(tmp_path):
     folders = [write_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")]
     runs = open_runs([*folders, folders[0]], cache=tmp_path / "cache")
-    assert [run.name for run in runs] == ["a/run", "b/run"]
+    assert [run.name for run in runs] == ["a", "b"]
+    folders = [write_run(tmp_path / "c" / name, num_steps=1) for name in ("a", "b")]
+    runs = open_runs([tmp_path / "a" / "run", *folders], cache=tmp_path / "cache")
+    assert [run.name for run in runs] == ["run", "a", "b"]
+    assert [run.name for run in open_runs(folders[:1], cache=tmp_path / "cache")] == ["c/a"]
 
 
 def test_a_cache_that_cannot_be_made_is_an_error(folder, tmp_path):

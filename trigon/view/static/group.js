@@ -73,9 +73,9 @@ export function groupView({ onOpen, onBack, onMove }) {
           h("h3", {}, "Ground truth"),
           h("div.text", {}, marked(asText(first.ground_truth), search)),
           h("details.row", {}, h("summary", {}, "Dataset row"),
-            h("pre", {}, visible(JSON.stringify(first.row, null, 1)))))),
-      history.some((groups) => groups.length > 1) || history.filter((groups) => groups.length).length > 1
-        ? historyStrip(history, run, group, place, siblings) : null,
+            h("pre", {}, visible(JSON.stringify(first.row, null, 1))))),
+        history.some((groups) => groups.length > 1) || history.filter((groups) => groups.length).length > 1
+          ? historyStrip(history, run, group, place, siblings) : null),
       h("div.completion-bar", {},
         h("h3", {}, count(rows.length, "completion")),
         segmented("Colour of tokens", Object.entries(TOKEN_COLORS).map(([key, { title }]) => [key, title]), usable(), setColor, {
@@ -83,7 +83,7 @@ export function groupView({ onOpen, onBack, onMove }) {
         }),
         usable() === "plain" ? null : legend(usable(), scaleOf(rows, usable()))),
       h("div.completions", {}, rows.map((row) => completion(row))),
-      usable() === "plain" ? null : facts);
+      ...(usable() === "plain" ? [] : [facts]));
     facts.replaceChildren(h("span.muted", {}, "Point at a token, or focus a completion and use the arrow keys."));
     for (const text of element.querySelectorAll(".clipped")) addMore(text);
   }
