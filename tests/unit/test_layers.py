@@ -63,6 +63,7 @@ ONLY_IN = {
         "training/fsdp.py",
         "training/state.py",
     ),
+    "cloudpickle": ("rewards/callables.py", "rewards/load.py"),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
