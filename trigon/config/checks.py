@@ -6,6 +6,7 @@ They run before anything heavy is imported, and open neither datasets nor models
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, assert_never, cast
 
 from trigon.config.defaults import resolve_weight_dtype
@@ -13,6 +14,7 @@ from trigon.config.paths import (
     DATASET_SUFFIXES,
     expand_path,
     is_inline_template,
+    is_python_object,
     local_path,
     nearest_path,
     path_exists,
@@ -45,11 +47,14 @@ def raise_problems(problems: Sequence[str]) -> None:
         raise ConfigError(f"{len(problems)} problems in the configuration:{lines}")
 
 
-def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[str]:
+def find_problems(
+    config: Config, *, uncertain: Collection[str] = (), python_objects: Collection[str] = ()
+) -> list[str]:
     """Return the reasons for which a configuration cannot run.
 
     uncertain: options that have their default because the user's value is invalid or misspelt.
     Problems are left out if finding them involved one of these options.
+    python_objects: the texts that stand for Python objects of the caller (paths.PYTHON_PREFIX).
     """
     checks = (
         _check_devices,
@@ -58,7 +63,7 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
         _check_algorithm,
         _check_lengths,
         _check_required,
-        _check_files,
+        partial(_check_files, python_objects=python_objects),
     )
     problems: list[str] = []
     for check in checks:
@@ -304,10 +309,11 @@ def _check_required(config: Config) -> list[str]:
     return problems
 
 
-def _check_files(config: Config) -> list[str]:
+def _check_files(config: Config, *, python_objects: Collection[str]) -> list[str]:
     """Return problems of missing local files and folders. Hub ids are not looked up."""
     data, model = config.data, config.worker.actor.model
     paths: dict[str, str] = {}
+    missing_objects: list[str] = []
     for key, template in (
         ("data.format_prompt", data.format_prompt),
         ("data.override_chat_template", data.override_chat_template),
@@ -317,6 +323,9 @@ def _check_files(config: Config) -> list[str]:
     train_files = () if config.trainer.val_only else data.train_files
     for key, datasets in (("data.train_files", train_files), ("data.val_files", data.val_files)):
         for number, dataset in enumerate(datasets):
+            if is_python_object(dataset):
+                missing_objects += [] if dataset in python_objects else [f"{key} is {dataset}"]
+                continue
             location, _ = split_dataset(dataset)
             if local_path(location, suffixes=DATASET_SUFFIXES) is not None:
                 paths[f"{key}[{number}]" if len(datasets) > 1 else key] = location
@@ -327,7 +336,9 @@ def _check_files(config: Config) -> list[str]:
         if model_path and local_path(model_path) is not None:
             paths[key] = model_path
     reward = config.worker.reward.reward_function
-    if reward and reward not in SHIPPED_REWARDS:
+    if reward and is_python_object(reward):
+        missing_objects += [] if reward in python_objects else [f"worker.reward.reward_function is {reward}"]
+    elif reward and reward not in SHIPPED_REWARDS:
         paths["worker.reward.reward_function"] = reward.rpartition(":")[0] or reward
     if data.image_dir:
         paths["data.image_dir"] = data.image_dir
@@ -339,6 +350,9 @@ def _check_files(config: Config) -> list[str]:
         "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
     }
     return [
+        f"{problem}, which a program gave to trigon.train as a Python object; give a file, or call trigon.train again"
+        for problem in missing_objects
+    ] + [
         f"{key}: there is no {path} (looked for {expand_path(path).absolute()})"
         f"{nearest_path(path) or hints.get(key, '')}"
         for key, path in paths.items()

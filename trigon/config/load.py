@@ -7,7 +7,7 @@ checks.py, renamed and ignored keys in legacy.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from trigon.config.arguments import write_arguments
 from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
 from trigon.config.legacy import (
     IGNORED,
@@ -30,17 +31,18 @@ from trigon.config.schema import Config
 from trigon.config.yaml_nodes import (
     BOOL_TAG,
     LIST_TAG,
-    MAX_CHARACTERS,
     MAX_DEPTH,
     NULL_TAG,
     TEXT_TAG,
     construct,
     parse_yaml,
+    read_text,
 )
 from trigon.errors import ConfigError
 from trigon.suggestions import did_you_mean, nearest_key
 
 COMMAND_LINE = "command line"
+ARGUMENTS = "arguments in Python"
 
 MAX_KEY_CHARACTERS = 200
 """Maximum length of a key outside of free mappings, all its parts together."""
@@ -100,17 +102,27 @@ def _advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     return f"options have no dashes, and an equals sign; write {key}={following[0] if is_value else '...'}"
 
 
-def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
+def load_config(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    arguments: Sequence[Mapping[str, Any]] = (),
+    python_objects: Collection[str] = (),
+) -> LoadedConfig:
     """Return the checked configuration of a YAML file and of `key=value` overrides.
 
-    path: None for the defaults only. Raises: ConfigError, with all problems in one message.
+    path: None for the defaults only. arguments: options as Python values, nested or with dotted
+    names; a later mapping replaces values of an earlier one. python_objects: as for find_problems.
+    Raises: ConfigError, with all problems in one message.
     """
     reader = _ConfigReader()
     if path is not None:
-        reader.read_yaml(_read_text(path), str(path))
+        reader.read_yaml(read_text(path), str(path))
     for override in overrides:
         reader.read_override(override)
-    config = reader.build()
+    for values in arguments:
+        reader.read_yaml(write_arguments(values), ARGUMENTS)
+    config = reader.build(python_objects)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
     return LoadedConfig(config, (*reader.warnings, *find_warnings(config)), sources)
 
@@ -160,7 +172,7 @@ class _ConfigReader:
                 names = "" if first_path == path else f", as {_dotted(first_path)} and as {_dotted(path)}"
                 self.problems.append(_duplicate_key(current, source, _line(first_node), _line(node), names))
                 self._uncertain.add(_dotted(current))
-            self._add(path, node, f"{source}, line {_line(node)}")
+            self._add(path, node, _place(source, node))
 
     def read_override(self, override: str) -> None:
         """Add one `key=value` of the command line."""
@@ -184,7 +196,7 @@ class _ConfigReader:
         for inner_path, node in self._flatten(root, path, COMMAND_LINE):
             self._add(inner_path, node, COMMAND_LINE)
 
-    def build(self) -> Config:
+    def build(self, python_objects: Collection[str] = ()) -> Config:
         """Return the configuration. Raises: ConfigError with all problems, of the checks too."""
         for key, (name, value) in self.ignored.items():
             entry, written = IGNORED[key], construct(value.node)
@@ -201,7 +213,8 @@ class _ConfigReader:
             except ValueError:
                 self._add_invalid_value(option, value)
         config = self._validate(converted)
-        raise_problems([*self.problems, *find_problems(config, uncertain=self._uncertain)])
+        found = find_problems(config, uncertain=self._uncertain, python_objects=python_objects)
+        raise_problems([*self.problems, *found])
         return config
 
     def _validate(self, converted: dict[KeyPath, Any]) -> Config:
@@ -238,7 +251,7 @@ class _ConfigReader:
             lines[name] = _line(key)
             # `worker.actor:` may stand for `worker:` and `actor:` below it.
             inner = (*path, name) if in_free_mapping else (*path, *name.split("."))
-            if in_free_mapping or self._check_path(inner, f"{source}, line {_line(key)}"):
+            if in_free_mapping or self._check_path(inner, _place(source, key)):
                 yield from self._flatten(value, inner, source)
 
     def _check_path(self, path: KeyPath, location: str) -> bool:
@@ -318,19 +331,6 @@ class _ConfigReader:
         )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS + 1)  # the parser refuses a longer one
-    except FileNotFoundError as error:
-        folder = path.resolve().parent
-        names = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
-        hint = f"; there is {', '.join(names[:5])}" if names else ""
-        raise ConfigError(f"no configuration file at {path} (looked for {path.resolve()}){hint}") from error
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the path
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-
-
 def _convert(option: Option, node: Node) -> Any:
     """Return the value of a node in the kind of the option. The schema checks bounds and choices.
 
@@ -385,7 +385,13 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _duplicate_key(path: KeyPath, source: str, first: int, second: int, names: str = "") -> str:
-    return f"{_dotted(path)} is given twice{names} ({source}, lines {first} and {second}): keep one"
+    lines = "" if source == ARGUMENTS else f", lines {first} and {second}"
+    return f"{_dotted(path)} is given twice{names} ({source}{lines}): keep one"
+
+
+def _place(source: str, node: Node) -> str:
+    """Return where a node was written. Arguments in Python have no lines."""
+    return source if source == ARGUMENTS else f"{source}, line {_line(node)}"
 
 
 def _line(node: Node) -> int:
