@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from PIL import Image
 
 from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.data.images import image_content
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
@@ -197,6 +198,7 @@ def open_prompts(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+    source: Source | None = None,
 ) -> PromptSet:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
@@ -208,9 +210,10 @@ def open_prompts(
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         on_skipped: called once with all rows that cannot be used, before an error about them.
+        source: the opened dataset, if it has no path; spec is then its name in errors.
     Raises: DataError.
     """
-    source = open_source(spec)
+    source = open_source(spec) if source is None else source
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)
@@ -312,6 +315,8 @@ def _update_digest(digest: Any, value: Any) -> None:
             digest.update(b"list %d " % len(value))
             for part in value:
                 _update_digest(digest, part)
+        case Image.Image():
+            _update_digest(digest, image_content(value))
         case _:
             digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
 

@@ -79,6 +79,24 @@ def open_source(spec: str) -> Source:
     raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
 
 
+def dataset_source(dataset: Any, *, spec: str, name: str, folder: Path) -> Source:
+    """Return a datasets.Dataset as a source. It is not changed.
+
+    Args: as open_python_rows; folder: as in Source. Raises: DataError for another object.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
+        splits = " or ".join(f"data[{split!r}]" for split in dataset)
+        raise DataError(f"{spec} has the splits {', '.join(dataset)}; give one of them: {splits}")
+    if isinstance(dataset, datasets.IterableDataset):
+        raise DataError(f"{spec} is streamed, and training draws rows in any order; load it without streaming")
+    if not isinstance(dataset, datasets.Dataset):
+        raise DataError(f"{spec} is a {type(dataset).__name__}; give a datasets.Dataset")
+    # Without the user's format or transform, which would change rows; with_format makes a copy.
+    return _source(spec, dataset.with_format(None), name, folder)
+
+
 def import_ahead() -> None:
     """Import `datasets` now, which takes a second, so that open_source does not have to."""
     import datasets  # noqa: F401
