@@ -1,4 +1,4 @@
-"""Datasets given as Python objects have the prompts, checks and counts of the same data in a file."""
+"""Datasets given as Python objects have the prompts, checks and counts of the data in files."""
 
 import datetime
 import io
@@ -183,7 +183,7 @@ def test_columns_are_those_of_all_rows_and_fields_have_dots():
 def test_images_in_another_column_are_an_error(processors):
     given = [{"problem": "?", "answer": "1", "picture": Image.new("RGB", (56, 56))}]
     with pytest.raises(
-        DataError, match="python:train has no column 'images', but images in 'picture'; set data.image_key"
+        DataError, match=r"python:train has no column 'images', but images in 'picture'; set data\.image_key"
     ):
         scan(processors, given)
 
