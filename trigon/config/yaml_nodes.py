@@ -1,4 +1,4 @@
-"""Reads YAML files, and parses YAML into nodes, which keep the line and the text of each value.
+"""Parses YAML into nodes, which keep the line and the text of each value.
 
 Size, depth and aliases are bounded, and every invalid text raises YAMLError: PyYAML itself recurses
 once per level, expands aliases without limit, and raises KeyError, IndexError and others.
@@ -7,7 +7,6 @@ once per level, expands aliases without limit, and raises KeyError, IndexError a
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,8 +14,6 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.events import AliasEvent
 from yaml.nodes import CollectionNode, MappingNode, Node
-
-from trigon.errors import ConfigError
 
 MAX_CHARACTERS = 1_000_000
 """Maximum length of a YAML text. Configuration files have some thousand characters."""
@@ -34,20 +31,6 @@ NULL_TAG = "tag:yaml.org,2002:null"
 BOOL_TAG = "tag:yaml.org,2002:bool"
 TEXT_TAG = "tag:yaml.org,2002:str"
 LIST_TAG = "tag:yaml.org,2002:seq"
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a configuration file. Raises: ConfigError if it cannot be read."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS + 1)  # the parser refuses a longer one
-    except FileNotFoundError as error:
-        folder = path.resolve().parent
-        names = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
-        hint = f"; there is {', '.join(names[:5])}" if names else ""
-        raise ConfigError(f"no configuration file at {path} (looked for {path.resolve()}){hint}") from error
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the path
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
 
 
 def parse_yaml(text: str) -> Node | None:
