@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-from PIL import Image
 
 from trigon.data.dataset import Prompts
 from trigon.errors import BadRow
@@ -55,17 +53,14 @@ class Evaluator:
                 advance(len(indices))
         return groups
 
-    def images(self, prompt_ids: Sequence[str]) -> dict[str, list[Image.Image]]:
-        """Return the decoded images of some prompts; one that cannot be read is left out."""
-        images: dict[str, list[Image.Image]] = {}
-        for prompt_id in prompt_ids:
-            index = self.prompts.index_of(prompt_id)
-            assert index is not None, f"{prompt_id} is no validation prompt"
-            try:
-                images[prompt_id] = self.prompts.images(index)
-            except BadRow as error:
-                self.warn(f"the trackers do not get the images of {prompt_id}: {error}")
-        return images
+    def image_files(self, prompt_id: str) -> list[bytes]:
+        """Return the images of a prompt as encoded files; none with videos.
+
+        May be called from any thread. Raises: as Prompts.image_files.
+        """
+        index = self.prompts.index_of(prompt_id)
+        assert index is not None, f"{prompt_id} is no validation prompt"
+        return self.prompts.image_files(index)
 
     def _build(self, index: int) -> Prompt | None:
         try:

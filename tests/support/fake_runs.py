@@ -26,11 +26,13 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
+from trigon.data.token_texts import TokenTexts
 from trigon.evaluate import Evaluator
 from trigon.loop import Intervals, Run
 from trigon.models.load import Processors, load_processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
+from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
@@ -209,7 +211,14 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
         rollout.record = record
         trainer = RecordingTrainer(record)
         run_folder = stack.enter_context(RunFolder(folder))
-        report = stack.enter_context(RecordingReporter(run_folder, Console(stream=io.StringIO(), progress=False)))
+        report = stack.enter_context(
+            RecordingReporter(
+                run_folder,
+                Console(stream=io.StringIO(), progress=False),
+                images=ImageStore(folder, max_side=64),
+                token_texts=TokenTexts(parts.processors.tokenizer),
+            )
+        )
         report.phases = []
         stream = PromptStream(parts.prompts, batch_size=4, seed=3, shuffle=True, prefetch=True, num_workers=1)
         stack.callback(stream.close)
@@ -228,6 +237,7 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old_logprobs=False,
             evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
+            token_groups=1,
             parity=ParityCheck(1e-3),
             store=CheckpointStore(folder, keep=-1),
             save_state=partial(trainer.save_state, model_only=False),

@@ -54,8 +54,10 @@ def group(prompt_id):
     return RolloutGroup(prompt, (Rollout(completion, score),) * 2)
 
 
-def read_images(prompt_ids):
-    return {prompt_id: [Image.new("RGB", (1024, 256))] for prompt_id in prompt_ids}
+def read_images(prompt_id):
+    stream = io.BytesIO()
+    Image.new("RGB", (1024, 256)).save(stream, "PNG")
+    return [stream.getvalue()]
 
 
 @pytest.fixture
@@ -197,7 +199,7 @@ def test_a_tracker_that_fails_is_reported_once_and_training_continues(folder, st
     bad, good = MemorySink("wandb", failing=True), MemorySink()
     report = reporter(folder, stream, clock, bad, good)
     if call == "rollouts":
-        report.validation(1, [group("val:1")], {}, shown=1, read_images=read_images)
+        report.validation(1, [group("val:1")], {}, shown=1, token_groups=0, read_images=read_images)
     if call != "close":
         report.step(1, 2, {"a": Mean(1.0)})
         report.step(2, 2, {"a": Mean(1.0)})
@@ -223,7 +225,7 @@ def test_all_validation_completions_are_written_and_the_first_are_shown(folder, 
         "val/accuracy_reward": 0.85,
         "val_response_length/mean": 9,
     }
-    report.validation(5, [group("val:1"), group("val:2")], metrics, shown=3, read_images=read_images)
+    report.validation(5, [group("val:1"), group("val:2")], metrics, shown=3, token_groups=0, read_images=read_images)
     written = (folder.path / "rollouts" / "validation_000005.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt_id"] for line in written] == ["val:1", "val:1", "val:2", "val:2"]
     assert sink.shown == [(5, ["val:1", "val:1", "val:2"])]
@@ -233,7 +235,9 @@ def test_all_validation_completions_are_written_and_the_first_are_shown(folder, 
 
 
 def test_rollouts_are_written_into_the_folder(folder, stream, clock):
-    reporter(folder, stream, clock).rollouts(7, [group("train:1")], split="train")
+    report = reporter(folder, stream, clock)
+    report.rollouts(7, [group("train:1")], learned=None, scored=[], read_images=read_images)
+    report.flush()
     assert len((folder.path / "rollouts" / "step_000007.jsonl").read_text().splitlines()) == 2
 
 

@@ -40,12 +40,14 @@ from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
+from trigon.data.token_texts import TokenTexts
 from trigon.gpu_memory import require_free_memory
 from trigon.loop import Run, train
 from trigon.models.hub import hub_endpoint, uses_modelscope
-from trigon.models.load import model_folder
+from trigon.models.load import Processors, model_folder
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
+from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
@@ -107,7 +109,7 @@ def run_training(
         for warning in find_device_warnings(config, device):
             console.warn(warning)
         rewards.ready()
-        report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint))
+        report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint, processors))
 
         builder = open_builder(config, processors)
         val_prompts, train_prompts = open_datasets(config, builder, report)
@@ -291,10 +293,19 @@ def open_reporter(
     console: Console,
     trackers: TrackerEnvironment,
     checkpoint: Checkpoint | None,
+    processors: Processors,
 ) -> Reporter:
     """Open the trackers of trainer.logger, and return the reporter."""
-    sinks = open_sinks(config.trainer.logger, make_tracker_settings(config, trackers, folder.path, checkpoint))
-    return Reporter(folder, console, sinks, num_devices=num_workers(config))
+    trainer = config.trainer
+    sinks = open_sinks(trainer.logger, make_tracker_settings(config, trackers, folder.path, checkpoint))
+    return Reporter(
+        folder,
+        console,
+        sinks,
+        num_devices=num_workers(config),
+        images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
+        token_texts=TokenTexts(processors.tokenizer),
+    )
 
 
 def make_tracker_settings(
@@ -359,6 +370,7 @@ def make_run(
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
+        token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
         save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),

@@ -698,6 +698,18 @@ class TrainerConfig(Section):
     """Completions shown at each validation, on the console and, with their images, in the trackers.
     """
 
+    save_images: bool = True
+    """Store the images of the prompts in `images/` of the run folder, each distinct image once.
+    Files up to 128 KiB are stored as they are. Trigon only."""
+
+    saved_image_side: int = Field(default=1024, ge=16, le=16_384)
+    """Width and height in pixels to which larger files are reduced for save_images. Trigon only."""
+
+    rollout_tokens: int = Field(default=2, ge=0, le=MAX_COUNT)
+    """Groups of each step whose rollouts are recorded with log-probabilities and entropy per token.
+    Each takes a forward pass of the group and about 60 bytes per token on disk; 0: none.
+    Trigon only."""
+
     save_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between checkpoints; 0 or -1: only after the last step."""
 

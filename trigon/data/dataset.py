@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,8 +72,11 @@ class Prompts(Protocol):
         """
         ...
 
-    def images(self, index: int) -> list[Image.Image]:
-        """Return the decoded images of a prompt. Raises: as building it."""
+    def image_files(self, index: int) -> list[bytes]:
+        """Return the images of a prompt as encoded files; none with videos.
+
+        May be called from any thread. Raises: as building the prompt.
+        """
         ...
 
     def index_of(self, prompt_id: str) -> int | None:
@@ -160,9 +164,10 @@ class PromptSet:
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""
         name, _, row = prompt_id.rpartition(":")
-        if name != self.name or not row.isdigit() or int(row) not in self.row_indices:
+        if name != self.name or not row.isdigit():
             return None
-        return self.row_indices.index(int(row))
+        index = bisect_left(self.row_indices, int(row))  # they ascend
+        return index if index < len(self) and self.row_indices[index] == int(row) else None
 
     def __getitem__(self, index: int) -> Prompt:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
@@ -174,10 +179,10 @@ class PromptSet:
         """See Prompts."""
         return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0),)
 
-    def images(self, index: int) -> list[Image.Image]:
+    def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
         row_index = self.row_indices[index]
-        return self.builder.images(self._source.rows[row_index], f"{self.name}:{row_index}")
+        return self.builder.image_files(self._source.rows[row_index], f"{self.name}:{row_index}")
 
     @property
     def prompts_per_epoch(self) -> int:

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from PIL import Image
-
 from trigon.data.bad_rows import Reason
 from trigon.data.dataset import DatasetContent, DrawnPrompt, PromptSet
 from trigon.data.orders import permutation
@@ -45,11 +43,11 @@ class MixedPrompts:
         number = bisect_right(starts, index) - 1
         return self.parts[number][index - starts[number]]
 
-    def images(self, index: int) -> list[Image.Image]:
+    def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
         starts = self._starts()
         number = bisect_right(starts, index) - 1
-        return self.parts[number].images(index - starts[number])
+        return self.parts[number].image_files(index - starts[number])
 
     @property
     def shows_videos(self) -> bool:

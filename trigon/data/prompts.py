@@ -242,13 +242,13 @@ class PromptBuilder:
             image_refs=media.names,
         )
 
-    def images(self, row: Mapping[str, Any], prompt_id: str) -> list[Image.Image]:
-        """Return the decoded images of a row, as the processor gets them; none with videos.
+    def image_files(self, row: Mapping[str, Any], prompt_id: str) -> list[bytes]:
+        """Return the images of a row as encoded files; none with videos. See encoded_image.
 
         Raises: as build.
         """
         media = self._media(row, prompt_id)
-        return [] if media.kind == "video" else list(self._read_media(media, open_image, open_video))
+        return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
 
     def _with_pixels(
         self, row: Mapping[str, Any], media: _Media, name: str

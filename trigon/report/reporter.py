@@ -18,14 +18,18 @@ from types import TracebackType
 
 from PIL import Image
 
+from trigon.data.images import open_image
+from trigon.errors import BadRow
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
-from trigon.records.rollouts import RolloutRow, Split, rollout_rows
+from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.console import Console, format_duration, format_number
+from trigon.report.image_store import ImageStore
+from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.report.sinks import Sink, Trackers
-from trigon.types import RolloutGroup
+from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
@@ -38,7 +42,9 @@ class Reporter:
     """Reports a run.
 
     sinks: the trackers; one that fails is reported once and not used again.
-    num_devices: divisor of perf/throughput. clock: seconds, for tests.
+    num_devices: divisor of perf/throughput. images: where the prompts' images are stored; None:
+    they are not. token_texts: decodes token by token; needed to write tokens.
+    clock: seconds, for tests.
     """
 
     def __init__(
@@ -48,11 +54,14 @@ class Reporter:
         sinks: Sequence[Sink] = (),
         *,
         num_devices: int = 1,
+        images: ImageStore | None = None,
+        token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = run_folder
         self._console = console
         self._trackers = Trackers(sinks, warn=self.warn)
+        self._recorder = RolloutRecorder(run_folder, images=images, token_texts=token_texts, warn=self.warn)
         self._num_devices = num_devices
         self._clock = clock
         self._step_started = clock()
@@ -148,14 +157,33 @@ class Reporter:
         """
         return self._folder.write_skipped_rows(dataset, rows)
 
-    def rollouts(self, step: int, groups: Sequence[RolloutGroup], split: Split) -> None:
-        """Write the rollouts of a step into the run folder."""
-        self._folder.write_rollouts(step, split, rollout_rows(groups))
+    def rollouts(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        *,
+        learned: Sequence[TrainGroup] | None,
+        scored: Sequence[Sequence[TokenLogprobs]],
+        read_images: ReadImages,
+    ) -> None:
+        """Write the rollouts of a step into the run folder.
 
-    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        learned: what the update learns from, for each group; None if the step ends before it.
+        scored: the trainer's outputs of the first groups, whose tokens are written too.
+        read_images: of the prompts. Raises: OSError if an earlier file could not be written.
+        """
+        rows = rollout_rows(groups, learned=learned)
+        first = groups[: len(scored)]
+        num_rows = sum(len(group.rollouts) for group in first)
+        with_values = with_tokens(
+            rows[:num_rows], first, learned=None if learned is None else learned[: len(first)], scored=scored
+        )
+        self._recorder.write(step, "train", [*with_values, *rows[num_rows:]], read_images)
+
+    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
         if rows:
-            self._folder.write_rollouts(step, "filtered", rows)
+            self._recorder.write(step, "filtered", rows, read_images)
 
     def validation(
         self,
@@ -164,23 +192,44 @@ class Reporter:
         metrics: Mapping[str, float],
         *,
         shown: int,
-        read_images: Callable[[Sequence[str]], Mapping[str, Sequence[Image.Image]]],
+        token_groups: int,
+        read_images: ReadImages,
     ) -> None:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
         metrics: of the validation, for the console only; pass them to step() to record them.
-        read_images: returns the images of the prompts with these ids, for the trackers.
+        token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
         rows = rollout_rows(groups)
-        self._folder.write_rollouts(step, "validation", rows)
+        first = groups[:token_groups]
+        num_rows = sum(len(group.rollouts) for group in first)
+        recorded = [*with_tokens(rows[:num_rows], first, learned=None, scored=None), *rows[num_rows:]]
+        self._recorder.write(step, "validation", recorded, read_images)
         shown_rows = rows[:shown]
         if shown_rows:
             self._console.completions(f"validation after step {step}", shown_rows)
             if self._trackers.any():
                 prompt_ids = list(dict.fromkeys(row.prompt_id for row in shown_rows))
-                self._trackers.rollouts(step, shown_rows, read_images(prompt_ids))
+                self._trackers.rollouts(
+                    step, shown_rows, {each: self._images(each, read_images) for each in prompt_ids}
+                )
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
+
+    def _images(self, prompt_id: str, read_images: ReadImages) -> list[Image.Image]:
+        """Return the decoded images of a prompt; none, with a warning, if they cannot be read."""
+        try:
+            return [
+                open_image(encoded, where=prompt_id, image_dir=None, max_pixels=sys.maxsize)
+                for encoded in read_images(prompt_id)
+            ]
+        except BadRow as error:
+            self.warn(f"the trackers do not get the images of {prompt_id}: {error}")
+            return []
+
+    def flush(self) -> None:
+        """Wait until all rollouts are on disk. Raises: OSError if they could not be written."""
+        self._recorder.flush()
 
     def rewind(self, step: int) -> None:
         """Remove what was reported after this step, from which a run resumes.
@@ -248,8 +297,14 @@ class Reporter:
             self._console.print("\n".join(("next:", *(f"  {line}" for line in next_steps))))
 
     def close(self) -> None:
-        """Close the trackers. The run folder is closed by its owner."""
-        self._trackers.close()
+        """Write pending rollouts, and close the trackers. The run folder is closed by its owner.
+
+        Raises: OSError if the rollouts could not be written.
+        """
+        try:
+            self._recorder.close()
+        finally:
+            self._trackers.close()
 
     def __enter__(self) -> Reporter:
         return self
