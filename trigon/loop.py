@@ -6,9 +6,9 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +56,29 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of the user, which the loop calls in its process. An error in one ends the run.
+
+    on_rollouts: called with the groups of a step, scored and recorded, before the update.
+    on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
+    step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
+    """
+
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None
+    on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call on_step, if there is one."""
+        if self.on_step is not None:
+            self.on_step(step, metrics)
+
+    def rollouts(self, groups: Sequence[RolloutGroup]) -> None:
+        """Call on_rollouts, if there is one."""
+        if self.on_rollouts is not None:
+            self.on_rollouts(groups)
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """The parts of a training run, already built.
 
@@ -93,6 +116,7 @@ class Run:
     tracer: Tracer
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
+    hooks: Hooks = field(default_factory=Hooks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +145,11 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     progress = restore(run, resume_from)
     if run.intervals.validate_only:
         run.report.begin()
-        run.report.record(progress.step, validate(run, progress))
+        run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.report.step(0, run.plan.total_steps, validate(run, progress))
+        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validate(run, progress)))
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -155,6 +179,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             )
             scored = score_tokens(run, batch.groups)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored)
+        run.hooks.rollouts(batch.groups)
         learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
         metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
@@ -226,7 +251,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     stopping = step == last or run.should_stop()
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
-    run.report.step(
+    recorded = run.report.step(
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
     if stopping or is_due(step, run.intervals.save_every):
@@ -235,6 +260,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
             run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
             if stopping:
                 run.store.wait()
+    run.hooks.step(step, recorded)
     return stopping
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trigon"
 
 LAYER = {
-    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7,
+    "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "api": 7,
     "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
@@ -35,6 +35,7 @@ LAYER = {
 # The few that share a layer and know each other, in one direction.
 NEIGHBOURS = {
     ("trainer", "cli"),
+    ("api", "build"),
     ("cli", "tiny"),
     ("tiny", "build"),
     ("tiny", "cli"),
@@ -88,6 +89,7 @@ ENVIRONMENT = (
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
     "models/hub.py",
+    "build/start.py",
     "cli/",
     "tiny/quickstart.py",
 )

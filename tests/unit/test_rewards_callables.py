@@ -189,5 +189,5 @@ def test_a_function_whose_module_a_worker_lacks_is_an_error_with_the_module(monk
 
 
 def test_a_reward_is_described_for_the_configuration():
-    assert describe_reward(reward_source(lambda completion: 1, kwargs={})) == "lambda"
-    assert describe_reward(reward_source([("math", 2), (len, 0.5)], kwargs={})) == "2 * math + 0.5 * len"
+    assert describe_reward(lambda completion: 1) == "lambda"
+    assert describe_reward([("math", 2), (len, 0.5), abs]) == "2 * math + 0.5 * len + 1 * abs"

@@ -72,11 +72,12 @@ def reward_source(reward: Reward, *, kwargs: Mapping[str, Any]) -> RewardSource 
     return tuple(terms)
 
 
-def describe_reward(source: RewardSource | Sequence[RewardTerm]) -> str:
-    """Return a reward that was given in Python as text for the configuration of the run."""
-    if isinstance(source, RewardSource):
-        return source.function
-    return " + ".join(f"{term.weight:g} * {term.name}" for term in source)
+def describe_reward(reward: Reward) -> str:
+    """Return a reward as text for the configuration of the run. Its weights are not checked."""
+    if isinstance(reward, str) or not isinstance(reward, Sequence):
+        return name_of(reward)
+    pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, 1) for each in reward]
+    return " + ".join(f"{weight} * {name_of(function)}" for function, weight in pairs)
 
 
 def name_of(function: RewardFunction | str) -> str:
