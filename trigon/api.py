@@ -7,7 +7,7 @@ and vLLM are imported when a run starts, after the errors that can be found with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from trigon.data.sources import Source
     from trigon.report.sinks import Sink
+    from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
 
     Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | datasets.Dataset
@@ -141,43 +142,83 @@ def train(
         RewardError if a reward function cannot be sent to the reward workers; DataError, and other
         TrigonErrors. Most are raised before the models are loaded.
     """
+    given = read_arguments(
+        model=model,
+        data=data,
+        reward=reward,
+        val_data=val_data,
+        config=config,
+        loggers=loggers,
+        options=options,
+        keyword_options=keyword_options,
+    )
+    sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
+
+    from trigon.build.objects import RunObjects
+    from trigon.loop import Hooks
+
+    outcome = start_run(
+        given.loaded,
+        stop=StopSignals(),
+        export_to=None if export_to is None else Path(export_to),
+        objects=RunObjects(sources=sources, reward=given.reward, sinks=given.sinks, hooks=Hooks(on_step, on_rollouts)),
+    )
+    return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of train, read and checked.
+
+    data: the datasets that are Python objects, by what the configuration has in their place.
+    reward: the same for the reward function; None: the configuration names it.
+    """
+
+    loaded: LoadedConfig
+    data: Mapping[str, Any]
+    reward: RewardSource | tuple[RewardTerm, ...] | None
+    sinks: Sequence[Sink]
+
+
+def read_arguments(
+    *,
+    model: str | PurePath | None,
+    data: Data | None,
+    reward: Reward | PurePath | None,
+    val_data: Data | None,
+    config: str | PurePath | None,
+    loggers: Sequence[str | Sink] | None,
+    options: Mapping[str, Any] | None,
+    keyword_options: Mapping[str, Any],
+) -> Arguments:
+    """Return the arguments of train as a configuration and Python objects. Raises: as train."""
     _check_keywords(keyword_options)
-    arguments = [dict(options or {}), keyword_options, {}]
-    named = arguments[-1]
-    objects: dict[str, Any] = {}
+    named: dict[str, Any] = {}
+    datasets: dict[str, Any] = {}
     if model is not None:
         named["worker.actor.model.model_path"] = str(model)
     for key, spec, given in (("data.train_files", TRAIN, data), ("data.val_files", VALIDATION, val_data)):
         if given is not None:
             names = _names(given)
             named[key] = spec if names is None else names
-            objects |= {spec: given} if names is None else {}
-    if isinstance(reward, str | PurePath):
-        named["worker.reward.reward_function"] = str(reward)
+            datasets |= {spec: given} if names is None else {}
+    objects = set(datasets)
+    function = None if reward is None or isinstance(reward, str | PurePath) else reward
+    if function is not None:
+        named["worker.reward.reward_function"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
+        objects.add(named["worker.reward.reward_function"])
     elif reward is not None:
-        named["worker.reward.reward_function"] = f"{PYTHON_PREFIX}{describe_reward(reward)}"
-        objects[named["worker.reward.reward_function"]] = reward
-    sinks: list[Sink] = []
+        named["worker.reward.reward_function"] = str(reward)
     if loggers is not None:
         named["trainer.logger"] = [each for each in loggers if isinstance(each, str)]
-        sinks = [each for each in loggers if not isinstance(each, str)]
-    loaded = _load(None if config is None else Path(config), arguments, objects)
-
-    source = None
-    if reward is not None and not isinstance(reward, str | PurePath):
-        source = reward_source(reward, kwargs=loaded.config.worker.reward.reward_function_kwargs)
-    opened = {spec: _open(objects[spec], spec) for spec in (TRAIN, VALIDATION) if spec in objects}
-
-    from trigon.build.objects import RunObjects
-    from trigon.loop import Hooks
-
-    outcome = start_run(
+    loaded = _load(None if config is None else Path(config), [dict(options or {}), keyword_options, named], objects)
+    kwargs = loaded.config.worker.reward.reward_function_kwargs
+    return Arguments(
         loaded,
-        stop=StopSignals(),
-        export_to=None if export_to is None else Path(export_to),
-        objects=RunObjects(sources=opened, reward=source, sinks=sinks, hooks=Hooks(on_step, on_rollouts)),
+        datasets,
+        None if function is None else reward_source(function, kwargs=kwargs),
+        [each for each in loggers or () if not isinstance(each, str)],
     )
-    return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
 
 def _check_keywords(keywords: Mapping[str, Any]) -> None:
@@ -185,15 +226,15 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
     for key in keywords:
         if "." in key or key in Config.model_fields:
             continue
+        names = [option.name for option in all_options().values()]
         parameters = inspect.signature(train).parameters.values()
         hint = did_you_mean(key, [each.name for each in parameters if each.kind == each.KEYWORD_ONLY])
-        if not hint:
-            name = nearest_key(key, [option.name for option in all_options().values()])
-            hint = f"; if {name} is meant, give options={{{name!r}: ...}}"
+        if not hint or any(name.endswith(f".{key}") for name in names):
+            hint = f"; if {(name := nearest_key(key, names))} is meant, give options={{{name!r}: ...}}"
         raise TypeError(f"train() has no argument {key!r}{hint}")
 
 
-def _load(path: Path | None, arguments: list[dict[str, Any]], objects: Mapping[str, Any]) -> LoadedConfig:
+def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str]) -> LoadedConfig:
     """Return the configuration. Raises: ConfigError with all problems."""
     inspected = inspect_config(path, [], arguments=arguments, python_objects=objects)
     if not inspected.loaded.config.data.val_files and "trainer.val_before_train" not in inspected.loaded.sources:
