@@ -1,4 +1,4 @@
-"""Training from Python in a process like a notebook's: no __main__ file, and a running event loop.
+"""Training from Python in a process like a notebook's: cells from a stream, and a running event loop.
 
 The numbers are those of the command line on the same data.
 """
@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
-from support.runs import assert_learned, finish, lines, rollouts, start
+from support.runs import CONFIG, assert_learned, finish, lines, overrides_of, rollouts, start
 
-STEPS = 3
+STEPS = 4
 
 # Read from standard input, as a kernel reads cells: functions of __main__ have no file.
 SCRIPT = """
@@ -25,7 +26,6 @@ from pyarrow.parquet import read_table
 import trigon
 from trigon.errors import CheckpointError
 
-assert "__file__" not in globals()
 made, folder, *workers = sys.argv[1:]
 
 
@@ -60,9 +60,9 @@ def on_step(step, metrics):
 
 def train(data, **changes):
     arguments = dict(
-        config=OPTIONS, model=f"{made}/model", data=data, val_data=rows("validation"),
+        config=CONFIG, model=f"{made}/model", data=data, val_data=rows("validation"),
         reward=lambda response, ground_truth: sum(map(ord, response)) % MODULO / MODULO,
-        options=CHANGES, trainer={"save_checkpoint_path": folder, "n_gpus_per_node": int(workers[0]) if workers else 1},
+        options=OPTIONS, trainer={"save_checkpoint_path": folder, "n_gpus_per_node": int(workers[0]) if workers else 1},
         on_step=on_step, on_rollouts=lambda groups: learned.append(len(groups)), loggers=["file", Logger()],
     )
     return trigon.train(**{**arguments, **changes})
@@ -96,39 +96,24 @@ asyncio.run(cells())
 """
 
 
-def options_of(made: Path, folder: Path) -> dict[str, object]:
-    """Return the options that support.runs.start gives a run, but for its data and its reward."""
-    process = start(made, folder, "data.shuffle=maybe", steps=STEPS)  # ends at the wrong value
-    command = process.args
-    process.kill()
-    process.wait()
-    assert isinstance(command, list)
-    pairs = [argument.split("=", 1) for argument in command if "=" in argument and not argument.startswith("config=")]
-    kept = ("data.train_files", "data.val_files", "data.shuffle", "trainer.save_checkpoint_path", "worker.reward")
-    return {key: value for key, value in pairs if not key.startswith(kept)}
-
-
-def run_script(made: Path, folder: Path, *workers: str) -> str:
-    """Run SCRIPT as an interactive process would, and return its output."""
-    options = json.dumps({key: value for key, value in options_of(made, folder).items() if key != "x"})
-    script = SCRIPT.replace("OPTIONS", repr("trigon/tiny/quickstart.yaml")).replace("CHANGES", options)
-    script = script.replace("STEPS", str(STEPS))
-    done = subprocess.run(
-        [sys.executable, "-", str(made), str(folder), *workers],
-        input=script,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=Path(__file__).parents[2],
-    )
+def run_script(made: Path, folder: Path, *workers: str) -> None:
+    """Run SCRIPT in a process that reads it as a kernel reads cells."""
+    pairs = dict(override.split("=", 1) for override in overrides_of(made, folder, steps=STEPS))
+    given_as_objects = ("data.train_files", "data.val_files", "worker.reward", "worker.actor.model", "trainer.save_ch")
+    options = {key: yaml.safe_load(text) for key, text in pairs.items() if not key.startswith(given_as_objects)}
+    script = f"STEPS, CONFIG, OPTIONS = {STEPS}, {str(CONFIG)!r}, {options!r}\n{SCRIPT}"
+    command = [sys.executable, "-", str(made), str(folder), *workers]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def without_files(folder: Path) -> dict[str, list[dict]]:
     """Return the rollouts without what differs between an image in memory and its file."""
     return {
-        name: [{key: value for key, value in json.loads(line).items() if key != "image_files"} for line in text.splitlines()]
+        name: [
+            {key: value for key, value in json.loads(line).items() if key != "image_files"}
+            for line in text.splitlines()
+        ]
         for name, text in rollouts(folder).items()
     }
 
