@@ -12,7 +12,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart gpu-check test test-all test-unit test-oldest bench lint format clean
+.PHONY: help setup quickstart gpu-check test test-all test-unit test-oldest bench docs lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -45,6 +45,9 @@ test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported trans
 
 bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (20 minutes on 2 idle cores)
 	$(VENV)/bin/python benchmarks/bench.py
+
+docs: $(VENV)/.ready ## build the site of docs/ into build/site; broken links fail
+	$(VENV)/bin/python scripts/build_docs.py
 
 lint: $(VENV)/.ready ## ruff and mypy
 	$(VENV)/bin/ruff check

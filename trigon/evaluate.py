@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,7 +40,15 @@ class Evaluator:
 
         Prompts that cannot be built, or that the engine fails to sample, have no group.
         """
-        groups: list[RolloutGroup] = []
+        return [group for batch in self.sample_batches(rollout, rewards, phase=phase) for group in batch]
+
+    def sample_batches(
+        self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase
+    ) -> Iterator[list[RolloutGroup]]:
+        """Yield the groups of prompts_per_call prompts at a time, as sample does.
+
+        The pixels of a batch can be freed before the next one is built.
+        """
         total = len(self.prompts)
         with (
             ThreadPoolExecutor(self.num_workers, thread_name_prefix="validation") as threads,
@@ -49,9 +57,8 @@ class Evaluator:
             for start in range(0, total, self.prompts_per_call):
                 indices = range(start, min(start + self.prompts_per_call, total))
                 batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
-                groups += collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
+                yield collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
                 advance(len(indices))
-        return groups
 
     def image_files(self, prompt_id: str) -> list[bytes]:
         """Return the images of a prompt as encoded files; none with videos.

@@ -1,4 +1,4 @@
-"""Training from Python in a process like a notebook's: cells from a stream, and a running event loop.
+"""Training from Python in a process like a notebook's: functions of a stream, a running event loop.
 
 The numbers are those of the command line on the same data.
 """

@@ -9,7 +9,7 @@ from typing import Any
 from trigon.build.memory_check import with_options
 from trigon.config.schema import Config
 
-CONFIGS = Path(__file__).parents[2] / "scripts" / "model_configs"
+CONFIGS = Path(__file__).parents[2] / "trigon" / "planning" / "model_configs"
 """One folder for each model."""
 
 

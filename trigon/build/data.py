@@ -20,7 +20,7 @@ from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.mixture import mix
+from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
@@ -35,8 +35,13 @@ NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
 
 def open_processors(config: Config) -> Processors:
     """Load the tokenizer and the image processor, after checking that the model has weights."""
-    model, data = config.worker.actor.model, config.data
     require_weights(model_path(config))
+    return read_processors(config)
+
+
+def read_processors(config: Config) -> Processors:
+    """Load the tokenizer and the image processor."""
+    model, data = config.worker.actor.model, config.data
     return load_processors(
         model_path(config),
         tokenizer_path=model.tokenizer_path,
@@ -47,11 +52,11 @@ def open_processors(config: Config) -> Processors:
     )
 
 
-def open_builder(config: Config, processors: Processors) -> PromptBuilder:
+def open_builder(config: Config, processors: Processors, *, process_images: bool | None = None) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
     With one worker it also processes their images; with several, each worker processes its own (see
-    open_images).
+    open_images). process_images: True or False decides it.
     """
     data = config.data
     return PromptBuilder(
@@ -65,7 +70,7 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
-        process_images=num_workers(config) == 1,
+        process_images=num_workers(config) == 1 if process_images is None else process_images,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,
@@ -79,22 +84,32 @@ def scan_datasets(
     builder: PromptBuilder,
     report: Reporter,
     *,
+    max_rows: int | None = None,
     opened: Mapping[str, Source] = NO_SOURCES,
-) -> Prompts:
+) -> PromptSet | MixedPrompts:
     """Open several datasets as one. See scan_dataset.
 
     weights: how often an epoch goes through each dataset; empty: once.
     """
-    return mix([scan_dataset(config, spec, builder, report, opened=opened) for spec in specs], weights)
+    return mix(
+        [scan_dataset(config, spec, builder, report, max_rows=max_rows, opened=opened) for spec in specs], weights
+    )
 
 
 def scan_dataset(
-    config: Config, spec: str, builder: PromptBuilder, report: Reporter, *, opened: Mapping[str, Source] = NO_SOURCES
+    config: Config,
+    spec: str,
+    builder: PromptBuilder,
+    report: Reporter,
+    *,
+    max_rows: int | None = None,
+    opened: Mapping[str, Source] = NO_SOURCES,
 ) -> PromptSet:
     """Open a dataset, check each of its rows, and warn about the rows that are skipped.
 
     They are written into the run folder, also if there are too many.
     opened: the datasets that were given as Python objects, by spec.
+    max_rows: of the dataset, from its beginning; None: all.
     Raises: DataError.
     """
     data = config.data
@@ -122,6 +137,7 @@ def scan_dataset(
                 on_progress=on_progress,
                 on_skipped=on_skipped,
                 source=opened.get(spec),
+                max_rows=max_rows,
             )
         except DataError as error:
             raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error

@@ -70,19 +70,7 @@ def check_memory(
     if not config.trainer.check_memory:
         return None
 
-    @cache
-    def size_with_rank(rank: int, freezes_vision: bool) -> ModelSize:
-        changes = {
-            "worker.actor.model.lora.rank": rank,
-            "worker.actor.model.freeze_vision_tower": freezes_vision,
-        }
-        return size_of_model(with_options(config, changes))
-
-    def count(changed: Config) -> RunMemory:
-        model = changed.worker.actor.model
-        size = size_with_rank(model.lora.rank, model.freeze_vision_tower)
-        return count_memory(changed, size, hardware)
-
+    count = memory_counter(config, hardware)
     memory = count(config)
     worst = memory.worst(certain=True)
     if worst.certain > memory.capacity(worst):
@@ -103,26 +91,60 @@ def check_memory(
     return memory
 
 
+def memory_counter(config: Config, hardware: Hardware) -> Callable[[Config], RunMemory]:
+    """Return a function that counts the memory of this configuration with other options.
+
+    It makes the model, without memory, once for each LoRA rank and kind of vision tower.
+    """
+
+    @cache
+    def size_with_rank(rank: int, freezes_vision: bool) -> ModelSize:
+        changes = {
+            "worker.actor.model.lora.rank": rank,
+            "worker.actor.model.freeze_vision_tower": freezes_vision,
+        }
+        return size_of_model(with_options(config, changes))
+
+    def count(changed: Config) -> RunMemory:
+        model = changed.worker.actor.model
+        size = size_with_rank(model.lora.rank, model.freeze_vision_tower)
+        return count_memory(changed, size, hardware)
+
+    return count
+
+
 def find_remedies(
-    config: Config, memory: RunMemory, worst: PhaseMemory, count: Callable[[Config], RunMemory]
+    config: Config,
+    memory: RunMemory,
+    worst: PhaseMemory,
+    count: Callable[[Config], RunMemory],
+    *,
+    certain: bool = True,
 ) -> list[Remedy]:
     """Return the changes that save most in a phase, those with which the run fits first.
 
     count: returns the arithmetic of a changed configuration.
+    certain: compare what the run needs at least; False: what it is expected to need.
     """
     remedies = [
         remedy
         for alternatives in _candidates(config, memory)
-        if (remedy := _mildest([_remedy(config, worst, changes, count) for changes in alternatives])) is not None
+        if (remedy := _mildest([_remedy(config, worst, changes, count, certain) for changes in alternatives]))
+        is not None
     ]
     return sorted(remedies, key=lambda remedy: (not remedy.fits, -remedy.saved_bytes))[:_MOST_CHANGES]
 
 
-def _remedy(config: Config, worst: PhaseMemory, changes: Changes, count: Callable[[Config], RunMemory]) -> Remedy:
+def _remedy(
+    config: Config, worst: PhaseMemory, changes: Changes, count: Callable[[Config], RunMemory], certain: bool
+) -> Remedy:
+    def needed(phase: PhaseMemory) -> int:
+        return phase.certain if certain else phase.expected
+
     changed = count(with_options(config, changes))
-    same = [each.certain for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
-    limit = changed.worst(certain=True)
-    return Remedy(changes, worst.certain - sum(same), fits=limit.certain <= changed.capacity(limit))
+    same = [needed(each) for each in changed.phases if (each.phase, each.pool) == (worst.phase, worst.pool)]
+    limit = changed.worst(certain=certain)
+    return Remedy(changes, needed(worst) - sum(same), fits=needed(limit) <= changed.capacity(limit))
 
 
 def _mildest(alternatives: Sequence[Remedy]) -> Remedy | None:

@@ -216,7 +216,7 @@ def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console
         )
 
 
-def open_rewards(config: Config, objects: RunObjects) -> RewardPool:
+def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool:
     """Start the reward workers."""
     reward = config.worker.reward
     assert reward.reward_function is not None

@@ -85,22 +85,24 @@ def split_arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
         else:
             advice = "write config=run.yaml, or key=value"
             if argument.startswith("-"):
-                advice = _advise_without_dashes(argument, argv[position + 1 : position + 2])
+                advice = advise_without_dashes(argument, argv[position + 1 : position + 2])
             raise ConfigError(f"cannot read the argument {argument!r}: {advice}")
     if len(paths) > 1:
         raise ConfigError(f"two configuration files are given, {paths[0]} and {paths[1]}: keep one")
     return (Path(paths[0]) if paths else None), overrides
 
 
-def _advise_without_dashes(argument: str, following: Sequence[str]) -> str:
+def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     """Return how to write an option that was given with dashes.
 
     following: the next argument, if there is one.
     """
-    name = argument.lstrip("-").replace("-", "_")
+    name, equals, written = argument.lstrip("-").partition("=")
+    name = name.replace("-", "_")
     key = "config" if name == "config" else nearest_key(name, [option.name for option in options().values()])
     is_value = bool(following) and not following[0].startswith("-") and "=" not in following[0]
-    return f"options have no dashes, and an equals sign; write {key}={following[0] if is_value else '...'}"
+    value = written if equals else following[0] if is_value else "..."
+    return f"options have no dashes, and an equals sign; write {key}={value}"
 
 
 def load_config(

@@ -233,13 +233,14 @@ def open_prompts(
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
     source: Source | None = None,
+    max_rows: int | None = None,
 ) -> PromptSet:
     """Open a dataset, scan its rows, and return the prompts of those that can be used.
 
     Args: see scan and select_prompts. Raises: DataError.
     """
     return select_prompts(
-        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, source=source),
+        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, source=source, max_rows=max_rows),
         filter_overlong_prompts=filter_overlong_prompts,
         max_bad_row_fraction=max_bad_row_fraction,
         on_skipped=on_skipped,
@@ -254,6 +255,7 @@ def scan(
     on_progress: Callable[[int, int], None] | None = None,
     check_row: CheckRow = PromptBuilder.check,
     source: Source | None = None,
+    max_rows: int | None = None,
 ) -> Scan:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
@@ -263,9 +265,12 @@ def scan(
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         check_row: called for each row, in several threads.
         source: the opened dataset, if it has no path; spec is then its name in errors.
+        max_rows: use the first rows only, so many; None: all.
     Raises: DataError if the dataset cannot be read, or lacks a column.
     """
     source = open_source(spec) if source is None else source
+    if max_rows is not None:
+        source = source.first(max_rows)
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)

@@ -124,6 +124,17 @@ class MixedPrompts:
         return [int(len(part) * weight + 0.5) for part, weight in zip(self.parts, self.weights, strict=True)]
 
 
+def with_blank_media(prompts: PromptSet | MixedPrompts) -> PromptSet | MixedPrompts:
+    """Return the same prompts with images and videos of one colour (blank.py)."""
+    if isinstance(prompts, MixedPrompts):
+        return replace(prompts, parts=tuple(map(_with_blank_media, prompts.parts)))
+    return _with_blank_media(prompts)
+
+
+def _with_blank_media(prompts: PromptSet) -> PromptSet:
+    return replace(prompts, builder=prompts.builder.with_blank_media())
+
+
 def mix(parts: Sequence[PromptSet], weights: Sequence[float]) -> PromptSet | MixedPrompts:
     """Return several datasets as one; a single dataset with weight 1 is returned unchanged.
 

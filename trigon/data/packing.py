@@ -96,6 +96,14 @@ def tokens_of(group: RolloutGroup | TrainGroup) -> int:
     return len(prompt.token_ids) + sum(lengths)
 
 
+def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[int]:
+    """Return the tokens of each row into which groups of these lengths would be packed.
+
+    groups: tokens of the prompt, and of each completion.
+    """
+    return [sum(part.cost for part in row) for row in _layout(groups, max_tokens=max_tokens)]
+
+
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
     """Split per-token results, [..., S] per row, into [..., R] per completion, by group."""
     by_owner: dict[tuple[int, int], Tensor] = {}

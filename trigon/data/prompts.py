@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.blank import encoded_blank_image, encoded_blank_video, open_blank_image, open_blank_video
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
@@ -39,13 +40,20 @@ from trigon.data.videos import (
     open_video,
     video_layout,
 )
-from trigon.data.vision import image_processor_of, video_processor_of
+from trigon.data.vision import image_processor_of, media_grids, video_processor_of
 from trigon.errors import DataError
 from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
+
+_BLANK: dict[Callable[..., Any], Callable[..., Any]] = {
+    open_image: open_blank_image,
+    encoded_image: encoded_blank_image,
+    open_video: open_blank_video,
+    encoded_video: encoded_blank_video,
+}
 
 MediaSize = tuple[int, int] | VideoLayout
 """What the number of tokens depends on: an image's (width, height), or a video's layout."""
@@ -159,11 +167,21 @@ class PromptBuilder:
         ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
         self._special_tokens = SpecialTokens(self._tokenizer, tokenize=self._tokenize, ignore=ignore)
         self._allow_special_tokens = allow_special_tokens
+        self._shows_blank = False
 
     def with_default_image_dir(self, folder: Path) -> PromptBuilder:
         """Return this builder with relative paths starting from folder, unless image_dir is set."""
         builder = copy.copy(self)
         builder.image_dir = folder if self.image_dir is None else self.image_dir
+        return builder
+
+    def with_blank_media(self) -> PromptBuilder:
+        """Return this builder with images and videos of one colour and the same size (blank.py).
+
+        Token ids are the same.
+        """
+        builder = copy.copy(self)
+        builder._shows_blank = True
         return builder
 
     def check_columns(self, columns: Collection[str], where: str) -> None:
@@ -186,6 +204,16 @@ class PromptBuilder:
         Raises: as build, except for errors that only decoding reveals.
         """
         return len(self._tokens_from_headers(row, self._media(row, "row"), "row").token_ids)
+
+    def measure(self, row: Mapping[str, Any], prompt_id: str) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """Return the prompt tokens of a row, and the grid of each image or video in patches.
+
+        As count, from headers alone.
+        """
+        media = self._media(row, prompt_id)
+        sizes = list(self._read_media(media, image_size, video_layout))
+        grids = media_grids(sizes, self.image_processor, self.video_processor)
+        return len(self._tokens(row, media, sizes, prompt_id).token_ids), grids
 
     def check(self, row: Mapping[str, Any], prompt_id: str) -> int:
         """Return the number of prompt tokens, as count, after decoding every image and video.
@@ -317,7 +345,9 @@ class PromptBuilder:
         self, media: _Media, read_image: Callable[..., Any], read_video: Callable[..., Any]
     ) -> Iterator[Any]:
         """Yield the result of one of the functions for each image, or for each video."""
-        read = read_image if media.kind == "image" else partial(read_video, sampling=self._video_sampling)
+        read = read_image if media.kind == "image" else read_video
+        read = _BLANK.get(read, read) if self._shows_blank else read
+        read = read if media.kind == "image" else partial(read, sampling=self._video_sampling)
         for source, name in zip(media.sources, media.names, strict=True):
             yield read(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
 

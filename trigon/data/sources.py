@@ -39,7 +39,7 @@ class Source:
     """An opened table.
 
     name: prefix of the prompt ids of its rows: "train".
-    rows: a datasets.Dataset with undecoded media and at least one row.
+    rows: a datasets.Dataset with undecoded media, or a list of dicts; at least one row.
     folder: relative image paths start here, and no path may lead outside it.
     columns: the names of all columns and structs' fields; fields with dots (columns.py).
     image_columns, video_columns: the columns or fields whose feature type is an image, or a video.
@@ -55,6 +55,12 @@ class Source:
     def has_column(self, name: str) -> bool:
         """Return whether the table has a column or a field of this name."""
         return name in self.columns
+
+    def first(self, max_rows: int) -> Source:
+        """Return the source of the first rows only, at most so many."""
+        if isinstance(self.rows, list):
+            return replace(self, rows=self.rows[:max_rows])
+        return replace(self, rows=self.rows.select(range(min(max_rows, len(self.rows)))))
 
 
 def open_source(spec: str) -> Source:

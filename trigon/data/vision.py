@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from math import isqrt, log
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,10 @@ class ImageProcessor:
         """Return how many prompt tokens an image of this size takes."""
         patches: int = self._image_processor.get_number_of_image_patches(height, width)
         return patches // self._patches_per_token
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return (1, rows, columns) of an image of this size, in patches, without processing it."""
+        return (1, *_nearest_grid(self.image_tokens(width, height), width, height, self._patches_per_token))
 
     def tokens_of(self, vision: Vision) -> tuple[int, ...]:
         """Return how many prompt tokens each processed image takes."""
@@ -105,6 +110,11 @@ class TileProcessor(ImageProcessor):
         if self._options:
             tiles = self._image_processor.get_number_of_image_patches(height, width, dict(self._options))
         return tiles * self._side**2 // self._patches_per_token
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return (tiles, rows, columns) of an image of this size. See ImageProcessor."""
+        tiles = self.image_tokens(width, height) * self._patches_per_token // self._side**2
+        return tiles, self._side, self._side
 
     def process(self, images: Sequence[Image.Image]) -> Vision:
         """See ImageProcessor."""
@@ -165,6 +175,11 @@ class VideoProcessor:
             FRAMES_PER_PATCH, layout.height, layout.width, self._count_options
         )
         return patches // self._patches_per_token
+
+    def grid(self, layout: VideoLayout) -> tuple[int, int, int]:
+        """Return (temporal patches, rows, columns) of a video, in patches, without decoding it."""
+        rows, columns = _nearest_grid(self.patch_tokens(layout), layout.width, layout.height, self._patches_per_token)
+        return layout.num_patches, rows, columns
 
     def tokens_of(self, vision: Vision) -> tuple[int, ...]:
         """Return how many prompt tokens each processed video takes."""
@@ -248,6 +263,33 @@ def video_processor_of(processors: Processors) -> VideoProcessor | None:
         frame_limits=(size["shortest_edge"], size["longest_edge"]),
         limits_are_total=family.video == "timestamps",
     )
+
+
+def media_grids(
+    sizes: Sequence[tuple[int, int] | VideoLayout], images: ImageProcessor | None, videos: VideoProcessor | None
+) -> tuple[tuple[int, int, int], ...]:
+    """Return the grid of each image (width, height) or video, in patches, without processing it."""
+    grids = []
+    for size in sizes:
+        if isinstance(size, VideoLayout):
+            assert videos is not None, "a video needs a video processor"
+            grids.append(videos.grid(size))
+        else:
+            assert images is not None, "an image needs an image processor"
+            grids.append(images.grid(*size))
+    return tuple(grids)
+
+
+def _nearest_grid(tokens: int, width: int, height: int, patches_per_token: int) -> tuple[int, int]:
+    """Return (rows, columns) in patches: of those with so many tokens the nearest in shape.
+
+    Processors keep the shape of an image as far as whole tokens allow, but tell the number of
+    patches only.
+    """
+    side = isqrt(patches_per_token)
+    rows = [number for number in range(1, tokens + 1) if tokens % number == 0]
+    best = min(rows, key=lambda number: abs(log(number * number * width / (tokens * height))))
+    return best * side, tokens // best * side
 
 
 def _content_hash(patches: torch.Tensor, grid: torch.Tensor, seconds: float | None = None) -> str:

@@ -30,8 +30,12 @@ def main(arguments: Sequence[str]) -> int:
         prog="trigon tiny",
         description="Make FOLDER/model, a tiny Qwen2.5-VL or Qwen3-VL after a short supervised warm start, and "
         "FOLDER/data, drawings in Geometry3K's schema: train.parquet, validation.parquet, validation_blank.parquet.",
+        examples=[
+            ("trigon tiny made", "made/model and made/data"),
+            ("trigon tiny made --model-type qwen3_vl --skill 0", "another family, with random weights"),
+        ],
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="folder to write")
     parser.add_argument("--model-type", default="qwen2_5_vl", choices=["qwen2_5_vl", "qwen3_vl"], help="(%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the model, the data and the warm start (%(default)s)"

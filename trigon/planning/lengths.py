@@ -1,0 +1,250 @@
+"""The lengths of prompts and completions that a plan assumes, and where each comes from.
+
+Prompts are measured in the dataset where its files and the model's tokenizer are on this machine,
+from the headers of images alone. Everything else is given, taken from an earlier run, or assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from trigon.build.data import open_builder
+from trigon.config.paths import DATASET_SUFFIXES, local_path, read_template, split_dataset
+from trigon.config.schema import Config
+from trigon.data.bad_rows import UnusableRow
+from trigon.data.sources import open_source
+from trigon.models.dimensions import Dimensions, dimensions_of
+from trigon.models.flops import GroupLengths
+from trigon.models.load import load_processors
+from trigon.planning.model import processor_folder
+
+MAX_MEASURED_ROWS = 2000
+"""Rows of a dataset that are measured, evenly spaced if it has more."""
+
+_TEXT_TOKENS = 128
+_IMAGE_PIXELS = 512 * 512
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthOptions:
+    """Lengths that are known without the dataset; None: not given.
+
+    prompt_tokens: mean of all prompts, image tokens included. image_tokens: of each prompt's
+    images; 0: none. response_tokens: mean of all completions. num_prompts: usable training prompts.
+    num_val_prompts: validation prompts.
+    keep_rate: share of groups that online filtering keeps.
+    """
+
+    prompt_tokens: float | None = None
+    image_tokens: float | None = None
+    response_tokens: float | None = None
+    num_prompts: int | None = None
+    num_val_prompts: int | None = None
+    keep_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """A prompt: tokens, image tokens included, and the grids of its images or videos in patches."""
+
+    tokens: int
+    grids: tuple[Grid, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What a plan knows or assumes of the data.
+
+    prompts: measured ones, or one that stands for all. num_prompts: usable training prompts; None:
+    unknown. num_val_prompts: likewise, for validation.
+    response_tokens: of a completion, in the mean. longest_response: of a step.
+    sources: (what, where it comes from), for people.
+    """
+
+    prompts: tuple[PromptLengths, ...]
+    num_prompts: int | None
+    num_val_prompts: int | None
+    response_tokens: float
+    longest_response: int
+    sources: tuple[tuple[str, str], ...]
+
+    @property
+    def mean_prompt(self) -> float:
+        """The mean tokens of a prompt."""
+        return sum(prompt.tokens for prompt in self.prompts) / len(self.prompts)
+
+    @property
+    def mean_image_patches(self) -> float:
+        """The mean patches of the images and videos of a prompt."""
+        patches = sum(time * rows * columns for prompt in self.prompts for time, rows, columns in prompt.grids)
+        return patches / len(self.prompts)
+
+    def groups(self, number: int, completions: int) -> list[GroupLengths]:
+        """Return so many groups, which go through the prompts in turn."""
+        response = max(1, round(self.response_tokens))
+        chosen = [self.prompts[index % len(self.prompts)] for index in range(number)]
+        return [GroupLengths(prompt.tokens, (response,) * completions, prompt.grids) for prompt in chosen]
+
+
+def find_lengths(
+    config: Config,
+    hf_config: Any,
+    options: LengthOptions,
+    *,
+    observed: LengthOptions | None = None,
+    download: bool = False,
+) -> Lengths:
+    """Return the lengths of a run's prompts and completions.
+
+    Args:
+        hf_config: the model's config.
+        options: lengths that the user gives; they come first.
+        observed: those of the run that calibrates the plan, used where nothing else is known.
+        download: read the tokenizer and the datasets from the hub if they are not here.
+    Raises: DataError or ModelError for files that are here and cannot be read.
+    """
+    observed = observed or LengthOptions()
+    sources: list[tuple[str, str]] = []
+    measured = None
+    if options.prompt_tokens is None and options.image_tokens is None:
+        measured, reason = _measure(config, download=download)
+    else:
+        reason = "given"
+    if measured is not None:
+        prompts, num_prompts, num_rows = measured
+        part = "" if num_rows <= MAX_MEASURED_ROWS else f" ({len(prompts):,} of its {num_rows:,} rows)"
+        sources.append(("prompts", f"measured in {', '.join(config.data.train_files)}{part}"))
+    else:
+        prompt, source = _assumed_prompt(config, dimensions_of(hf_config), options, observed, reason)
+        prompts, num_prompts = [prompt], None
+        sources.append(("prompts", source))
+    if options.num_prompts is not None:
+        num_prompts = options.num_prompts
+        sources.append(("training prompts", "given"))
+    elif num_prompts is None:
+        sources.append(("training prompts", f"unknown ({reason})"))
+    num_val = options.num_val_prompts
+    if num_val is None and config.data.val_files:
+        num_val = _count_rows(config.data.val_files, download=download)
+        if num_val is None:
+            sources.append(("validation prompts", "unknown, so that validation is not counted"))
+    response, longest, source = _response_tokens(config, options, observed)
+    sources.append(("completions", source))
+    return Lengths(tuple(prompts), num_prompts, num_val, response, longest, tuple(sources))
+
+
+def _response_tokens(config: Config, options: LengthOptions, observed: LengthOptions) -> tuple[float, int, str]:
+    """Return the mean, the longest of a step, and where they come from."""
+    limit = config.data.max_response_length
+    if config.worker.rollout.ignore_eos:
+        return float(limit), limit, "data.max_response_length, since worker.rollout.ignore_eos is true"
+    if options.response_tokens is not None:
+        mean, source = min(options.response_tokens, limit), "given"
+    elif observed.response_tokens is not None:
+        mean, source = min(observed.response_tokens, limit), "the mean of the run that calibrates"
+    else:
+        mean, source = max(1, limit / 2), "assumed: half of data.max_response_length (--response-length)"
+    return float(mean), limit, f"{source}; the longest of a step has data.max_response_length"
+
+
+def _assumed_prompt(
+    config: Config, dimensions: Dimensions | None, options: LengthOptions, observed: LengthOptions, reason: str
+) -> tuple[PromptLengths, str]:
+    """Return one prompt that stands for all, and where its length comes from."""
+    vision = None if dimensions is None else dimensions.vision
+    data = config.data
+    image, source = 0.0, ""
+    if vision is not None:
+        side = _patch_side(vision.values_per_patch)
+        pixels = min(max(data.min_pixels or 0, _IMAGE_PIXELS), data.max_pixels or _IMAGE_PIXELS)
+        image, source = pixels / (side * vision.merge) ** 2, f"one image of {pixels:,} pixels"
+        if options.image_tokens is not None:
+            image, source = options.image_tokens, "given"
+    if options.prompt_tokens is not None:
+        tokens, source = options.prompt_tokens, "given (--prompt-length)"
+        image = min(image, tokens)
+    elif observed.prompt_tokens is not None and options.image_tokens is None:
+        tokens, source = observed.prompt_tokens, "the mean of the run that calibrates"
+        image = min(image, tokens)
+    else:
+        tokens = image + _TEXT_TOKENS
+        source = f"{source + ' and ' if source else ''}{_TEXT_TOKENS} tokens of text"
+        source = f"assumed: {source} (--prompt-length, --image-tokens); {reason}"
+    tokens = max(1, min(round(tokens), data.max_prompt_length))
+    grids: tuple[Grid, ...] = ()
+    if vision is not None and round(image) > 0:
+        # An image of so many tokens, nearly square.
+        rows = max(1, round(sqrt(min(image, tokens))))
+        columns = max(1, round(min(image, tokens) / rows))
+        grids = ((1, rows * vision.merge, columns * vision.merge),)
+    return PromptLengths(tokens, grids), source
+
+
+def _patch_side(values_per_patch: int) -> int:
+    """Return the side of a patch in pixels: of three channels and two frames."""
+    return round(sqrt(values_per_patch / 6))
+
+
+def _measure(config: Config, *, download: bool) -> tuple[tuple[list[PromptLengths], int, int] | None, str]:
+    """Return (prompts, usable prompts of an epoch, rows), or None and why they are not measured."""
+    data, model = config.data, config.worker.actor.model
+    if not data.train_files:
+        return None, "there are no data.train_files"
+    remote = [spec for spec in data.train_files if not _is_local(spec)]
+    if remote and not download:
+        return None, f"{remote[0]} is on the hub (--download reads it)"
+    assert model.model_path is not None
+    folder = processor_folder(model.tokenizer_path or model.model_path, download=download)
+    if folder is None:
+        return None, "the model's tokenizer is not on this machine (--download reads it)"
+    processors = load_processors(
+        str(folder),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=read_template(data.override_chat_template),
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+    )
+    builder = open_builder(config, processors)
+    weights = data.train_weights or (1.0,) * len(data.train_files)
+    prompts: list[PromptLengths] = []
+    drawn, num_rows = 0.0, 0
+    for spec, weight in zip(data.train_files, weights, strict=True):
+        source = open_source(spec)
+        here = builder.with_default_image_dir(source.folder)
+        here.check_columns(source.columns, spec)
+        rows = len(source.rows)
+        chosen = range(rows) if rows <= MAX_MEASURED_ROWS else _evenly_spaced(rows, MAX_MEASURED_ROWS)
+        usable = []
+        for index in chosen:
+            try:
+                usable.append(PromptLengths(*here.measure(source.rows[index], f"{source.name}:{index}")))
+            except UnusableRow:
+                continue
+        prompts += usable
+        drawn += weight * rows * len(usable) / len(chosen)
+        num_rows += rows
+    if not prompts:
+        return None, f"no row of {', '.join(data.train_files)} can be used"
+    return (prompts, round(drawn), num_rows), ""
+
+
+def _evenly_spaced(rows: int, number: int) -> Sequence[int]:
+    return [index * rows // number for index in range(number)]
+
+
+def _count_rows(specs: Sequence[str], *, download: bool) -> int | None:
+    """Return the rows of datasets that are at hand, or None."""
+    if not download and not all(map(_is_local, specs)):
+        return None
+    return sum(len(open_source(spec).rows) for spec in specs)
+
+
+def _is_local(spec: str) -> bool:
+    path: Path | None = local_path(split_dataset(spec)[0], suffixes=DATASET_SUFFIXES)
+    return path is not None
