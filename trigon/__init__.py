@@ -10,21 +10,46 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trigon.api import TrainResult, train
+    from trigon.api import TrainResult, plan, train
     from trigon.errors import TrigonError
+    from trigon.evaluation.evaluate import evaluate
+    from trigon.evaluation.results import Evaluation
+    from trigon.evaluation.score import score
+    from trigon.evaluation.score_results import ScoreResult
+    from trigon.planning.result import RunPlan
     from trigon.records.tables import RunTables, load_run
     from trigon.types import RolloutGroup
 
 __version__ = "0.1.0"
 
-__all__ = ["RolloutGroup", "RunTables", "TrainResult", "TrigonError", "__version__", "load_run", "train"]
+__all__ = [
+    "Evaluation",
+    "RolloutGroup",
+    "RunPlan",
+    "RunTables",
+    "ScoreResult",
+    "TrainResult",
+    "TrigonError",
+    "__version__",
+    "evaluate",
+    "load_run",
+    "plan",
+    "score",
+    "train",
+]
 
 _MODULES = {
+    "Evaluation": "trigon.evaluation.results",
     "RolloutGroup": "trigon.types",
+    "RunPlan": "trigon.planning.result",
     "RunTables": "trigon.records.tables",
+    "ScoreResult": "trigon.evaluation.score_results",
     "TrainResult": "trigon.api",
     "TrigonError": "trigon.errors",
+    "evaluate": "trigon.evaluation.evaluate",
     "load_run": "trigon.records.tables",
+    "plan": "trigon.api",
+    "score": "trigon.evaluation.score",
     "train": "trigon.api",
 }
 """Public name -> the module that has it."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas
 
     from trigon.data.sources import Source
+    from trigon.planning.result import RunPlan
     from trigon.report.sinks import Sink
     from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
@@ -166,6 +167,63 @@ def train(
     return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
 
+def plan(
+    config: str | PurePath | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    gpus: str | None = None,
+    host_memory: int | None = None,
+    model_config: str | PurePath | None = None,
+    calibrate_with: str | PurePath | None = None,
+    download: bool = False,
+    prompt_tokens: float | None = None,
+    image_tokens: float | None = None,
+    response_tokens: float | None = None,
+    num_prompts: int | None = None,
+    num_val_prompts: int | None = None,
+    keep_rate: float | None = None,
+    **keyword_options: Any,
+) -> RunPlan:
+    """Return batches, memory, time and disk of a run before it starts, as `trigon plan` does.
+
+    Neither GPUs nor weights are needed.
+
+    Args:
+        config: the YAML file of the run. options, **keyword_options: as for train.
+        gpus: such as 8xH100-80G; None: this machine.
+        host_memory: bytes of each machine. model_config: a config.json in place of the model's.
+        calibrate_with: the folder of a finished run on the same hardware.
+        download: read tokenizer and datasets from the hub if they are not on this machine.
+        prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
+        num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
+            filtering keeps.
+    Raises: ConfigError, DataError or ModelError for what cannot be planned.
+    """
+    _check_keywords(keyword_options, plan)
+    path = None if config is None else Path(config)
+    loaded = load_config(path, [], arguments=[dict(options or {}), keyword_options])
+
+    from trigon.planning.lengths import LengthOptions
+    from trigon.planning.plan import plan as plan_run
+
+    return plan_run(
+        loaded.config,
+        gpus=gpus,
+        host_memory=host_memory,
+        model_config=None if model_config is None else Path(model_config),
+        calibrate_with=None if calibrate_with is None else Path(calibrate_with),
+        download=download,
+        lengths=LengthOptions(
+            prompt_tokens=prompt_tokens,
+            image_tokens=image_tokens,
+            response_tokens=response_tokens,
+            num_prompts=num_prompts,
+            num_val_prompts=num_val_prompts,
+            keep_rate=keep_rate,
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments of train, read and checked.
@@ -192,7 +250,7 @@ def read_arguments(
     keyword_options: Mapping[str, Any],
 ) -> Arguments:
     """Return the arguments of train as a configuration and Python objects. Raises: as train."""
-    _check_keywords(keyword_options)
+    _check_keywords(keyword_options, train)
     named: dict[str, Any] = {}
     datasets: dict[str, Any] = {}
     if model is not None:
@@ -221,17 +279,17 @@ def read_arguments(
     )
 
 
-def _check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError for an argument that is neither one of train nor an option."""
+def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]) -> None:
+    """Raise TypeError for an argument that is neither one of the function nor an option."""
     for key in keywords:
         if "." in key or key in Config.model_fields:
             continue
         names = [option.name for option in all_options().values()]
-        parameters = inspect.signature(train).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
         hint = did_you_mean(key, [each.name for each in parameters if each.kind == each.KEYWORD_ONLY])
         if not hint or any(name.endswith(f".{key}") for name in names):
             hint = f"; if {(name := nearest_key(key, names))} is meant, give options={{{name!r}: ...}}"
-        raise TypeError(f"train() has no argument {key!r}{hint}")
+        raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
 
 
 def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str]) -> LoadedConfig:

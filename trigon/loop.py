@@ -17,7 +17,6 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
-from trigon.evaluate import Evaluator
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
@@ -28,6 +27,7 @@ from trigon.train_groups import AdvantageSettings, prepare_groups
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
+from trigon.validation import Evaluator
 
 
 class SaveState(Protocol):

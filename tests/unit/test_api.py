@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import typing
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -40,11 +41,39 @@ def test_every_public_name_is_there_documented_and_typed():
         _ = trigon.trian
 
 
-def test_importing_trigon_imports_nothing_and_its_names_nothing_heavy():
+def test_no_module_hides_a_public_name():
+    """An imported module trigon.evaluate would be the attribute of this name from then on."""
+    package = Path(trigon.__file__).parent
+    modules = {path.stem for path in package.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules & set(trigon.__all__) == set()
+
+
+def test_a_run_is_planned_from_options_alone(tiny_vlm):
+    options = {
+        "worker.actor.model.model_path": str(tiny_vlm),
+        "worker.reward.reward_function": "math",
+        "data.train_files": "owner/data",
+        "trainer.val_before_train": False,
+        **REQUIRED,
+    }
+    plan = trigon.plan(
+        options=options,
+        gpus="2xH100-80G",
+        num_prompts=64,
+        prompt_tokens=100,
+        response_tokens=50,
+        trainer={"max_steps": 3},
+    )
+    assert isinstance(plan, trigon.RunPlan)
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'gpu'; did you mean gpus"):
+        trigon.plan(gpu="8xH100-80G")
+
+
+def test_importing_trigon_imports_nothing_and_train_and_load_run_nothing_heavy():
     heavy = ("torch", "transformers", "vllm", "ray", "datasets", "pandas", "pyarrow", "rich", "PIL")
     code = (
         "import sys, trigon; first = [m for m in sys.modules if m.startswith('trigon.') or m == 'pydantic']\n"
-        "for name in trigon.__all__: getattr(trigon, name)\n"
+        "for name in ('train', 'plan', 'load_run', 'TrainResult', 'RunTables', 'TrigonError'): getattr(trigon, name)\n"
         f"print(first, [m for m in {heavy} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

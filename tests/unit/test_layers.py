@@ -22,7 +22,7 @@ PACKAGE = ROOT / "trigon"
 LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
     "evaluation": 7, "api": 7,
-    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
+    "loop": 6, "batch": 6, "train_groups": 6, "validation": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
     "rollout": 4, "training": 4,
     "data": 3,
@@ -37,6 +37,7 @@ LAYER = {
 NEIGHBOURS = {
     ("trainer", "cli"),
     ("api", "build"),
+    ("api", "planning"),
     ("cli", "tiny"),
     ("tiny", "build"),
     ("tiny", "cli"),
@@ -56,7 +57,7 @@ NEIGHBOURS = {
     ("cli", "evaluation"),
     ("evaluation", "build"),
     ("doctor", "tiny"),
-    ("loop", "evaluate"),
+    ("loop", "validation"),
     ("loop", "parity"),
     ("loop", "batch"),
     ("loop", "train_groups"),

@@ -26,9 +26,9 @@ from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
-from trigon.evaluate import Evaluator
 from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
+from trigon.validation import Evaluator
 
 NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
 

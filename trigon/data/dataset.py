@@ -264,8 +264,7 @@ def scan(
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         check_row: called for each row, in several threads.
-        source: the opened dataset, if it has no path; spec is then its name in errors.
-        max_rows: use the first rows only, so many; None: all.
+        source: the opened dataset, if it has no path. max_rows: use the first rows only; None: all.
     Raises: DataError if the dataset cannot be read, or lacks a column.
     """
     source = open_source(spec) if source is None else source
