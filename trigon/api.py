@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trigon.data.sources import Source
     from trigon.planning.result import RunPlan
-    from trigon.report.sinks import Sink
+    from trigon.report.loggers.protocol import Logger
     from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
 
@@ -109,7 +109,7 @@ def train(
     options: Mapping[str, Any] | None = None,
     on_step: Callable[[int, Mapping[str, float]], object] | None = None,
     on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None,
-    loggers: Sequence[str | Sink] | None = None,
+    loggers: Sequence[str | Logger] | None = None,
     export_to: str | PurePath | None = None,
     **keyword_options: Any,
 ) -> TrainResult:
@@ -162,7 +162,8 @@ def train(
         given.loaded,
         stop=StopSignals(),
         export_to=None if export_to is None else Path(export_to),
-        objects=RunObjects(sources=sources, reward=given.reward, sinks=given.sinks, hooks=Hooks(on_step, on_rollouts)),
+        loggers=given.loggers,
+        objects=RunObjects(sources=sources, reward=given.reward, hooks=Hooks(on_step, on_rollouts)),
     )
     return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
@@ -235,7 +236,7 @@ class Arguments:
     loaded: LoadedConfig
     data: Mapping[str, Any]
     reward: RewardSource | tuple[RewardTerm, ...] | None
-    sinks: Sequence[Sink]
+    loggers: Sequence[Logger]
 
 
 def read_arguments(
@@ -245,7 +246,7 @@ def read_arguments(
     reward: Reward | PurePath | None,
     val_data: Data | None,
     config: str | PurePath | None,
-    loggers: Sequence[str | Sink] | None,
+    loggers: Sequence[str | Logger] | None,
     options: Mapping[str, Any] | None,
     keyword_options: Mapping[str, Any],
 ) -> Arguments:

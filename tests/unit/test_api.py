@@ -131,7 +131,7 @@ def test_loggers_are_names_and_objects():
     mine = object()
     given = read(loggers=["console", mine, "tensorboard"])
     assert given.loaded.config.trainer.logger == ("console", "tensorboard")
-    assert given.sinks == [mine]
+    assert given.loggers == [mine]
     assert read().loaded.config.trainer.logger == ("console", "file")
 
 

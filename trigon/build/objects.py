@@ -8,7 +8,6 @@ from pathlib import Path
 
 from trigon.data.sources import Source
 from trigon.loop import Hooks
-from trigon.report.sinks import Sink
 from trigon.rewards.load import RewardSource, RewardTerm
 
 
@@ -17,13 +16,11 @@ class RunObjects:
     """What a run is given besides its configuration.
 
     sources: opened datasets, by their texts in data.train_files and data.val_files. reward: None:
-    worker.reward.reward_function is a file or a shipped name. sinks: opened trackers, which the run
-    closes. hooks: functions that it calls.
+    worker.reward.reward_function is a file or a shipped name. hooks: functions that it calls.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     reward: RewardSource | Sequence[RewardTerm] | None = None
-    sinks: Sequence[Sink] = ()
     hooks: Hooks = field(default_factory=Hooks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from trigon.config.load import LoadedConfig
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome
+    from trigon.report.loggers.protocol import Logger
 
 _STDERR = 2  # file descriptor
 
@@ -66,22 +67,29 @@ class StopSignals:
 
 
 def start_run(
-    loaded: LoadedConfig, *, stop: StopSignals, export_to: Path | None = None, objects: RunObjects | None = None
+    loaded: LoadedConfig,
+    *,
+    stop: StopSignals,
+    export_to: Path | None = None,
+    loggers: Sequence[Logger] = (),
+    objects: RunObjects | None = None,
 ) -> RunOutcome:
     """Train with a configuration, until the last step or until stop has received a signal.
 
     SIGTERM is handled all the time, and Ctrl-C (SIGINT) during the steps.
-    Args: export_to, objects: as for run_training. Raises: as run_training, and KeyboardInterrupt.
+    Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
+    KeyboardInterrupt.
     """
     if loaded.config.trainer.device == "cpu":
         # Read as torch is imported. vLLM's C++ code notes on which NUMA node its memory is.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from trigon.build.objects import NO_OBJECTS
-    from trigon.build.run import TrackerEnvironment, run_training
+    from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings
+    from trigon.report.loggers.protocol import LoggerEnvironment
 
     ignore_pillow_warnings()
-    trackers = TrackerEnvironment(
+    logger_environment = LoggerEnvironment(
         tensorboard_dir=read_path("TENSORBOARD_DIR"),
         swanlab_dir=read_path("SWANLAB_DIR"),
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
@@ -91,7 +99,8 @@ def start_run(
         return run_training(
             loaded.config,
             warnings=loaded.warnings,
-            trackers=trackers,
+            logger_environment=logger_environment,
+            loggers=loggers,
             should_stop=stop.requested,
             defer_interrupts=lambda: stop.handled(signal.SIGINT),
             export_to=export_to,
