@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -26,11 +26,11 @@ from pyarrow.parquet import read_table
 import trigon
 from trigon.errors import CheckpointError
 
-made, folder, *workers = sys.argv[1:]
+model, data_folder, folder, *workers = sys.argv[1:]
 
 
 def rows(name):
-    table = read_table(f"{made}/data/{name}.parquet").to_pylist()
+    table = read_table(f"{data_folder}/{name}.parquet").to_pylist()
     for row in table:
         row["images"] = [Image.open(io.BytesIO(image["bytes"])) for image in row["images"]]
         for image in row["images"]:
@@ -60,7 +60,7 @@ def on_step(step, metrics):
 
 def train(data, **changes):
     arguments = dict(
-        config=CONFIG, model=f"{made}/model", data=data, val_data=rows("validation"),
+        config=CONFIG, model=model, data=data, val_data=rows("validation"),
         reward=lambda response, ground_truth: sum(map(ord, response)) % MODULO / MODULO,
         options=OPTIONS, trainer={"save_checkpoint_path": folder, "n_gpus_per_node": int(workers[0]) if workers else 1},
         on_step=on_step, on_rollouts=lambda groups: learned.append(len(groups)), loggers=["file", Logger()],
@@ -96,15 +96,32 @@ asyncio.run(cells())
 """
 
 
-def run_script(made: Path, folder: Path, *workers: str) -> None:
+@pytest.fixture
+def data(made: Path, tmp_path: Path) -> Path:
+    """Return a folder with few rows of the data, which are scanned several times."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, rows in (("train", 48), ("validation", 16)):
+        pq.write_table(pq.read_table(made / "data" / f"{name}.parquet").slice(0, rows), folder / f"{name}.parquet")
+    return folder
+
+
+def run_script(made: Path, data: Path, folder: Path, *workers: str) -> None:
     """Run SCRIPT in a process that reads it as a kernel reads cells."""
     pairs = dict(override.split("=", 1) for override in overrides_of(made, folder, steps=STEPS))
     given_as_objects = ("data.train_files", "data.val_files", "worker.reward", "worker.actor.model", "trainer.save_ch")
     options = {key: yaml.safe_load(text) for key, text in pairs.items() if not key.startswith(given_as_objects)}
     script = f"STEPS, CONFIG, OPTIONS = {STEPS}, {str(CONFIG)!r}, {options!r}\n{SCRIPT}"
-    command = [sys.executable, "-", str(made), str(folder), *workers]
+    command = [sys.executable, "-", str(made / "model"), str(data), str(folder), *workers]
     done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def run_command(made: Path, data: Path, folder: Path, *overrides: str) -> None:
+    """Run the command on the same data."""
+    files = [f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'validation.parquet'}"]
+    finish(start(made, folder, *files, *overrides, steps=STEPS), folder)
+    assert_learned(folder)
 
 
 def without_files(folder: Path) -> dict[str, list[dict]]:
@@ -119,18 +136,15 @@ def without_files(folder: Path) -> dict[str, list[dict]]:
 
 
 def test_a_run_from_python_has_the_numbers_of_the_command_line_stops_resumes_and_notices_other_data(
-    made: Path, tmp_path: Path
+    made: Path, data: Path, tmp_path: Path
 ) -> None:
-    run_script(made, tmp_path / "python")
-    finish(start(made, tmp_path / "command", steps=STEPS), tmp_path / "command")
-    assert_learned(tmp_path / "command")
+    run_script(made, data, tmp_path / "python")
+    run_command(made, data, tmp_path / "command")
     assert lines(tmp_path / "python") == lines(tmp_path / "command")
     assert without_files(tmp_path / "python") == without_files(tmp_path / "command")
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_two_workers_have_the_numbers_of_the_command_line(made: Path, tmp_path: Path) -> None:
-    run_script(made, tmp_path / "python", "2")
-    process = start(made, tmp_path / "command", "trainer.n_gpus_per_node=2", steps=STEPS)
-    finish(process, tmp_path / "command")
+def test_two_workers_have_the_numbers_of_the_command_line(made: Path, data: Path, tmp_path: Path) -> None:
+    run_script(made, data, tmp_path / "python", "2")
+    run_command(made, data, tmp_path / "command", "trainer.n_gpus_per_node=2")
     assert lines(tmp_path / "python") == lines(tmp_path / "command")
