@@ -50,12 +50,23 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the parsed arguments. Exits with status 2 and one line for wrong ones."""
+        if self.takes_options:
+            return self.parse_intermixed_args(args, namespace)
+        return self._checked(*self.parse_known_args(args, namespace), args or ())
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the parsed arguments, of which positional ones may stand between flags."""
+        return self._checked(*self.parse_known_intermixed_args(args, namespace), args or ())
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the parsed arguments and those that are not known, as argparse does."""
         if _inspecting.get():
             raise _Inspected(self)
-        parse = self.parse_known_intermixed_args if self.takes_options else self.parse_known_args
-        parsed, unknown = parse(args, namespace)
+        return super().parse_known_args(args, namespace)
+
+    def _checked(self, parsed: Any, unknown: Sequence[str], given: Sequence[str]) -> Any:
         if unknown:
-            self.error(self._explain(unknown[0], list(args or ())))
+            self.error(self._explain(unknown[0], given))
         return parsed
 
     @property
@@ -88,7 +99,7 @@ class ArgumentParser(argparse.ArgumentParser):
         # Imported here: it loads pydantic, which a help page does not need.
         from trigon.config.load import advise_without_dashes
 
-        following = given[given.index(argument) + 1 :][:1] if argument in given else []
+        following = given[list(given).index(argument) + 1 :][:1] if argument in given else []
         return f"cannot read the argument {argument!r}: {advise_without_dashes(argument, following)}"
 
     def error(self, message: str) -> NoReturn:
