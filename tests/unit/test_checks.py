@@ -301,7 +301,7 @@ def test_a_ground_truth_becomes_a_final_answer(ground_truth, answer):
 
 
 def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
-    # Reads a format that nobody knows: only its shape is rewarded here.
+    # Reads a format that is not among those that are tried.
     run.reward = 'def score(predict_str, ground_truth):\n    return 0.5 * (f"@@{ground_truth}" in predict_str)\n'
     report = check(run)
     assert found(report) == {"reward.constant"}
