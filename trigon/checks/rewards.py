@@ -275,7 +275,8 @@ def score_ground_truths(
     config = subject.given
     all_rows = [(dataset, row) for dataset in datasets for row in dataset.usable]
     random.Random(0).shuffle(all_rows)
-    examples, scores = [], []
+    examples: list[Example] = []
+    scores: list[Score] = []
     start = time.monotonic()
     with subject.progress("score ground truths", len(all_rows)) as advance:
         while len(scores) < len(all_rows):
