@@ -58,6 +58,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "needed_bytes": worst.expected,
             "capacity_bytes": _capacity(plan, worst),
         },
+        "problem": plan.problem,
         "changes": [
             {"options": dict(each.changes), "saved_bytes": each.saved_bytes, "fits": each.fits}
             for each in plan.remedies
@@ -111,6 +112,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
 
 
 def _verdict(plan: RunPlan) -> str:
+    if plan.problem is not None:
+        return f"{plan.verdict}; {plan.problem}"
     worst = plan.memory.worst(certain=False)
     where = "on each GPU" if worst.pool == "GPU" else "of a machine's memory"
     capacity = _capacity(plan, worst)
@@ -175,6 +178,8 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
 
 def _changes(plan: RunPlan, width: int) -> list[str]:
     if plan.fits:
+        return []
+    if plan.problem is not None and not plan.remedies:
         return []
     lines = ["", "What helps most:" if plan.remedies else "No single change of the configuration helps."]
     lines += [line for each in plan.remedies for line in _item(str(each), width)]
