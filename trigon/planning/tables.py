@@ -34,7 +34,7 @@ def as_text(plan: RunPlan, *, width: int | None = None) -> str:
     sections = [
         _wrap(f"{plan.model} on {plan.devices}: {_verdict(plan)}", width),
         _section("Batches of a step", _pairs(_batches(plan), width)),
-        _section("Memory", [*_memory(plan, width), *_changes(plan, width)]),
+        _section("Memory", [*_memory(plan, width - 2), *_changes(plan, width)]),
         _section("Work and time of a step", _work(plan)),
         _section("The run", _pairs(_run(plan), width)),
         _section("Moved and written", _pairs(_moved(plan), width)),
