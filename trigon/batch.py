@@ -105,7 +105,8 @@ class Sampler:
         # No more than the next step uses, so that no group becomes older than one step.
         surplus = kept_groups[num_groups : 2 * num_groups] if group_filter.keep_surplus else []
         used = min(len(kept_groups), num_groups) + len(surplus)
-        self.report.filtered_rollouts(step, [*filtered, *rollout_rows(kept_groups[used:], filtered="surplus")])
+        filtered += rollout_rows(kept_groups[used:], filtered="surplus")
+        self.report.filtered_rollouts(step, filtered, read_images=self.prompts.image_files)
         counts = {
             "filter/rounds": Sum(float(rounds)),
             "filter/groups": Sum(float(len(kept_groups))),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-from PIL import Image
 
 from trigon.data.dataset import Prompts
 from trigon.errors import BadRow
@@ -42,7 +40,15 @@ class Evaluator:
 
         Prompts that cannot be built, or that the engine fails to sample, have no group.
         """
-        groups: list[RolloutGroup] = []
+        return [group for batch in self.sample_batches(rollout, rewards, phase=phase) for group in batch]
+
+    def sample_batches(
+        self, rollout: RolloutEngine, rewards: RewardPool, *, phase: Phase
+    ) -> Iterator[list[RolloutGroup]]:
+        """Yield the groups of prompts_per_call prompts at a time, as sample does.
+
+        The pixels of a batch can be freed before the next one is built.
+        """
         total = len(self.prompts)
         with (
             ThreadPoolExecutor(self.num_workers, thread_name_prefix="validation") as threads,
@@ -51,21 +57,17 @@ class Evaluator:
             for start in range(0, total, self.prompts_per_call):
                 indices = range(start, min(start + self.prompts_per_call, total))
                 batch = [prompt for prompt in threads.map(self._build, indices) if prompt is not None]
-                groups += collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
+                yield collect(batch, rollout, rewards, self.sampling, step=VALIDATION_SEED_STEP, phase=phase)
                 advance(len(indices))
-        return groups
 
-    def images(self, prompt_ids: Sequence[str]) -> dict[str, list[Image.Image]]:
-        """Return the decoded images of some prompts; one that cannot be read is left out."""
-        images: dict[str, list[Image.Image]] = {}
-        for prompt_id in prompt_ids:
-            index = self.prompts.index_of(prompt_id)
-            assert index is not None, f"{prompt_id} is no validation prompt"
-            try:
-                images[prompt_id] = self.prompts.images(index)
-            except BadRow as error:
-                self.warn(f"the trackers do not get the images of {prompt_id}: {error}")
-        return images
+    def image_files(self, prompt_id: str) -> list[bytes]:
+        """Return the images of a prompt as encoded files; none with videos.
+
+        May be called from any thread. Raises: as Prompts.image_files.
+        """
+        index = self.prompts.index_of(prompt_id)
+        assert index is not None, f"{prompt_id} is no validation prompt"
+        return self.prompts.image_files(index)
 
     def _build(self, index: int) -> Prompt | None:
         try:

@@ -27,7 +27,7 @@ from trigon.rollout.statistics import describe_validation
 from trigon.train_groups import AdvantageSettings, prepare_groups
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
-from trigon.types import RolloutGroup, SamplingParams, TrainGroup
+from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
 
 
 class SaveState(Protocol):
@@ -45,6 +45,7 @@ class Intervals:
 
     The last step validates if validate_last, and always saves. validate_only: validate the loaded
     weights, and make no step. generations_shown: completions printed per validation.
+    train_samples_every: when the loggers get completions of a step.
     """
 
     validate_first: bool
@@ -53,6 +54,7 @@ class Intervals:
     validate_last: bool
     save_every: int
     generations_shown: int
+    train_samples_every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Run:
     kl: the initial coefficient of a KL in the reward. needs_old_logprobs: see
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
+    token_groups: groups of each step and validation that are recorded with per-token values.
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
@@ -83,6 +86,7 @@ class Run:
     kl: AdaptiveKl
     needs_old_logprobs: bool
     evaluator: Evaluator | None
+    token_groups: int
     parity: ParityCheck
     store: CheckpointStore
     save_state: SaveState
@@ -138,18 +142,22 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                 run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
             )
             probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
-        with run.report.phase("parity"):
-            parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
-        prepared = prepare_groups(
-            batch.groups,
-            run.advantage_settings,
-            trainer=run.trainer,
-            reference=run.reference,
-            needs_old_logprobs=run.needs_old_logprobs,
-            kl=progress.kl,
-            baselines=batch.baselines,
-            phase=run.report.phase,
-        )
+        with rollouts_kept(run, step, batch.groups):
+            with run.report.phase("parity"):
+                parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
+            prepared = prepare_groups(
+                batch.groups,
+                run.advantage_settings,
+                trainer=run.trainer,
+                reference=run.reference,
+                needs_old_logprobs=run.needs_old_logprobs,
+                kl=progress.kl,
+                baselines=batch.baselines,
+                phase=run.report.phase,
+            )
+            scored = score_tokens(run, batch.groups)
+        shows = is_due(step, run.intervals.train_samples_every)
+        record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
         metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
@@ -170,6 +178,42 @@ def open_sampler(run: Run) -> Sampler:
     )
 
 
+@contextmanager
+def rollouts_kept(run: Run, step: int, groups: Sequence[RolloutGroup]) -> Iterator[None]:
+    """Record the rollouts of a step, without advantages, if an error ends the step here."""
+    try:
+        yield
+    except BaseException:
+        record_rollouts(run, step, groups, learned=None, scored=[])
+        raise
+
+
+def score_tokens(run: Run, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
+    """Return the trainer's log-probabilities and entropies of the groups recorded with them."""
+    if not run.token_groups:
+        return []
+    with run.report.phase("records"):
+        return run.trainer.token_logprobs(groups[: run.token_groups])
+
+
+def record_rollouts(
+    run: Run,
+    step: int,
+    groups: Sequence[RolloutGroup],
+    *,
+    learned: Sequence[TrainGroup] | None,
+    scored: Sequence[Sequence[TokenLogprobs]],
+    shows: bool = False,
+) -> None:
+    """Write the rollouts of a step into the run folder, before the update, which may fail.
+
+    shows: pass the first group to the loggers.
+    """
+    shown = len(groups[0].rollouts) if shows else 0
+    read_images = training_prompts(run).image_files
+    run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
+
+
 def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:
     """Make a step's optimizer updates, and return their metrics, merged."""
     metrics: Metrics = {}
@@ -183,7 +227,6 @@ def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
     """Validate, report and save what is due after a step. Returns whether the run ends here."""
     step, last = progress.step, run.plan.total_steps
-    run.report.rollouts(step, batch.groups, "train")
     score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         validation = validate(run, progress)
@@ -196,6 +239,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     )
     if stopping or is_due(step, run.intervals.save_every):
         with run.report.phase("save_checkpoint"):
+            run.report.flush()  # a run that resumes from the checkpoint does not write them again
             run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
             if stopping:
                 run.store.wait()
@@ -262,7 +306,8 @@ def validate(run: Run, progress: Progress) -> Metrics:
         groups,
         values(metrics),
         shown=run.intervals.generations_shown,
-        read_images=run.evaluator.images,
+        token_groups=run.token_groups,
+        read_images=run.evaluator.image_files,
     )
     return metrics
 

@@ -17,7 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import assert_learned, finish, lines, log_of, num_lines, press_ctrl_c, rollouts, start, wait_for
+from support.runs import (
+    assert_learned,
+    finish,
+    lines,
+    log_of,
+    num_lines,
+    press_ctrl_c,
+    rollouts,
+    start,
+    stored_images,
+    wait_for,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -111,10 +122,22 @@ def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, meth
 def test_two_workers_have_the_numbers_of_one(one_worker, two_workers):
     assert_close(lines(two_workers), lines(one_worker), tolerance=1e-5)
     assert rollouts(two_workers).keys() == rollouts(one_worker).keys()
+    assert len(stored_images(one_worker)) > 1
+    assert stored_images(two_workers) == stored_images(one_worker)
+    for values, expected in zip(token_values(two_workers), token_values(one_worker), strict=True):
+        assert values == pytest.approx(expected, abs=1e-4)
     # Three times four small drawings and some hundred tokens, but no pixels (677 kB each time) and
     # no weights (3 MB).
     moved = [line["metrics"]["moved/sent_bytes"] for line in lines(two_workers)[1:3]]
     assert all(0 < sent < 30_000 for sent in moved), moved
+
+
+def token_values(folder: Path) -> list[list[float]]:
+    """Return what the trainer computed of the recorded tokens of the first step."""
+    rows = [json.loads(line) for line in rollouts(folder)["step_000001.jsonl"].splitlines()]
+    recorded = [row["tokens"] for row in rows if row["tokens"] is not None]
+    assert recorded
+    return [each[name] for each in recorded for name in ("old_logprobs", "entropy", "advantages")]
 
 
 def images_processed(folder: Path) -> list[float]:

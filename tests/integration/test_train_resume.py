@@ -21,6 +21,7 @@ from support.runs import (
     press_ctrl_c,
     rollouts,
     start,
+    stored_images,
     wait_for,
 )
 
@@ -56,6 +57,7 @@ def test_a_run_killed_three_times_equals_an_uninterrupted_one(made, uninterrupte
     finish(start(made, folder), folder)
     assert lines(folder) == lines(uninterrupted)
     assert rollouts(folder) == rollouts(uninterrupted)
+    assert stored_images(folder) == stored_images(uninterrupted)
 
 
 def test_starting_a_finished_run_again_changes_nothing(made, uninterrupted):

@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import torch
+import yaml
 from torch import Tensor
 
 from support.builders import make_builder
@@ -26,11 +27,13 @@ from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
+from trigon.data.token_texts import TokenTexts
 from trigon.evaluate import Evaluator
 from trigon.loop import Intervals, Run
 from trigon.models.load import Processors, load_processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
+from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
@@ -53,6 +56,7 @@ INTERVALS = Intervals(
     validate_last=False,
     save_every=0,
     generations_shown=0,
+    train_samples_every=0,
 )
 
 
@@ -209,7 +213,14 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
         rollout.record = record
         trainer = RecordingTrainer(record)
         run_folder = stack.enter_context(RunFolder(folder))
-        report = stack.enter_context(RecordingReporter(run_folder, Console(stream=io.StringIO(), progress=False)))
+        report = stack.enter_context(
+            RecordingReporter(
+                run_folder,
+                Console(stream=io.StringIO(), progress=False),
+                images=ImageStore(folder, max_side=64),
+                token_texts=TokenTexts(parts.processors.tokenizer),
+            )
+        )
         report.phases = []
         stream = PromptStream(parts.prompts, batch_size=4, seed=3, shuffle=True, prefetch=True, num_workers=1)
         stack.callback(stream.close)
@@ -228,6 +239,7 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
             kl=AdaptiveKl(coefficient=0.0, target=0.1, horizon=0.0),
             needs_old_logprobs=False,
             evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
+            token_groups=1,
             parity=ParityCheck(1e-3),
             store=CheckpointStore(folder, keep=-1),
             save_state=partial(trainer.save_state, model_only=False),
@@ -312,3 +324,19 @@ def mixed_by_prompt(prompt: Prompt, version: int, seed: int) -> str:
 def surplus_settings(steps: int) -> dict[str, Any]:
     group_filter = replace(FILTER, prompts_per_round=7, keep_surplus=True)
     return full_settings(steps) | {"group_filter": group_filter, "complete": mixed_by_prompt}
+
+
+def config_text(values: dict[str, Any]) -> str:
+    """Return the config.yaml of a run with these options, by dotted names, and the defaults.
+
+    Nothing is checked, so that files and models need not exist.
+    """
+    tree = Config().model_dump()
+    for name, value in values.items():
+        *path, key = name.split(".")
+        section = tree
+        for part in path:
+            section = section[part]
+        assert key in section, name
+        section[key] = value
+    return yaml.safe_dump(tree, sort_keys=False)

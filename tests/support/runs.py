@@ -127,6 +127,11 @@ def rollouts(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((folder / "rollouts").iterdir())}
 
 
+def stored_images(folder: Path) -> dict[str, bytes]:
+    """Return the stored images of a run by name."""
+    return {path.name: path.read_bytes() for path in sorted((folder / "images").iterdir())}
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     """Kill a run and its child processes."""
     os.killpg(process.pid, signal.SIGKILL)

@@ -66,7 +66,7 @@ def test_an_option_is_explained_with_the_defaults_of_both_devices(capsys):
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(capsys):
     status, out, err = run(capsys, "temperatur_")
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "no option matches 'temperatur_'; did you mean worker.rollout.temperature?" in err
 
 

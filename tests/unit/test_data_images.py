@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.images import encoded_image, image_size, open_image
+from trigon.data.images import encoded_image, file_for_display, image_size, open_image
 from trigon.data.media_files import file_name
 from trigon.errors import BadRow
 
@@ -394,3 +394,35 @@ def test_without_an_image_folder_no_path_is_read(tmp_path):
 def test_a_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")  # opening it would block
     assert rejection("pipe.png", tmp_path)[0] == "image_missing"
+
+
+def test_a_small_file_is_displayed_as_it_is(tmp_path):
+    file = encoded(Image.new("RGB", (20, 10), "red"), "PNG")
+    assert file_for_display(file, max_bytes=len(file), max_side=5, where="x") == (file, ".png")
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "BMP"])
+def test_a_large_file_is_reduced_for_display(image_format):
+    noise = np.random.default_rng(0).integers(0, 256, (400, 200, 3), dtype=np.uint8)
+    file = encoded(Image.fromarray(noise), image_format)
+    reduced, suffix = file_for_display(file, max_bytes=1000, max_side=100, where="x")
+    assert suffix == ".jpg"
+    with Image.open(io.BytesIO(reduced)) as image:
+        assert (image.format, image.size) == ("JPEG", (50, 100))
+
+
+def test_a_format_that_browsers_do_not_show_is_converted_and_turned_upright():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = encoded(Image.new("RGB", (20, 10), "red"), "JPEG2000")
+    content, suffix = file_for_display(file, max_bytes=10**6, max_side=100, where="x")
+    assert suffix == ".jpg"
+    turned = encoded(Image.new("RGB", (300, 100), "red"), "JPEG", exif=exif, quality=100)
+    content, _ = file_for_display(turned, max_bytes=10, max_side=90, where="x")
+    with Image.open(io.BytesIO(content)) as image:
+        assert image.size == (30, 90)
+
+
+def test_a_file_that_reducing_would_enlarge_is_kept():
+    file = encoded(Image.new("P", (64, 64)), "PNG")
+    assert file_for_display(file, max_bytes=10, max_side=64, where="x") == (file, ".png")

@@ -11,6 +11,7 @@ from support.builders import make_builder
 from support.rollout import NO_WEIGHTS
 from trigon.data.dataset import open_prompts
 from trigon.data.mixture import mix
+from trigon.errors import BadRow
 from trigon.evaluate import VALIDATION_SEED_STEP, Evaluator
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
@@ -117,21 +118,19 @@ def test_every_prompt_is_sampled_and_scored_in_order(prompts, engine, rewards):
     assert [name for name, _, _ in phases.announced[:-1]] == ["gen", "reward"] * 3
 
 
-def test_the_images_of_prompts_are_read_again_and_a_missing_one_is_a_warning(prompts, tmp_path):
-    warned = []
-    ids = [prompts[index].prompt_id for index in (1, 3)]
+def test_the_images_of_prompts_are_the_files_of_the_dataset(prompts, tmp_path):
+    evaluator = Evaluator(prompts, SAMPLING, 2, 2, fail)
+    assert evaluator.image_files(prompts[1].prompt_id) == [(tmp_path / "1.png").read_bytes()]
     (tmp_path / "3.png").unlink()
-    images = Evaluator(prompts, SAMPLING, 2, 2, warned.append).images(ids)
-    assert {key: [image.getpixel((0, 0)) for image in each] for key, each in images.items()} == {ids[0]: [(10, 0, 0)]}
-    [warning] = warned
-    assert ids[1] in warning
+    with pytest.raises(BadRow, match=r"validation:3"):
+        evaluator.image_files("validation:3")
 
 
-def test_several_datasets_have_their_own_images(prompts):
+def test_several_datasets_have_their_own_images(prompts, tmp_path):
     mixed = mix([prompts, prompts], ())
-    ids = [mixed[index].prompt_id for index in (2, 7)]
-    images = Evaluator(mixed, SAMPLING, 2, 2, fail).images(ids)
-    assert [images[prompt_id][0].getpixel((0, 0)) for prompt_id in ids] == [(20, 0, 0)] * 2
+    evaluator = Evaluator(mixed, SAMPLING, 2, 2, fail)
+    for index in (2, 7):
+        assert evaluator.image_files(mixed[index].prompt_id) == [(tmp_path / "2.png").read_bytes()]
 
 
 def test_completions_are_the_same_each_time_and_for_any_batch_size(prompts, engine, rewards):

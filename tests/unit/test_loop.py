@@ -32,7 +32,7 @@ def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts
             *("awake 2", "sample 4 for 3", "asleep", "learn from 4"),
         ]
         assert run.report.phases == [
-            *("weights", "data", "gen", "reward", "parity", "update_actor") * 3,
+            *("weights", "data", "gen", "reward", "parity", "records", "update_actor") * 3,
             "save_checkpoint",
         ]
     versions = {name: {row["policy_version"] for row in rows} for name, rows in rollouts_of(tmp_path).items()}
@@ -153,3 +153,32 @@ def test_tokens_are_counted_with_and_without_prompts(parts, tmp_path):
 )
 def test_an_interval_of_zero_is_never(step, every, due):
     assert is_due(step, every) == due
+
+
+def test_rollouts_are_recorded_with_advantages_and_the_first_group_with_tokens(parts, tmp_path):
+    with open_run(parts, tmp_path, plan=plan_of(steps=1)) as run:
+        train(run, None)
+        [groups] = record_of(run).learned
+    rows = rollouts_of(tmp_path)["step_000001.jsonl"]
+    expected = [float(sequence.advantages.mean()) for group in groups for sequence in group.sequences]
+    assert [row["advantage"] for row in rows] == expected
+    assert [row["tokens"] is not None for row in rows] == [True] * 3 + [False] * 9
+    tokens = rows[0]["tokens"]
+    assert len(tokens["ids"]) == rows[0]["num_tokens"] == len(tokens["entropy"])
+    assert set(tokens["old_logprobs"]) == set(tokens["sampling_logprobs"]) == {-1.0}
+    assert "".join(tokens["texts"]).startswith(rows[0]["response"])
+
+
+def test_the_rollouts_of_a_step_that_fails_are_on_disk(parts, tmp_path):
+    def fail(self, groups):
+        raise RuntimeError("out of memory")
+
+    for method, folder, advantages in (("logprobs", "before", False), ("step", "update", True)):
+        with open_run(parts, tmp_path / folder, plan=plan_of(steps=2)) as run:
+            failing = type("Failing", (type(run.trainer),), {method: fail})(record_of(run))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                train(replace(run, trainer=failing), None)
+        rows = rollouts_of(tmp_path / folder)["step_000001.jsonl"]
+        assert len(rows) == 12
+        assert all((row["advantage"] is not None) == advantages for row in rows)
+        assert not (tmp_path / folder / "metrics.jsonl").exists()

@@ -19,7 +19,7 @@ from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.mixture import mix
+from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.prompts import PromptBuilder
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
@@ -31,8 +31,13 @@ from trigon.report.reporter import Reporter
 
 def open_processors(config: Config) -> Processors:
     """Load the tokenizer and the image processor, after checking that the model has weights."""
-    model, data = config.worker.actor.model, config.data
     require_weights(model_path(config))
+    return read_processors(config)
+
+
+def read_processors(config: Config) -> Processors:
+    """Load the tokenizer and the image processor."""
+    model, data = config.worker.actor.model, config.data
     return load_processors(
         model_path(config),
         tokenizer_path=model.tokenizer_path,
@@ -43,11 +48,11 @@ def open_processors(config: Config) -> Processors:
     )
 
 
-def open_builder(config: Config, processors: Processors) -> PromptBuilder:
+def open_builder(config: Config, processors: Processors, *, process_images: bool | None = None) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
     With one worker it also processes their images; with several, each worker processes its own (see
-    open_images).
+    open_images). process_images: True or False decides it.
     """
     data = config.data
     return PromptBuilder(
@@ -61,7 +66,7 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
-        process_images=num_workers(config) == 1,
+        process_images=num_workers(config) == 1 if process_images is None else process_images,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,
@@ -69,19 +74,28 @@ def open_builder(config: Config, processors: Processors) -> PromptBuilder:
 
 
 def scan_datasets(
-    config: Config, specs: Sequence[str], weights: Sequence[float], builder: PromptBuilder, report: Reporter
-) -> Prompts:
+    config: Config,
+    specs: Sequence[str],
+    weights: Sequence[float],
+    builder: PromptBuilder,
+    report: Reporter,
+    *,
+    max_rows: int | None = None,
+) -> PromptSet | MixedPrompts:
     """Open several datasets as one. See scan_dataset.
 
     weights: how often an epoch goes through each dataset; empty: once.
     """
-    return mix([scan_dataset(config, spec, builder, report) for spec in specs], weights)
+    return mix([scan_dataset(config, spec, builder, report, max_rows=max_rows) for spec in specs], weights)
 
 
-def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Reporter) -> PromptSet:
+def scan_dataset(
+    config: Config, spec: str, builder: PromptBuilder, report: Reporter, *, max_rows: int | None = None
+) -> PromptSet:
     """Open a dataset, check each of its rows, and warn about the rows that are skipped.
 
     They are written into the run folder, also if there are too many.
+    max_rows: of the dataset, from its beginning; None: all.
     Raises: DataError.
     """
     data = config.data
@@ -108,6 +122,7 @@ def scan_dataset(config: Config, spec: str, builder: PromptBuilder, report: Repo
                 num_workers=count_data_threads(config),
                 on_progress=on_progress,
                 on_skipped=on_skipped,
+                max_rows=max_rows,
             )
         except DataError as error:
             raise DataError(f"{error}\n  {listing}" if listing else str(error)) from error

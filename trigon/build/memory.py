@@ -96,6 +96,14 @@ def count_memory(config: Config, size: ModelSize, hardware: Hardware) -> RunMemo
     return RunMemory(hardware, (*phases, *run.on_host()), counts_passes=size.dimensions is not None)
 
 
+def count_checkpoint_bytes(config: Config, size: ModelSize) -> int:
+    """Return the size of one checkpoint on disk: what is trained, and the optimizer's states.
+
+    size: as for count_memory. Side files of the model (tokenizer, configs) are not counted.
+    """
+    return _Run(config, size, Hardware("cpu", 0, 0)).checkpoint_bytes()
+
+
 class _Run:
     """Counts the parts of a run's memory, for one rank."""
 
@@ -328,9 +336,7 @@ class _Run:
         full = parameters * self._weight_dtype.itemsize if num_workers(self._config) == 1 and self._on_gpu else 0
         reading = exactly("model, as it is read", full)
         kept = self._kept_on_host()
-        staged = self._weights() if not self._size.has_adapters else self._gradients()
-        staged += 0 if self._config.trainer.save_model_only else self._states()
-        copy = self._of_ranks("copy of the checkpoint", staged if self._trains else 0, 0)
+        copy = self._of_ranks("copy of the checkpoint", self._staged() if self._trains else 0, 0)
         if self._on_gpu:
             return [
                 phase_of("start", "host", [reading, process]),
@@ -361,6 +367,15 @@ class _Run:
             ),
             phase_of("save", "host", [*kept, copy, engine, cache, caches, process]),
         ]
+
+    def checkpoint_bytes(self) -> int:
+        """The parts of a checkpoint that the ranks of one copy of the policy write together."""
+        return self._staged() * self._shards
+
+    def _staged(self) -> int:
+        """What this rank writes into a checkpoint."""
+        weights = self._weights() if not self._size.has_adapters else self._gradients()
+        return weights + (0 if self._config.trainer.save_model_only else self._states())
 
     def _kept_on_host(self) -> list[Part]:
         """Weights, reference and optimizer states that are in host memory while others work."""

@@ -63,14 +63,24 @@ def choose_device(config: Config) -> torch.device:
 
     Raises: ConfigError if trainer.device is cuda and torch finds no GPU.
     """
+    device = torch.device(choose_device_type(config, has_gpu=torch.cuda.is_available()))
+    set_determinism(device)
+    return device
+
+
+def choose_device_type(config: Config, *, has_gpu: bool) -> DeviceType:
+    """Return the kind of the device to train on.
+
+    has_gpu: torch finds a GPU. Raises: ConfigError if trainer.device is cuda and there is none.
+    """
     requested = config.trainer.device
-    if requested == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not has_gpu:
         raise ConfigError(
             "trainer.device is cuda, but torch finds no GPU; set trainer.device=cpu, or install CUDA torch"
         )
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if requested == "auto" else requested)
-    set_determinism(device)
-    return device
+    if requested == "auto":
+        return "cuda" if has_gpu else "cpu"
+    return requested
 
 
 def device_type(device: torch.device) -> DeviceType:

@@ -105,6 +105,11 @@ def make_parser() -> ArgumentParser:
         prog="trigon doctor",
         description="Check versions, memory and disk of this machine; with --gpu also kernels, training, vLLM, memory "
         "and speed, on the GPUs or, in small shapes, on the CPU. Exit status 1 if a check fails.",
+        examples=[
+            ("trigon doctor", "versions, memory and disk of this machine"),
+            ("trigon doctor --gpu", "everything, in less than ten minutes on a GPU"),
+            ("trigon doctor --only parity", "one check; --list names them"),
+        ],
     )
     parser.add_argument("--gpu", action="store_true", help="run all checks, in less than ten minutes on a GPU")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this check; may be repeated")

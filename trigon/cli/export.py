@@ -46,6 +46,10 @@ def make_parser(command: str) -> ArgumentParser:
         description="Write a checkpoint as a Hugging Face model, and verify its tensors and, if it fits into "
         "memory, its logits. "
         "LoRA adapters are merged into the base model.",
+        examples=[
+            (f"{command} runs/quickstart/run", "the latest checkpoint of a run"),
+            (f"{command} runs/quickstart/run --best --dtype bf16 --output my_model", "the best one, in bfloat16"),
+        ],
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(

@@ -10,19 +10,30 @@ import sys
 from collections.abc import Sequence
 
 from trigon import __version__
-from trigon.errors import TrigonError
+from trigon.errors import ConfigError, TrigonError
 from trigon.garbage import set_gc_threshold
 from trigon.suggestions import did_you_mean
 from trigon.terminal import sanitize
 
 COMMANDS = {
     "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
+    "init": ("trigon.cli.init", "write a run, a reward function and a few rows to start from"),
+    "check": ("trigon.cli.check", "find what would go wrong in a run, before it is started"),
     "plan": ("trigon.cli.plan", "what a run will need: memory, time, disk; without a GPU and without weights"),
     "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
+    "plot": ("trigon.cli.plot", "draw learning curves of runs, with bands over seeds"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
+    "view": (
+        "trigon.cli.view",
+        "show runs in a browser: curves, rollouts with images and tokens, times, configurations",
+    ),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
+    "eval": ("trigon.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
+    "score": ("trigon.cli.score", "score stored rollouts again with one reward function, or compare two"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
+    "push": ("trigon.cli.push", "push a model with a card of how it was trained to the Hugging Face Hub"),
+    "completion": ("trigon.cli.completion", "print a script that completes commands and options in a shell"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
 }
 
@@ -37,8 +48,9 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done, 1: failed with a TrigonError, 2: wrong usage, 130: interrupted by Ctrl-C.
-    `trigon train` adds EXIT_STOPPED, and returns 2 if --print-config finds an error.
+    0: done, 1: failed with a TrigonError, 130: interrupted by Ctrl-C. 2: wrong usage, that is the
+    arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
+    `trigon train` adds EXIT_STOPPED.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
@@ -59,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(COMMANDS[command][0]).main(rest))
     except TrigonError as error:
         print(f"{type(error).__name__}: {sanitize(str(error), max_characters=20_000)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -19,7 +19,13 @@ _WIDTH = 100
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
     parser = ArgumentParser(
-        prog="trigon options", description="Print the options of the configuration: values, default, meaning."
+        prog="trigon options",
+        description="Print the options of the configuration: values, default, meaning.",
+        examples=[
+            ("trigon options lr", "options with lr in their name"),
+            ("trigon options 'trainer.val_*'", "by a pattern"),
+            ("trigon options", "the names and defaults of all options"),
+        ],
     )
     parser.add_argument(
         "pattern",

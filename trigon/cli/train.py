@@ -12,21 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from trigon import __version__
+from trigon.cli.parser import ArgumentParser
 from trigon.config.load import LoadedConfig, dump_config, load_config, split_arguments
-from trigon.errors import ConfigError
 from trigon.terminal import sanitize
 
+DESCRIPTION = """\
+Train with the options of CONFIG.yaml; key=value overrides an option, for example
+data.max_prompt_length=1024. Configuration files and command lines of EasyR1 work unchanged;
+config=CONFIG.yaml is accepted too."""
+
 HELP = """\
-usage: trigon train [CONFIG.yaml] [key=value ...]
-
-Train with the options of CONFIG.yaml; key=value overrides an option, for example data.max_prompt_length=1024.
-Configuration files and command lines of EasyR1 work unchanged; config=CONFIG.yaml is accepted too.
-
-  --print-config   print the resolved configuration, and where each value was written, and exit;
-                   with status 2 if it has errors
-
 What most runs set:
-
   worker.actor.model.model_path            the model: a hub id or a folder
   data.train_files, data.val_files         the data: hub ids, files or folders
   data.prompt_key, data.answer_key, data.image_key    the columns of the data
@@ -47,9 +43,8 @@ What most runs set:
   trainer.logger                           console, file, wandb, ...
   trainer.experiment_name                  names the run's folder
 
-`trigon options NAME` explains an option, `trigon options` lists all of them with their defaults, and
-docs/configuration.md has them in one page.
-"""
+`trigon options NAME` explains an option, `trigon options` lists all of them with their defaults,
+and docs/configuration.md has them in one page."""
 
 EXIT_STOPPED = 143
 """Exit status after SIGTERM: the current step was finished and saved, and the same command resumes.
@@ -63,27 +58,43 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(HELP)
+    options = make_parser().parse_args(arguments)
+    loaded = load_config(*split_arguments(options.arguments))
+    if options.print_config:
+        print_config(loaded)
         return 0
-    print_only = "--print-config" in arguments
-    arguments = [argument for argument in arguments if argument != "--print-config"]
-    if print_only:
-        return print_config(arguments)
-    return train(load_config(*split_arguments(arguments)))
+    return train(loaded)
 
 
-def print_config(arguments: Sequence[str]) -> int:
-    """Print the resolved configuration, or its errors, and return the exit status."""
-    try:
-        loaded = load_config(*split_arguments(arguments))
-    except ConfigError as error:
-        print(f"{type(error).__name__}: {sanitize(str(error), max_characters=5000)}", file=sys.stderr)
-        return 2
+def make_parser() -> ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = ArgumentParser(
+        prog="trigon train",
+        usage="trigon train [--print-config] [CONFIG.yaml] [key=value ...]",
+        description=DESCRIPTION,
+        epilog=HELP,
+        examples=[
+            ("trigon train run.yaml trainer.max_steps=20", "a file, and an option"),
+            ("trigon train run.yaml --print-config", "the options as they would be"),
+        ],
+    )
+    parser.add_argument(
+        "arguments", nargs="*", metavar="CONFIG.yaml|key=value", help="a YAML file, and options that override it"
+    )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the resolved configuration, and where each value was written, and exit; with status 2 if it has "
+        "errors",
+    )
+    return parser
+
+
+def print_config(loaded: LoadedConfig) -> None:
+    """Print the resolved configuration, and its warnings to standard error."""
     for warning in loaded.warnings:
         print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
     print(annotate(dump_config(loaded.config), loaded.sources), end="")
-    return 0
 
 
 def annotate(text: str, sources: Mapping[str, str]) -> str:
@@ -116,12 +127,13 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
         # Read as torch is imported. vLLM's C++ code notes on which NUMA node its memory is.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported here, so that errors of the configuration do not wait for heavy libraries.
-    from trigon.build.run import TrackerEnvironment, run_training
+    from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings
+    from trigon.report.loggers.protocol import LoggerEnvironment
 
     ignore_pillow_warnings()
 
-    trackers = TrackerEnvironment(
+    logger_environment = LoggerEnvironment(
         tensorboard_dir=read_path("TENSORBOARD_DIR"),
         swanlab_dir=read_path("SWANLAB_DIR"),
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
@@ -133,7 +145,7 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
             run_training(
                 loaded.config,
                 warnings=loaded.warnings,
-                trackers=trackers,
+                logger_environment=logger_environment,
                 should_stop=stop.requested,
                 defer_interrupts=lambda: stop.handled(signal.SIGINT),
                 export_to=export_to,

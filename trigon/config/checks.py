@@ -5,19 +5,11 @@ They run before anything heavy is imported, and open neither datasets nor models
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, assert_never, cast
 
 from trigon.config.defaults import resolve_weight_dtype
-from trigon.config.paths import (
-    DATASET_SUFFIXES,
-    expand_path,
-    is_inline_template,
-    local_path,
-    nearest_path,
-    path_exists,
-    split_dataset,
-)
+from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
 from trigon.config.plan import (
     context_length,
     join_with_or,
@@ -28,7 +20,7 @@ from trigon.config.plan import (
 )
 from trigon.config.schema import Config, Section
 from trigon.errors import ConfigError
-from trigon.names import SHIPPED_REWARDS, SINGLE_COMPLETION_ESTIMATORS, DeviceType
+from trigon.names import SINGLE_COMPLETION_ESTIMATORS, DeviceType
 
 MAX_PROBLEMS = 50
 """Maximum number of problems in one message; the others are counted."""
@@ -49,19 +41,11 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
     """Return the reasons for which a configuration cannot run.
 
     uncertain: options that have their default because the user's value is invalid or misspelt.
-    Problems are left out if finding them involved one of these options.
+    Checks that read one of these options are left out; each is small, so that the others find what
+    else is wrong.
     """
-    checks = (
-        _check_devices,
-        _check_numbers,
-        _check_optimizer,
-        _check_algorithm,
-        _check_lengths,
-        _check_required,
-        _check_files,
-    )
     problems: list[str] = []
-    for check in checks:
+    for check in _CHECKS:
         recorded = _RecordedSection(config, "", set())
         found = check(cast(Config, recorded))
         if recorded.names_read.isdisjoint(uncertain):
@@ -113,66 +97,99 @@ class _RecordedSection:
         return value
 
 
-def _check_devices(config: Config) -> list[str]:
-    trainer, rollout, fsdp = config.trainer, config.worker.rollout, config.worker.actor.fsdp
-    world_size = num_workers(config)
-    workers = f"there are {trainer.nnodes} x {trainer.n_gpus_per_node} = {world_size} workers"
-    divisors = join_with_or([number for number in range(1, world_size + 1) if world_size % number == 0])
-    problems = []
-    if world_size % rollout.tensor_parallel_size:
-        problems.append(
+def _check_tensor_parallel_size(config: Config) -> list[str]:
+    rollout = config.worker.rollout
+    if num_workers(config) % rollout.tensor_parallel_size:
+        workers, divisors = _describe_workers(config)
+        return [
             f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but {workers} "
             f"(trainer.nnodes x trainer.n_gpus_per_node), which it must divide; set it to {divisors}"
-        )
-    elif rollout.tensor_parallel_size > 1 and rollout.name != "vllm":
-        problems.append(
+        ]
+    if rollout.tensor_parallel_size > 1 and rollout.name != "vllm":
+        return [
             f"worker.rollout.tensor_parallel_size is {rollout.tensor_parallel_size}, but only vllm spreads one model "
             "over several devices; set it to 1, or worker.rollout.name=vllm"
-        )
-    if world_size % workers_per_copy(config):
-        problems.append(
-            f"worker.actor.fsdp.fsdp_size is {fsdp.fsdp_size}, but {workers}, which it must divide; set it to "
-            f"{divisors}, or -1 for all"
-        )
-    if fsdp.enable_cpu_offload and world_size == 1:
-        problems.append(
-            "worker.actor.fsdp.enable_cpu_offload is true, but a single worker does not shard the model and cannot "
-            "keep its weights in host memory; set it to false, and worker.actor.offload.offload_params=true to move "
-            "them there while completions are sampled"
-        )
-    return problems
+        ]
+    return []
 
 
-def _check_numbers(config: Config) -> list[str]:
-    problems = []
-    data, rollout, actor = config.data, config.worker.rollout, config.worker.actor
-    if data.rollout_batch_size % actor.global_batch_size:
-        per_step, per_update = suggest_batch_sizes(data.rollout_batch_size, actor.global_batch_size)
-        problems.append(
-            f"data.rollout_batch_size ({data.rollout_batch_size} prompts per step) is not a multiple of "
-            f"worker.actor.global_batch_size ({actor.global_batch_size} prompts per update); the nearest valid values: "
-            f"data.rollout_batch_size={join_with_or(per_step)}, or "
-            f"worker.actor.global_batch_size={join_with_or(per_update)}"
-        )
-    for key, top_k in (
-        ("worker.rollout.top_k", rollout.top_k),
-        ("worker.rollout.val_override_config.top_k", rollout.val_override_config.top_k),
-    ):
-        if top_k == 0:
-            problems.append(f"{key} is 0, which leaves no token to sample; -1 samples from all")
-    if data.train_weights and len(data.train_weights) != len(data.train_files):
-        problems.append(
-            f"data.train_weights has {len(data.train_weights)} weights, but data.train_files {len(data.train_files)} "
-            "datasets; give one weight per dataset, or leave the weights out"
-        )
-    if data.val_batch_size == 0:
-        problems.append("data.val_batch_size is 0; set -1 for all validation prompts at once, or at least 1")
-    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
-        problems.append(
-            f"data.min_pixels ({data.min_pixels}) is above data.max_pixels ({data.max_pixels}): no image fits; "
-            "lower the first or raise the second"
-        )
-    return problems
+def _check_fsdp_size(config: Config) -> list[str]:
+    if num_workers(config) % workers_per_copy(config) == 0:
+        return []
+    workers, divisors = _describe_workers(config)
+    return [
+        f"worker.actor.fsdp.fsdp_size is {config.worker.actor.fsdp.fsdp_size}, but {workers}, which it must divide; "
+        f"set it to {divisors}, or -1 for all"
+    ]
+
+
+def _check_cpu_offload(config: Config) -> list[str]:
+    if not config.worker.actor.fsdp.enable_cpu_offload or num_workers(config) > 1:
+        return []
+    return [
+        "worker.actor.fsdp.enable_cpu_offload is true, but a single worker does not shard the model and cannot "
+        "keep its weights in host memory; set it to false, and worker.actor.offload.offload_params=true to move "
+        "them there while completions are sampled"
+    ]
+
+
+def _describe_workers(config: Config) -> tuple[str, str]:
+    """Return how many workers there are, and the divisors of their number, as text."""
+    trainer, world_size = config.trainer, num_workers(config)
+    divisors = join_with_or([number for number in range(1, world_size + 1) if world_size % number == 0])
+    return f"there are {trainer.nnodes} x {trainer.n_gpus_per_node} = {world_size} workers", divisors
+
+
+def _check_batch_sizes(config: Config) -> list[str]:
+    data, actor = config.data, config.worker.actor
+    if data.rollout_batch_size % actor.global_batch_size == 0:
+        return []
+    per_step, per_update = suggest_batch_sizes(data.rollout_batch_size, actor.global_batch_size)
+    return [
+        f"data.rollout_batch_size ({data.rollout_batch_size} prompts per step) is not a multiple of "
+        f"worker.actor.global_batch_size ({actor.global_batch_size} prompts per update); the nearest valid values: "
+        f"data.rollout_batch_size={join_with_or(per_step)}, or "
+        f"worker.actor.global_batch_size={join_with_or(per_update)}"
+    ]
+
+
+def _check_top_k(config: Config) -> list[str]:
+    rollout = config.worker.rollout
+    values = {
+        "worker.rollout.top_k": rollout.top_k,
+        "worker.rollout.val_override_config.top_k": rollout.val_override_config.top_k,
+    }
+    return [
+        f"{key} is 0, which leaves no token to sample; -1 samples from all"
+        for key, top_k in values.items()
+        if top_k == 0
+    ]
+
+
+def _check_train_weights(config: Config) -> list[str]:
+    data = config.data
+    if not data.train_weights or len(data.train_weights) == len(data.train_files):
+        return []
+    return [
+        f"data.train_weights has {len(data.train_weights)} weights, but data.train_files {len(data.train_files)} "
+        "datasets; give one weight per dataset, or leave the weights out"
+    ]
+
+
+def _check_val_batch_size(config: Config) -> list[str]:
+    if config.data.val_batch_size != 0:
+        return []
+    return ["data.val_batch_size is 0; set -1 for all validation prompts at once, or at least 1"]
+
+
+def _check_pixels(config: Config) -> list[str]:
+    data = config.data
+    if data.min_pixels is None or data.max_pixels is None or data.min_pixels <= data.max_pixels:
+        return []
+    return [
+        f"data.min_pixels ({data.min_pixels}) is above data.max_pixels ({data.max_pixels}): no image fits; "
+        "lower the first or raise the second"
+    ]
 
 
 def _check_optimizer(config: Config) -> list[str]:
@@ -210,48 +227,71 @@ def _check_optimizer(config: Config) -> list[str]:
             assert_never(dtype)
 
 
-def _check_algorithm(config: Config) -> list[str]:
-    problems = []
-    algorithm, rollout = config.algorithm, config.worker.rollout
-    estimator = algorithm.adv_estimator
-    if rollout.n < 2 and estimator not in SINGLE_COMPLETION_ESTIMATORS and not config.trainer.val_only:
-        problems.append(
-            f"worker.rollout.n is {rollout.n}, but {estimator} compares the completions of a group; set "
-            "worker.rollout.n to at least 2, say 5, or algorithm.adv_estimator to "
-            f"{' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
-        )
-    kl_in_reward = not algorithm.disable_kl and algorithm.kl_coef > 0 and not algorithm.use_kl_loss
-    if estimator == "gdpo" and kl_in_reward:
-        problems.append(
+def _check_group_size(config: Config) -> list[str]:
+    estimator, n = config.algorithm.adv_estimator, config.worker.rollout.n
+    if n >= 2 or estimator in SINGLE_COMPLETION_ESTIMATORS or config.trainer.val_only:
+        return []
+    return [
+        f"worker.rollout.n is {n}, but {estimator} compares the completions of a group; set "
+        "worker.rollout.n to at least 2, say 5, or algorithm.adv_estimator to "
+        f"{' or '.join(SINGLE_COMPLETION_ESTIMATORS)}"
+    ]
+
+
+def _check_kl_in_reward(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    if algorithm.disable_kl or algorithm.kl_coef <= 0 or algorithm.use_kl_loss:
+        return []
+    if algorithm.adv_estimator == "gdpo":
+        return [
             "algorithm.adv_estimator=gdpo normalizes each part of the reward, and a KL penalty is not one of them; "
             "set algorithm.use_kl_loss=true, or algorithm.disable_kl=true"
-        )
-    completions = config.data.rollout_batch_size * rollout.n
-    if kl_in_reward and algorithm.kl_type == "adaptive" and 0.2 * completions >= algorithm.kl_horizon:
-        problems.append(
-            f"algorithm.kl_horizon is {algorithm.kl_horizon:g}, but a step has data.rollout_batch_size x "
-            f"worker.rollout.n = {completions} completions: the KL weight could become negative in one step; set "
-            f"kl_horizon above {0.2 * completions:g}, say {10 * completions}"
-        )
-    if algorithm.overlong_filtering and rollout.ignore_eos:
-        problems.append(
-            "algorithm.overlong_filtering excludes completions that were cut, and with worker.rollout.ignore_eos=true "
-            "all of them are; set one of the two to false"
-        )
-    if algorithm.reward_weights and not any(algorithm.reward_weights.values()):
-        problems.append("algorithm.reward_weights are all 0, which makes every advantage 0; raise one of them")
-    if algorithm.online_filtering and algorithm.filter_low >= algorithm.filter_high:
-        problems.append(
-            f"algorithm.filter_low ({algorithm.filter_low}) is not below algorithm.filter_high "
-            f"({algorithm.filter_high}): no group is between them; lower the first or raise the second"
-        )
-    if algorithm.mismatch_correction != "off" and (rollout.top_p < 1 or rollout.top_k > 0):
-        problems.append(
-            f"algorithm.mismatch_correction={algorithm.mismatch_correction} compares the probabilities of engine and "
-            f"trainer, and with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} they are "
-            "those of different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
-        )
-    return problems
+        ]
+    completions = config.data.rollout_batch_size * config.worker.rollout.n
+    if algorithm.kl_type != "adaptive" or 0.2 * completions < algorithm.kl_horizon:
+        return []
+    return [
+        f"algorithm.kl_horizon is {algorithm.kl_horizon:g}, but a step has data.rollout_batch_size x "
+        f"worker.rollout.n = {completions} completions: the KL weight could become negative in one step; set "
+        f"kl_horizon above {0.2 * completions:g}, say {10 * completions}"
+    ]
+
+
+def _check_overlong_filtering(config: Config) -> list[str]:
+    if not (config.algorithm.overlong_filtering and config.worker.rollout.ignore_eos):
+        return []
+    return [
+        "algorithm.overlong_filtering excludes completions that were cut, and with worker.rollout.ignore_eos=true "
+        "all of them are; set one of the two to false"
+    ]
+
+
+def _check_reward_weights(config: Config) -> list[str]:
+    weights = config.algorithm.reward_weights
+    if not weights or any(weights.values()):
+        return []
+    return ["algorithm.reward_weights are all 0, which makes every advantage 0; raise one of them"]
+
+
+def _check_group_filter(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    if not algorithm.online_filtering or algorithm.filter_low < algorithm.filter_high:
+        return []
+    return [
+        f"algorithm.filter_low ({algorithm.filter_low}) is not below algorithm.filter_high "
+        f"({algorithm.filter_high}): no group is between them; lower the first or raise the second"
+    ]
+
+
+def _check_mismatch_correction(config: Config) -> list[str]:
+    correction, rollout = config.algorithm.mismatch_correction, config.worker.rollout
+    if correction == "off" or (rollout.top_p >= 1 and rollout.top_k <= 0):
+        return []
+    return [
+        f"algorithm.mismatch_correction={correction} compares the probabilities of engine and "
+        f"trainer, and with worker.rollout.top_p={rollout.top_p}, worker.rollout.top_k={rollout.top_k} they are "
+        "those of different distributions; set top_p=1 and top_k=-1, or mismatch_correction=off"
+    ]
 
 
 def _check_lengths(config: Config) -> list[str]:
@@ -274,76 +314,26 @@ def _check_lengths(config: Config) -> list[str]:
     return problems
 
 
-def _check_required(config: Config) -> list[str]:
-    problems = []
-    trainer = config.trainer
-    if not config.worker.actor.model.model_path:
-        problems.append(
-            "worker.actor.model.model_path is not set; give a hub id (Qwen/Qwen2.5-VL-3B-Instruct) or a local folder"
-        )
-    if not config.worker.reward.reward_function:
-        problems.append(
-            "worker.reward.reward_function is not set; give file.py:function, or one of the shipped "
-            f"{', '.join(SHIPPED_REWARDS)}"
-        )
-    for name in config.worker.reward.env:
-        if not name.isidentifier():
-            problems.append(
-                f"worker.reward.env has {name.partition('=')[0]!r}, but takes names of environment variables "
-                "without values; export the variable, and give its name only, for example OPENAI_API_KEY"
-            )
-    if not config.data.train_files and not trainer.val_only:
-        problems.append("data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder")
-    if not config.data.val_files and (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):
-        advice = (
-            "give a hub id (hiyouga/geometry3k@test), a file or a folder"
-            if trainer.val_only
-            else "set it, or switch validation off with trainer.val_before_train=false trainer.val_freq=-1"
-        )
-        problems.append(f"data.val_files is not set, but validation is on; {advice}")
-    return problems
-
-
-def _check_files(config: Config) -> list[str]:
-    """Return problems of missing local files and folders. Hub ids are not looked up."""
-    data, model = config.data, config.worker.actor.model
-    paths: dict[str, str] = {}
-    for key, template in (
-        ("data.format_prompt", data.format_prompt),
-        ("data.override_chat_template", data.override_chat_template),
-    ):
-        if template and not is_inline_template(template):
-            paths[key] = template
-    train_files = () if config.trainer.val_only else data.train_files
-    for key, datasets in (("data.train_files", train_files), ("data.val_files", data.val_files)):
-        for number, dataset in enumerate(datasets):
-            location, _ = split_dataset(dataset)
-            if local_path(location, suffixes=DATASET_SUFFIXES) is not None:
-                paths[f"{key}[{number}]" if len(datasets) > 1 else key] = location
-    for key, model_path in (
-        ("worker.actor.model.model_path", model.model_path),
-        ("worker.actor.model.tokenizer_path", model.tokenizer_path),
-    ):
-        if model_path and local_path(model_path) is not None:
-            paths[key] = model_path
-    reward = config.worker.reward.reward_function
-    if reward and reward not in SHIPPED_REWARDS:
-        paths["worker.reward.reward_function"] = reward.rpartition(":")[0] or reward
-    if data.image_dir:
-        paths["data.image_dir"] = data.image_dir
-    if config.trainer.load_checkpoint_path:
-        paths["trainer.load_checkpoint_path"] = config.trainer.load_checkpoint_path
-    hints = {
-        "data.format_prompt": "; an inline template contains {{ content }}",
-        "data.override_chat_template": "; an inline template contains {{ }}",
-        "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
-    }
-    return [
-        f"{key}: there is no {path} (looked for {expand_path(path).absolute()})"
-        f"{nearest_path(path) or hints.get(key, '')}"
-        for key, path in paths.items()
-        if not path_exists(path)
-    ]
+_CHECKS: tuple[Callable[[Config], list[str]], ...] = (
+    _check_tensor_parallel_size,
+    _check_fsdp_size,
+    _check_cpu_offload,
+    _check_batch_sizes,
+    _check_top_k,
+    _check_train_weights,
+    _check_val_batch_size,
+    _check_pixels,
+    _check_optimizer,
+    _check_group_size,
+    _check_kl_in_reward,
+    _check_overlong_filtering,
+    _check_reward_weights,
+    _check_group_filter,
+    _check_mismatch_correction,
+    _check_lengths,
+    *REQUIRED_CHECKS,
+    *FILE_CHECKS,
+)
 
 
 def _warn_of_conflicts(config: Config) -> list[str]:

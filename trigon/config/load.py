@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
+from trigon.config.convert import convert
 from trigon.config.legacy import (
     IGNORED,
     RENAMED,
@@ -28,7 +29,6 @@ from trigon.config.legacy import (
 from trigon.config.options import KeyPath, Option, options, sections
 from trigon.config.schema import Config
 from trigon.config.yaml_nodes import (
-    BOOL_TAG,
     LIST_TAG,
     MAX_CHARACTERS,
     MAX_DEPTH,
@@ -82,22 +82,24 @@ def split_arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
         else:
             advice = "write config=run.yaml, or key=value"
             if argument.startswith("-"):
-                advice = _advise_without_dashes(argument, argv[position + 1 : position + 2])
+                advice = advise_without_dashes(argument, argv[position + 1 : position + 2])
             raise ConfigError(f"cannot read the argument {argument!r}: {advice}")
     if len(paths) > 1:
         raise ConfigError(f"two configuration files are given, {paths[0]} and {paths[1]}: keep one")
     return (Path(paths[0]) if paths else None), overrides
 
 
-def _advise_without_dashes(argument: str, following: Sequence[str]) -> str:
+def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     """Return how to write an option that was given with dashes.
 
     following: the next argument, if there is one.
     """
-    name = argument.lstrip("-").replace("-", "_")
+    name, equals, written = argument.lstrip("-").partition("=")
+    name = name.replace("-", "_")
     key = "config" if name == "config" else nearest_key(name, [option.name for option in options().values()])
     is_value = bool(following) and not following[0].startswith("-") and "=" not in following[0]
-    return f"options have no dashes, and an equals sign; write {key}={following[0] if is_value else '...'}"
+    value = written if equals else following[0] if is_value else "..."
+    return f"options have no dashes, and an equals sign; write {key}={value}"
 
 
 def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
@@ -105,14 +107,40 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
 
     path: None for the defaults only. Raises: ConfigError, with all problems in one message.
     """
+    inspected = inspect_config(path, overrides)
+    raise_problems(inspected.problems)
+    return inspected.loaded
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedConfig:
+    """A configuration with its problems.
+
+    loaded: invalid and misspelt options have their defaults. problems: of the schema and across
+    options; empty if the configuration can run. uncertain: the names of the options that have
+    their default because the user's value is invalid or misspelt.
+    """
+
+    loaded: LoadedConfig
+    problems: tuple[str, ...]
+    uncertain: frozenset[str]
+
+
+def inspect_config(path: Path | None, overrides: Sequence[str]) -> InspectedConfig:
+    """Return the configuration of a YAML file and of `key=value` overrides, with all its problems.
+
+    path: None for the defaults only. Raises: ConfigError if the file cannot be read, or is no YAML.
+    """
     reader = _ConfigReader()
     if path is not None:
         reader.read_yaml(_read_text(path), str(path))
     for override in overrides:
         reader.read_override(override)
     config = reader.build()
+    problems = (*reader.problems, *find_problems(config, uncertain=reader.uncertain))
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
-    return LoadedConfig(config, (*reader.warnings, *find_warnings(config)), sources)
+    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config)), sources)
+    return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
 
 
 def dump_config(config: Config) -> str:
@@ -137,7 +165,7 @@ class _ConfigReader:
         """Entry of IGNORED: the name that was written, and its value."""
         self.warnings: list[str] = []
         self.problems: list[str] = []
-        self._uncertain: set[str] = set()
+        self.uncertain: set[str] = set()
         """Options whose value is in doubt: it is invalid, given twice, or under a misspelt key."""
         self._above: set[KeyPath] = set()
         """Every path above one of `values`."""
@@ -159,7 +187,7 @@ class _ConfigReader:
             if first_node is not node and (first_path == path or construct(first_node) != construct(node)):
                 names = "" if first_path == path else f", as {_dotted(first_path)} and as {_dotted(path)}"
                 self.problems.append(_duplicate_key(current, source, _line(first_node), _line(node), names))
-                self._uncertain.add(_dotted(current))
+                self.uncertain.add(_dotted(current))
             self._add(path, node, f"{source}, line {_line(node)}")
 
     def read_override(self, override: str) -> None:
@@ -185,7 +213,7 @@ class _ConfigReader:
             self._add(inner_path, node, COMMAND_LINE)
 
     def build(self) -> Config:
-        """Return the configuration. Raises: ConfigError with all problems, of the checks too."""
+        """Return the configuration. Invalid values become problems, and have their defaults."""
         for key, (name, value) in self.ignored.items():
             entry, written = IGNORED[key], construct(value.node)
             if name == key and entry.rejects(written):
@@ -197,12 +225,10 @@ class _ConfigReader:
             option = _option_at_or_above(path)
             is_inside_mapping = len(path) > len(option.path)
             try:
-                converted[path] = construct(value.node) if is_inside_mapping else _convert(option, value.node)
+                converted[path] = construct(value.node) if is_inside_mapping else convert(option, value.node)
             except ValueError:
                 self._add_invalid_value(option, value)
-        config = self._validate(converted)
-        raise_problems([*self.problems, *find_problems(config, uncertain=self._uncertain)])
-        return config
+        return self._validate(converted)
 
     def _validate(self, converted: dict[KeyPath, Any]) -> Config:
         """Return the configuration of these values. Invalid values are problems, and left out."""
@@ -278,7 +304,7 @@ class _ConfigReader:
             known = [_dotted(other) for other in (*options(), *(section for section, _ in sections() if section))]
             meant = nearest_key(name, known)
             self.problems.append(f"{name} ({location}) is unknown; did you mean {meant}?")
-            self._uncertain |= {o.name for o in options().values() if f"{o.name}.".startswith(f"{meant}.")}
+            self.uncertain |= {o.name for o in options().values() if f"{o.name}.".startswith(f"{meant}.")}
         else:
             self.problems.append(f"{name} ({location}) is unknown")  # not shown: no need for the nearest key
 
@@ -309,7 +335,7 @@ class _ConfigReader:
             self.warnings.append(warning)
 
     def _add_invalid_value(self, option: Option, value: _SourceValue) -> None:
-        self._uncertain.add(option.name)
+        self.uncertain.add(option.name)
         written = construct(value.node)
         reason = UNSUPPORTED_VALUES.get((option.name, str(written)))
         hint = f": {reason}" if reason else did_you_mean(str(written), option.choices)
@@ -329,49 +355,6 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"no configuration file at {path} (looked for {path.resolve()}){hint}") from error
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the path
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-
-
-def _convert(option: Option, node: Node) -> Any:
-    """Return the value of a node in the kind of the option. The schema checks bounds and choices.
-
-    Raises: ValueError if the node is of another kind.
-    """
-    if isinstance(node, ScalarNode) and node.tag == NULL_TAG:
-        if option.optional:
-            return None
-        if option.kind == "list" and option.default == ():
-            return ()
-        raise ValueError
-    if option.kind == "list" and isinstance(node, SequenceNode):
-        return tuple(_convert_scalar(option, item) for item in node.value)
-    return _convert_scalar(option, node)
-
-
-def _convert_scalar(option: Option, node: Node) -> Any:
-    if not isinstance(node, ScalarNode):
-        raise ValueError
-    text: str = node.value
-    match option.item:
-        case "text" | "choice":
-            return text
-        case "true or false":
-            if node.tag != BOOL_TAG:
-                raise ValueError
-            return construct(node)
-        case "integer":
-            try:
-                return int(text)
-            except ValueError:
-                number = float(text)  # 4e6
-            if not number.is_integer():
-                raise ValueError
-            return int(number)
-        case "number":
-            return float(text)
-        case "list" | "mapping":
-            raise ValueError
-        case _:
-            assert_never(option.item)
 
 
 def _set_nested(tree: dict[str, Any], path: KeyPath, value: Any) -> None:

@@ -48,11 +48,15 @@ class UnusableRow(BadRow):
     The message begins with the row or image it is about.
 
     folder: the folder that data.image_dir has to be for a file that is outside of it; None for
-    other reasons, and where no folder would help. num_tokens: of an overlong prompt; 0 for others.
+    other reasons, and where no folder would help. num_tokens, media_tokens: of an overlong prompt,
+    and for its images or videos alone; 0 for others.
     """
 
-    def __init__(self, reason: Reason, message: str, *, folder: Path | None = None, num_tokens: int = 0) -> None:
+    def __init__(
+        self, reason: Reason, message: str, *, folder: Path | None = None, num_tokens: int = 0, media_tokens: int = 0
+    ) -> None:
         super().__init__(message)
         self.reason: Reason = reason
         self.folder = folder
         self.num_tokens = num_tokens
+        self.media_tokens = media_tokens

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-
-from PIL import Image
 
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.data.prompts import PromptBuilder
@@ -70,8 +69,11 @@ class Prompts(Protocol):
         """
         ...
 
-    def images(self, index: int) -> list[Image.Image]:
-        """Return the decoded images of a prompt. Raises: as building it."""
+    def image_files(self, index: int) -> list[bytes]:
+        """Return the images of a prompt as encoded files; none with videos.
+
+        May be called from any thread. Raises: as building the prompt.
+        """
         ...
 
     def index_of(self, prompt_id: str) -> int | None:
@@ -159,9 +161,10 @@ class PromptSet:
     def index_of(self, prompt_id: str) -> int | None:
         """See Prompts."""
         name, _, row = prompt_id.rpartition(":")
-        if name != self.name or not row.isdigit() or int(row) not in self.row_indices:
+        if name != self.name or not row.isdigit():
             return None
-        return self.row_indices.index(int(row))
+        index = bisect_left(self.row_indices, int(row))  # they ascend
+        return index if index < len(self) and self.row_indices[index] == int(row) else None
 
     def __getitem__(self, index: int) -> Prompt:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
@@ -173,10 +176,10 @@ class PromptSet:
         """See Prompts."""
         return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0),)
 
-    def images(self, index: int) -> list[Image.Image]:
+    def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
         row_index = self.row_indices[index]
-        return self.builder.images(self._source.rows[row_index], f"{self.name}:{row_index}")
+        return self.builder.image_files(self._source.rows[row_index], f"{self.name}:{row_index}")
 
     @property
     def prompts_per_epoch(self) -> int:
@@ -188,6 +191,35 @@ class PromptSet:
         return [DrawnPrompt(index, 1) for index in range(len(self))]
 
 
+@dataclass(frozen=True, slots=True)
+class ScannedRow:
+    """The result of scanning a row.
+
+    num_tokens: of its prompt; 0 if there is a problem. digest: hash of the row's content.
+    """
+
+    num_tokens: int
+    problem: UnusableRow | None
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scan:
+    """A dataset of which every row was scanned.
+
+    spec: what it was opened by. builder: with the folder of the dataset. rows: in its order.
+    """
+
+    spec: str
+    source: Source
+    builder: PromptBuilder
+    rows: Sequence[ScannedRow]
+
+
+CheckRow = Callable[[PromptBuilder, Mapping[str, Any], str], int]
+"""Returns the number of prompt tokens of a row, given its id, or raises UnusableRow."""
+
+
 def open_prompts(
     spec: str,
     builder: PromptBuilder,
@@ -197,24 +229,66 @@ def open_prompts(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+    max_rows: int | None = None,
 ) -> PromptSet:
+    """Open a dataset, scan its rows, and return the prompts of those that can be used.
+
+    Args: see scan and select_prompts. Raises: DataError.
+    """
+    return select_prompts(
+        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, max_rows=max_rows),
+        filter_overlong_prompts=filter_overlong_prompts,
+        max_bad_row_fraction=max_bad_row_fraction,
+        on_skipped=on_skipped,
+    )
+
+
+def scan(
+    spec: str,
+    builder: PromptBuilder,
+    *,
+    num_workers: int,
+    on_progress: Callable[[int, int], None] | None = None,
+    check_row: CheckRow = PromptBuilder.check,
+    max_rows: int | None = None,
+) -> Scan:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
 
     Args:
         spec: `path_or_hub_id[@split]`, see sources.open_source.
-        filter_overlong_prompts: skip rows above max_prompt_length; False: raise DataError for one.
-        max_bad_row_fraction: raise DataError if more than this fraction of rows is bad for other
-            reasons.
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
-        on_skipped: called once with all rows that cannot be used, before an error about them.
-    Raises: DataError.
+        check_row: called for each row, in several threads.
+        max_rows: use the first rows only, so many; None: all.
+    Raises: DataError if the dataset cannot be read, or lacks a column.
     """
     source = open_source(spec)
+    if max_rows is not None:
+        source = replace(source, rows=source.rows.select(range(min(max_rows, len(source.rows)))))
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)
-    results = _scan_rows(source, builder, num_workers=num_workers, on_progress=on_progress)
+    rows = _scan_rows(source, builder, check_row, num_workers=num_workers, on_progress=on_progress)
+    return Scan(spec, source, builder, rows)
+
+
+def select_prompts(
+    scanned: Scan,
+    *,
+    filter_overlong_prompts: bool,
+    max_bad_row_fraction: float,
+    on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+) -> PromptSet:
+    """Return the prompts of the rows of a scanned dataset that can be used.
+
+    Args:
+        filter_overlong_prompts: skip rows above max_prompt_length; False: raise DataError for one.
+        max_bad_row_fraction: raise DataError if more than this fraction of rows is bad for other
+            reasons.
+        on_skipped: called once with all rows that cannot be used, before an error about them.
+    Raises: DataError.
+    """
+    spec, source, results = scanned.spec, scanned.source, scanned.rows
     usable = [(index, result) for index, result in enumerate(results) if result.problem is None]
     problems = [(index, result.problem) for index, result in enumerate(results) if result.problem is not None]
     if on_skipped is not None:
@@ -247,7 +321,7 @@ def open_prompts(
         examples=examples,
         max_bad_row_fraction=max_bad_row_fraction,
         fingerprint=digest.hexdigest()[:32],
-        builder=builder,
+        builder=scanned.builder,
         _source=source,
     )
 
@@ -259,27 +333,22 @@ def check_bad_fraction(num_bad: int, num_rows: int, allowed: float, messages: Se
         raise DataError("\n  ".join([f"{summary}; correct the rows, or raise it:", *messages]))
 
 
-@dataclass(frozen=True, slots=True)
-class _ScannedRow:
-    """The result of scanning a row.
-
-    num_tokens: 0 if there is a problem. digest: hash of the row's content.
-    """
-
-    num_tokens: int
-    problem: UnusableRow | None
-    digest: bytes
-
-
 def _scan_rows(
-    source: Source, builder: PromptBuilder, *, num_workers: int, on_progress: Callable[[int, int], None] | None
-) -> list[_ScannedRow]:
+    source: Source,
+    builder: PromptBuilder,
+    check_row: CheckRow,
+    *,
+    num_workers: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> list[ScannedRow]:
     num_rows = len(source.rows)
-    results: list[_ScannedRow] = []
+    results: list[ScannedRow] = []
     tasks = [range(start, min(start + _ROWS_PER_TASK, num_rows)) for start in range(0, num_rows, _ROWS_PER_TASK)]
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="rows")
     try:
-        for part in pool.map(lambda indices: [_scan_row(source, builder, index) for index in indices], tasks):
+        for part in pool.map(
+            lambda indices: [_scan_row(source, builder, check_row, index) for index in indices], tasks
+        ):
             results += part
             if on_progress is not None:
                 on_progress(len(results), num_rows)
@@ -288,14 +357,14 @@ def _scan_rows(
     return results
 
 
-def _scan_row(source: Source, builder: PromptBuilder, index: int) -> _ScannedRow:
+def _scan_row(source: Source, builder: PromptBuilder, check_row: CheckRow, index: int) -> ScannedRow:
     row = source.rows[index]
     digest = hashlib.sha256()
     _update_digest(digest, row)
     try:
-        return _ScannedRow(builder.check(row, f"{source.name}:{index}"), None, digest.digest())
+        return ScannedRow(check_row(builder, row, f"{source.name}:{index}"), None, digest.digest())
     except UnusableRow as problem:
-        return _ScannedRow(0, problem, digest.digest())
+        return ScannedRow(0, problem, digest.digest())
 
 
 def _update_digest(digest: Any, value: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ MAX_ASPECT_RATIO = 200
 
 # Listed, so that no other plugin of Pillow is tried: one of them runs Ghostscript on its input.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+
+_DISPLAYED = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif"}
+"""The formats that browsers and loggers show, with their suffixes."""
 
 # The errors of Pillow's decoders for damaged bytes. The decompression bombs are its own size
 # limits.
@@ -84,13 +88,7 @@ def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
     Args and Raises: as image_size, and UnusableRow where decoding fails.
     """
     with _opened(source, where, image_dir, max_pixels) as (image, orientation):
-        try:
-            image.load()
-            if orientation in _UPRIGHT:
-                image = image.transpose(_UPRIGHT[orientation])
-            return _to_rgb(image)
-        except _DECODING_ERRORS as error:
-            raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
+        return _decoded(image, orientation, where)
 
 
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
@@ -110,6 +108,30 @@ def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
     encoded = read_bytes(source, "image", where=where, image_dir=image_dir)
     with _opened(encoded, where, image_dir, max_pixels):  # not the file, which may have changed since
         return encoded
+
+
+def file_for_display(encoded: bytes, *, max_bytes: int, max_side: int, where: str) -> tuple[bytes, str]:
+    """Return an image as a file that browsers show, and its suffix, such as ".png".
+
+    A file of at most max_bytes is returned unchanged if its format is one of these. Others are
+    decoded, reduced to at most max_side pixels in width and height, and encoded as JPEG; the file
+    itself is returned if that is not smaller.
+
+    Args: encoded: a file that encoded_image has returned. where: as in image_size.
+    Raises: UnusableRow where decoding fails.
+    """
+    with _opened(encoded, where, None, sys.maxsize) as (image, orientation):
+        suffix = _DISPLAYED.get(str(image.format))
+        if suffix is not None and len(encoded) <= max_bytes:
+            return encoded, suffix
+        image.draft("RGB", (max_side, max_side))  # decodes a large JPEG at a fraction of its size
+        decoded = _decoded(image, orientation, where)
+    decoded.info = {}
+    decoded.thumbnail((max_side, max_side))
+    file = io.BytesIO()
+    decoded.save(file, "JPEG", quality=85)
+    reduced = file.getvalue()
+    return (encoded, suffix) if suffix is not None and len(encoded) <= len(reduced) else (reduced, ".jpg")
 
 
 def ignore_pillow_warnings() -> None:
@@ -138,6 +160,17 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
         with image:
             _check_header(image, where, max_pixels)
             yield image, orientation
+
+
+def _decoded(image: Image.Image, orientation: int, where: str) -> Image.Image:
+    """Return an opened image decoded, upright and as RGB. Raises: UnusableRow."""
+    try:
+        image.load()
+        if orientation in _UPRIGHT:
+            image = image.transpose(_UPRIGHT[orientation])
+        return _to_rgb(image)
+    except _DECODING_ERRORS as error:
+        raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
 
 
 def _check_header(image: Image.Image, where: str, max_pixels: int) -> None:

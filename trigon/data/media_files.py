@@ -81,6 +81,12 @@ def file_name(source: Any) -> str:
     return Path(path).name if isinstance(path, str | Path) else ""
 
 
+def media_name(source: Any, name: str) -> str:
+    """Return the name of an image or a video in reports: "train:17/images/0 (figure.png)"."""
+    file = file_name(source)
+    return f"{name} ({file})" if file else name
+
+
 def in_one_line(error: BaseException) -> str:
     """Return the first line of an error, without the repr of a stream that libraries include."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from PIL import Image
-
 from trigon.data.bad_rows import Reason
 from trigon.data.dataset import DatasetContent, DrawnPrompt, PromptSet
 from trigon.data.orders import permutation
@@ -45,11 +43,11 @@ class MixedPrompts:
         number = bisect_right(starts, index) - 1
         return self.parts[number][index - starts[number]]
 
-    def images(self, index: int) -> list[Image.Image]:
+    def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
         starts = self._starts()
         number = bisect_right(starts, index) - 1
-        return self.parts[number].images(index - starts[number])
+        return self.parts[number].image_files(index - starts[number])
 
     @property
     def shows_videos(self) -> bool:
@@ -124,6 +122,17 @@ class MixedPrompts:
     def _draws_per_epoch(self) -> list[int]:
         """Return how many prompts of each dataset an epoch draws."""
         return [int(len(part) * weight + 0.5) for part, weight in zip(self.parts, self.weights, strict=True)]
+
+
+def with_blank_media(prompts: PromptSet | MixedPrompts) -> PromptSet | MixedPrompts:
+    """Return the same prompts with images and videos of one colour (blank.py)."""
+    if isinstance(prompts, MixedPrompts):
+        return replace(prompts, parts=tuple(map(_with_blank_media, prompts.parts)))
+    return _with_blank_media(prompts)
+
+
+def _with_blank_media(prompts: PromptSet) -> PromptSet:
+    return replace(prompts, builder=prompts.builder.with_blank_media())
 
 
 def mix(parts: Sequence[PromptSet], weights: Sequence[float]) -> PromptSet | MixedPrompts:

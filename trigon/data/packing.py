@@ -105,11 +105,11 @@ def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int)
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split per-token results, [S] per row, into [R] for each completion of each group."""
+    """Split per-token results, [..., S] per row, into [..., R] per completion, by group."""
     by_owner: dict[tuple[int, int], Tensor] = {}
     for row, value in zip(rows, values, strict=True):
         lengths = [end - start for span in row.packed.spans for start, end in span.completions]
-        by_owner.update(zip(row.owners, torch.split(value, lengths), strict=True))
+        by_owner.update(zip(row.owners, torch.split(value, lengths, dim=-1), strict=True))
     result: list[list[Tensor]] = []
     for group, index in sorted(by_owner):
         if index == 0:

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, assert_never
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.blank import encoded_blank_image, encoded_blank_video, open_blank_image, open_blank_video
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.media_files import file_name
+from trigon.data.media_files import media_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
@@ -47,13 +48,23 @@ from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
 if TYPE_CHECKING:
     from trigon.models.load import Processors
 
+_BLANK: dict[Callable[..., Any], Callable[..., Any]] = {
+    open_image: open_blank_image,
+    encoded_image: encoded_blank_image,
+    open_video: open_blank_video,
+    encoded_video: encoded_blank_video,
+}
+
 MediaSize = tuple[int, int] | VideoLayout
 """What the number of tokens depends on: an image's (width, height), or a video's layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """A tokenized prompt. media_tokens: the number of placeholder tokens of each image or video."""
+class PromptTokens:
+    """A tokenized prompt. media_tokens: the number of placeholder tokens of each image or video.
+
+    text: of the messages, before the chat template.
+    """
 
     token_ids: tuple[int, ...]
     media_tokens: tuple[int, ...]
@@ -156,11 +167,21 @@ class PromptBuilder:
         ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
         self._special_tokens = SpecialTokens(self._tokenizer, tokenize=self._tokenize, ignore=ignore)
         self._allow_special_tokens = allow_special_tokens
+        self._shows_blank = False
 
     def with_default_image_dir(self, folder: Path) -> PromptBuilder:
         """Return this builder with relative paths starting from folder, unless image_dir is set."""
         builder = copy.copy(self)
         builder.image_dir = folder if self.image_dir is None else self.image_dir
+        return builder
+
+    def with_blank_media(self) -> PromptBuilder:
+        """Return this builder with images and videos of one colour and the same size (blank.py).
+
+        Token ids are the same.
+        """
+        builder = copy.copy(self)
+        builder._shows_blank = True
         return builder
 
     def check_columns(self, columns: Collection[str], where: str) -> None:
@@ -199,10 +220,24 @@ class PromptBuilder:
 
         Raises: exactly as build with process_images.
         """
+        return len(self.inspect(row, prompt_id).token_ids)
+
+    def inspect(
+        self, row: Mapping[str, Any], prompt_id: str, on_image: Callable[[Image.Image], None] | None = None
+    ) -> PromptTokens:
+        """Return the tokens of a row's prompt, after decoding every image and video.
+
+        on_image: called with each decoded image, also if the row then turns out to be unusable.
+        Raises: exactly as build with process_images.
+        """
         media = self._media(row, prompt_id)
         match media.kind:
             case "image":
-                sizes = [image.size for image in self._read_media(media, open_image, open_video)]
+                sizes = []
+                for image in self._read_media(media, open_image, open_video):
+                    sizes.append(image.size)
+                    if on_image is not None:
+                        on_image(image)
                 tokens = self._tokens(row, media, sizes, prompt_id)
             case "video":
                 # Before frames are decoded, since max_prompt_length limits their number.
@@ -211,7 +246,7 @@ class PromptBuilder:
                     deque(frames, maxlen=0)  # decodes all frames
             case _:
                 assert_never(media.kind)
-        return len(tokens.token_ids)
+        return tokens
 
     def build(self, row: Mapping[str, Any], prompt_id: str) -> Prompt:
         """Return the prompt of a row.
@@ -235,17 +270,17 @@ class PromptBuilder:
             image_refs=media.names,
         )
 
-    def images(self, row: Mapping[str, Any], prompt_id: str) -> list[Image.Image]:
-        """Return the decoded images of a row, as the processor gets them; none with videos.
+    def image_files(self, row: Mapping[str, Any], prompt_id: str) -> list[bytes]:
+        """Return the images of a row as encoded files; none with videos. See encoded_image.
 
         Raises: as build.
         """
         media = self._media(row, prompt_id)
-        return [] if media.kind == "video" else list(self._read_media(media, open_image, open_video))
+        return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
 
     def _with_pixels(
         self, row: Mapping[str, Any], media: _Media, name: str
-    ) -> tuple[_Tokens, Vision | EncodedMedia | None]:
+    ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
         if not media.sources:
             return self._tokens(row, media, [], name), None
         match media.kind:
@@ -271,7 +306,7 @@ class PromptBuilder:
 
     def _with_files(
         self, row: Mapping[str, Any], media: _Media, name: str
-    ) -> tuple[_Tokens, Vision | EncodedMedia | None]:
+    ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
         files = tuple(self._read_media(media, encoded_image, encoded_video))
         # Sizes are read from the encoded bytes that will be decoded, not from the sources again.
         tokens = self._tokens_from_headers(row, replace(media, sources=files), name)
@@ -303,22 +338,24 @@ class PromptBuilder:
                 "image_count", f"{name}: {len(images)} images, more than limit_images={self._limit_images}"
             )
         key, sources = (self.video_key, videos) if videos else (self.image_key, images)
-        names = tuple(_media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
+        names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
         return _Media("video" if videos else "image", tuple(sources), names)
 
     def _read_media(
         self, media: _Media, read_image: Callable[..., Any], read_video: Callable[..., Any]
     ) -> Iterator[Any]:
         """Yield the result of one of the functions for each image, or for each video."""
-        read = read_image if media.kind == "image" else partial(read_video, sampling=self._video_sampling)
+        read = read_image if media.kind == "image" else read_video
+        read = _BLANK.get(read, read) if self._shows_blank else read
+        read = read if media.kind == "image" else partial(read, sampling=self._video_sampling)
         for source, name in zip(media.sources, media.names, strict=True):
             yield read(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
 
-    def _tokens_from_headers(self, row: Mapping[str, Any], media: _Media, name: str) -> _Tokens:
+    def _tokens_from_headers(self, row: Mapping[str, Any], media: _Media, name: str) -> PromptTokens:
         """Tokenize a row with the sizes in the headers of its images or videos."""
         return self._tokens(row, media, list(self._read_media(media, image_size, video_layout)), name)
 
-    def _tokens(self, row: Mapping[str, Any], media: _Media, sizes: Sequence[MediaSize], name: str) -> _Tokens:
+    def _tokens(self, row: Mapping[str, Any], media: _Media, sizes: Sequence[MediaSize], name: str) -> PromptTokens:
         """Tokenize a row with images or videos of these sizes; all token ids are made here."""
         messages, masked = self._messages(row, name)
         self._check_markers(row, messages, media, name)
@@ -347,12 +384,13 @@ class PromptBuilder:
         if len(token_ids) > self.max_prompt_length:
             share = f" ({sum(map(len, expanded))} of them for {media.kind}s)" if expanded else ""
             limit = f"max_prompt_length={self.max_prompt_length}"
-            raise UnusableRow(
-                "overlong", f"{name}: {len(token_ids)} tokens{share}, more than {limit}", num_tokens=len(token_ids)
-            )
+            message = f"{name}: {len(token_ids)} tokens{share}, more than {limit}"
+            raise UnusableRow("overlong", message, num_tokens=len(token_ids), media_tokens=sum(map(len, expanded)))
         media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
         prompt_text = messages_as_text(messages)
-        return _Tokens(tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text))
+        return PromptTokens(
+            tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text)
+        )
 
     def _expand_placeholder(self, size: MediaSize) -> list[int]:
         """Return the tokens that replace the placeholder of an image or a video."""
@@ -439,9 +477,3 @@ def _as_list(media: Any) -> list[Any]:
     if media is None:
         return []
     return list(media) if isinstance(media, list | tuple) else [media]
-
-
-def _media_name(source: Any, name: str) -> str:
-    """Return the name of an image or a video in reports: "train:17/images/0 (figure.png)"."""
-    file = file_name(source)
-    return f"{name} ({file})" if file else name

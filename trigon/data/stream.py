@@ -145,6 +145,15 @@ class PromptStream:
             )
         return replace(self._prompts[index], prompt_id=prompt_id)
 
+    def image_files(self, prompt_id: str) -> list[bytes]:
+        """Return the images of a prompt that was taken, as encoded files; none with videos.
+
+        May be called from any thread. Raises: as Prompts.image_files.
+        """
+        index = self._prompts.index_of(_original_id(prompt_id))
+        assert index is not None, f"{prompt_id} is no training prompt"
+        return self._prompts.image_files(index)
+
     def metrics(self) -> dict[str, Metric]:
         """Return the position in epochs, and how many prompts were skipped since the run began."""
         return {

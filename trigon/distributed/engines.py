@@ -32,7 +32,7 @@ from trigon.errors import EngineError
 from trigon.metrics import Metrics, merge
 from trigon.rollout.protocol import OnGroup
 from trigon.training.local import has_gradient
-from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup, WeightsHandle
+from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup, WeightsHandle
 
 Item = TypeVar("Item")
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
@@ -62,6 +62,17 @@ class WorkersTrainEngine:
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
         return _call_by_group(self._worker_group, Worker.logprobs, groups, phase="logprobs")
+
+    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
+        """See TrainEngine."""
+        scored = _call_by_group(self._worker_group, Worker.token_logprobs, groups, phase="logprobs")
+        return [
+            [
+                TokenLogprobs(logprobs, entropy, None)
+                for logprobs, entropy in zip(group[: len(group) // 2], group[len(group) // 2 :], strict=True)
+            ]
+            for group in scored
+        ]
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""

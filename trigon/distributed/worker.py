@@ -222,6 +222,20 @@ class Worker:
         """Compute the policy's log-probabilities of this rank's groups."""
         return self._compute(self._require_engines.trainer.logprobs, groups)
 
+    def token_logprobs(self, groups: bytes) -> bytes:
+        """Compute the policy's log-probabilities and entropies of this rank's groups.
+
+        Returns: encoded, for each group the log-probabilities of its completions, then the
+        entropies.
+        """
+        trainer = self._require_engines.trainer
+
+        def compute(rollouts: Sequence[RolloutGroup]) -> list[list[Tensor]]:
+            scored = trainer.token_logprobs(rollouts)
+            return [[*(each.logprobs for each in group), *(each.entropy for each in group)] for group in scored]
+
+        return self._compute(compute, groups)
+
     def full_kl(self, groups: bytes) -> bytes:
         """Compute the full-vocabulary KL divergence from the reference for this rank's groups."""
         return self._compute(self._require_engines.trainer.full_kl, groups)

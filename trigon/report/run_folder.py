@@ -8,7 +8,8 @@
       rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line
       rollouts/filtered_000012.jsonl    those sampled for it that no step learns from, if any
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
-      mlflow.json                       the id of the MLflow run, with that tracker
+      images/<SHA-256>.png              images of the prompts, with trainer.save_images
+      mlflow.json                       the id of the MLflow run, with that logger
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py
@@ -33,7 +34,7 @@ from typing import Any
 from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
-from trigon.records.rollouts import RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
+from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
 from trigon.records.run import CONFIG
 from trigon.terminal import sanitize
 
@@ -145,7 +146,7 @@ class RunFolder:
         return None
 
     def _move_reports(self) -> Path | None:
-        reports = [self.path / name for name in (METRICS, "rollouts") if (self.path / name).exists()]
+        reports = [self.path / name for name in (METRICS, "rollouts", IMAGES) if (self.path / name).exists()]
         if not reports:
             return None
         names = itertools.chain(["report"], (f"report.{again}" for again in itertools.count(2)))

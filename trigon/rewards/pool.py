@@ -339,6 +339,7 @@ class RewardPool:
             return
         self._timeouts.clear()
         index = worker.pending[0]
+        scoring.set_seconds(index, float(message["seconds"]))
         error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
         if not error:
             try:  # validated again: the worker runs untrusted code
@@ -381,6 +382,7 @@ class RewardPool:
         scoring.requeue(worker.pending, singly=True)
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
+            scoring.set_seconds(failed_index, self._timeout_seconds)
             scoring.fail(failed_index, "timeout", error, worker.process.tail)
             self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
         else:

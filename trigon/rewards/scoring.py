@@ -10,6 +10,7 @@ reward workers.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -67,6 +68,7 @@ class Scoring:
         self._queue: deque[list[int]] = deque()  # the indices of each complete chunk
         self._scores: dict[int, Score] = {}
         self._tracebacks: dict[int, str] = {}  # of failed requests
+        self._seconds: dict[int, float] = {}
         self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
 
     # -- for the caller --
@@ -94,6 +96,14 @@ class Scoring:
         self._added.put(None)
         self._wake_pool()
         return self.outcome.result()
+
+    def seconds(self) -> list[float]:
+        """Return how long the reward function took for each request, in the order of the scores.
+
+        To be called after result(). As the reward worker says, which runs the user's code; the time
+        limit for one that timed out, and 0 for one whose worker exited.
+        """
+        return [self._seconds.get(index, 0.0) for index in sorted(self._scores)]
 
     def _encode(self, index: int, request: RewardRequest, group: object) -> _EncodedRequest:
         try:
@@ -194,6 +204,12 @@ class Scoring:
     def succeed(self, index: int, scores: dict[str, float]) -> None:
         """Store the scores of a request."""
         self._scores[index] = Score(overall=scores["overall"], parts=scores, outcome="ok", error="")
+
+    def set_seconds(self, index: int, seconds: float) -> None:
+        """Store how long a request took. Raises: ValueError for nan, infinity or less than 0."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"a request took {seconds} seconds")
+        self._seconds[index] = seconds
 
     def set_chunk_error(self, indices: Sequence[int], error: str) -> None:
         """Store why a chunk is scored again, one by one; "" if the next errors will say more."""

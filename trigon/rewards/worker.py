@@ -7,12 +7,13 @@ of JSON:
     -> {"file": ..., "module": ..., "function": ..., "kwargs": {...}, "timeout_seconds": 10.0}
     <- {"contract": "batch"}                        or {"load_error": "..."}; then it exits
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
-    <- {"scores": {"overall": 1.0}, ...}            for each reward_input, in order, or
-       {"error": "...", "traceback": "...", ...}    if the function failed for this one, or
+    <- {"scores": {"overall": 1.0}, "seconds": 0.1, ...}  for each reward_input, in order, or
+       {"error": "...", "traceback": "...", "seconds": 0.1, ...}  if it failed for this one, or
        {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; error is
                                                     "" unless the number of results is wrong
 
-Results also contain "chunk" and "number", their position within the chunk.
+Results also contain "chunk" and "number", their position within the chunk. "seconds" is the time in
+the function; of a batch function, that of the chunk divided by the number of its completions.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def score_chunk(
     """Yield a result for each reward_input, or one {"retry_singly": True} for all."""
     match contract:
         case "batch":
+            start = time.perf_counter()
             try:
                 with _time_limit(timeout_seconds):
                     returned = _check_length(function(reward_inputs), len(reward_inputs))
@@ -110,10 +112,11 @@ def score_chunk(
                     # Another error is that of one completion, which is found by scoring each alone.
                     yield {"retry_singly": True, "error": str(error) if isinstance(error, _WrongLength) else ""}
                 else:
-                    yield _failure(error)
+                    yield {**_failure(error), "seconds": time.perf_counter() - start}
                 return
+            seconds = (time.perf_counter() - start) / len(reward_inputs)
             for value in returned:
-                yield _score(_identity, value, timeout_seconds=timeout_seconds)
+                yield {**_score(_identity, value, timeout_seconds=timeout_seconds), "seconds": seconds}
         case "sequential":
             for reward_input in reward_inputs:
                 yield _score(function, reward_input, timeout_seconds=timeout_seconds)
@@ -125,11 +128,13 @@ def score_chunk(
 
 
 def _score(function: Callable[..., object], *arguments: object, timeout_seconds: float) -> Result:
+    start = time.perf_counter()
     try:
         with _time_limit(timeout_seconds):
-            return {"scores": read_scores(function(*arguments))}
+            result: Result = {"scores": read_scores(function(*arguments))}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        return _failure(error)
+        result = _failure(error)
+    return {**result, "seconds": time.perf_counter() - start}
 
 
 def _identity(value: object) -> object:

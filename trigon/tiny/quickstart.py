@@ -14,9 +14,10 @@ from pathlib import Path
 from trigon.child_python import python_command
 from trigon.cli.parser import ArgumentParser
 from trigon.cli.train import train
-from trigon.config.load import load_config
+from trigon.config.load import load_config, split_arguments
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
+from trigon.errors import ConfigError
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 TINY = "from trigon.cli.main import main; sys.exit(main(['tiny', *sys.argv[1:]]))"
@@ -27,8 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="trigon quickstart",
         description="Make a tiny vision-language model and drawings, train it with GRPO, and export it.",
-        epilog="Any option can be overridden: trigon quickstart trainer.max_steps=20. The configuration: "
-        + str(CONFIG),
+        epilog=f"The configuration: {CONFIG}",
+        examples=[
+            ("trigon quickstart", "a whole run; the same command again resumes it"),
+            ("trigon quickstart trainer.max_steps=20", "with another option of the configuration"),
+            ("trigon quickstart --seed 1 --folder runs/seed1", "another seed, in another folder"),
+        ],
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/quickstart"), help="folder of all files (%(default)s)"
@@ -40,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     folder: Path = chosen.folder
     made = folder / "made" / f"{chosen.model_type}_seed{chosen.seed}"
     # Loaded first, so that an error in an override is found before anything is made.
-    early = load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *chosen.overrides])
+    overrides = read_overrides(chosen.overrides)
+    early = load_config(CONFIG, [*options("made/train", "made/validation", "made/model", chosen), *overrides])
     # A second thread does not speed up so small a model, and with one thread its numbers are the
     # same on every machine with the same kernels. Set before torch is imported, which reads it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
                 return int(making.returncode)
         data = made / "data"
         files = str(data / "train.parquet"), str(data / "validation.parquet"), str(made / "model")
-        return train(load_config(CONFIG, [*options(*files, chosen), *chosen.overrides]), export_to=folder / "model")
+        return train(load_config(CONFIG, [*options(*files, chosen), *overrides]), export_to=folder / "model")
 
 
 def import_ahead(config: Config) -> None:
@@ -75,6 +81,17 @@ def import_ahead(config: Config) -> None:
         from trigon.rollout import vllm
 
         vllm.import_ahead("cpu")
+
+
+def read_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the overrides. Raises: ConfigError if an argument is no override, or names a file."""
+    path, overrides = split_arguments(arguments)
+    if path is not None:
+        raise ConfigError(
+            f"{path} is given, but trigon quickstart has a configuration of its own; give key=value, or run "
+            f"trigon train {path}"
+        )
+    return overrides
 
 
 def options(train_files: str, val_files: str, model_path: str, chosen: argparse.Namespace) -> list[str]:

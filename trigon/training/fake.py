@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trigon.metrics import Mean, Metrics
-from trigon.types import LocalWeights, RolloutGroup, TrainGroup
+from trigon.types import LocalWeights, RolloutGroup, TokenLogprobs, TrainGroup
 
 FAKE_LOGPROB = -1.0
 """The log-probability of every token. rollout/fake.py has the same, so there is no mismatch."""
@@ -30,6 +30,13 @@ class FakeTrainEngine:
         return [
             [torch.full((len(rollout.completion.token_ids),), FAKE_LOGPROB) for rollout in group.rollouts]
             for group in groups
+        ]
+
+    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
+        """See TrainEngine. The entropy is 0.5 nats everywhere."""
+        return [
+            [TokenLogprobs(logprobs, torch.full_like(logprobs, 0.5), None) for logprobs in group]
+            for group in self.logprobs(groups)
         ]
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:

@@ -30,7 +30,7 @@ from trigon.training.protocol import Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
-from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TrainGroup
+from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
 
 
 class LocalTrainEngine:
@@ -98,6 +98,12 @@ class LocalTrainEngine:
         """See LogprobEngine."""
         self._wake(optimizer=False)
         return self._scorer.logprobs(groups)
+
+    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
+        """See TrainEngine."""
+        self._wake(optimizer=False)
+        with nullcontext() if self._features is None else self._features.uncounted():
+            return self._scorer.token_logprobs(groups)
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from trigon.metrics import Metrics
-from trigon.types import RolloutGroup, TrainGroup, WeightsHandle
+from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup, WeightsHandle
 
 if TYPE_CHECKING:
     from trigon.models.policy import Policy
@@ -34,6 +34,13 @@ class LogprobEngine(Protocol):
 
 class TrainEngine(LogprobEngine, Protocol):
     """Holds the policy and its optimizer."""
+
+    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
+        """Return what logprobs does, with the entropies, for the records of a run.
+
+        The pass is counted in no metric. Its tensors are float32 [R] on the CPU; kl is None.
+        """
+        ...
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """Return the exact KL of policy and reference at each token, in the format of logprobs.

@@ -20,7 +20,7 @@ from trigon.models.policy import Policy
 from trigon.training.protocol import LogprobEngine
 from trigon.training.settings import Placement
 from trigon.training.step import Reference, score_rollouts
-from trigon.types import PackedGroups, RolloutGroup
+from trigon.types import PackedGroups, RolloutGroup, TokenLogprobs
 
 
 class LocalScorer:
@@ -81,12 +81,17 @@ class LocalScorer:
 
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
+        return [[each.logprobs for each in group] for group in self._score(groups, against=None)]
+
+    def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
+        """See TrainEngine."""
         return self._score(groups, against=None)
 
     def full_kl(self, groups: Sequence[RolloutGroup], reference: Reference) -> list[list[Tensor]]:
         """Return the KL of this policy and a reference at each token, as logprobs does."""
         with reference.awake():
-            return self._score(groups, against=reference)
+            scored = self._score(groups, against=reference)
+        return [[each.kl for each in group if each.kl is not None] for group in scored]
 
     def dry_run(self, groups: Sequence[RolloutGroup], *, against: Reference | None = None) -> None:
         """Make the pass of logprobs over all groups in one row, and discard the result.
@@ -107,7 +112,7 @@ class LocalScorer:
 
     def _score(
         self, groups: Sequence[RolloutGroup], *, against: Reference | None, max_tokens: int | None = None
-    ) -> list[list[Tensor]]:
+    ) -> list[list[TokenLogprobs]]:
         with self.awake():
             return score_rollouts(
                 self.policy,

@@ -223,29 +223,39 @@ def score_rollouts(
     precision: Precision,
     process_group: ProcessGroup,
     against: Reference | None = None,
-) -> list[list[Tensor]]:
-    """Return log-probabilities: for each group, for each of its rollouts, float32 [R] on the CPU.
+) -> list[list[TokenLogprobs]]:
+    """Return log-probabilities and entropies: for each group, for each of its rollouts.
 
     Args:
         groups: of this rank; may be empty.
         max_tokens: token budget of a packed row.
-        against: if given, return the full KL from this reference instead of log-probabilities.
+        against: if given, the full KL from this reference is returned as well.
+    Returns: tensors float32 [R] on the CPU, without gradient.
     """
     rows = pack_rollouts(groups, max_tokens=max_tokens, positions=positions)
     passes = passes_in_step([bool(row.packed.visions) for row in rows], process_group)
-    values: list[Tensor] = []
+    values: list[TokenLogprobs] = []
     with torch.no_grad(), precision():
         for index, run_dummy_vision in enumerate(passes):
             packed = rows[index].packed if index < len(rows) else _idle_row(policy)
             predicted = None if against is None else against.predictions(packed, run_dummy_vision=run_dummy_vision)
-            outputs: TokenLogprobs = policy(packed, run_dummy_vision=run_dummy_vision, against=predicted)
-            values.append(outputs.logprobs if outputs.kl is None else outputs.kl)
+            values.append(policy(packed, run_dummy_vision=run_dummy_vision, against=predicted))
     process_group.reshard(policy)
     if not rows:
         return []
     # Copied together, since each copy to the host waits for the passes before it.
-    scored = torch.cat(values[: len(rows)]).cpu()
-    return by_group(rows, torch.split(scored, [len(value) for value in values[: len(rows)]]))
+    scored = torch.cat([_stacked(value) for value in values[: len(rows)]], dim=1).cpu()
+    lengths = [len(value.logprobs) for value in values[: len(rows)]]
+    return [
+        [TokenLogprobs(each[0], each[1], None if against is None else each[2]) for each in group]
+        for group in by_group(rows, torch.split(scored, lengths, dim=1))
+    ]
+
+
+def _stacked(outputs: TokenLogprobs) -> Tensor:
+    """Return log-probabilities, entropies and, if there is one, the KL: [2 or 3, S]."""
+    columns = [outputs.logprobs, outputs.entropy]
+    return torch.stack(columns if outputs.kl is None else [*columns, outputs.kl])
 
 
 def _idle_row(policy: Policy) -> PackedGroups:

@@ -1,0 +1,247 @@
+"""All commands have one style of help, and answer wrong arguments in the same way."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from trigon.cli.main import COMMANDS, main
+from trigon.cli.parser import MAX_COLUMNS, ArgumentParser, format_examples, parser_of
+
+COMMAND_NAMES = list(COMMANDS)
+HEAVY = ("torch", "vllm", "transformers", "datasets", "numpy", "pandas", "pyarrow", "matplotlib", "ray")
+
+
+def parser(command: str) -> ArgumentParser:
+    return parser_of(importlib.import_module(COMMANDS[command][0]).main)
+
+
+def takes_options() -> list[str]:
+    return [command for command in COMMANDS if parser(command).takes_options]
+
+
+def required(command: str) -> list[str]:
+    """Return arguments that the command does not run without, "x" for each positional one."""
+    found = parser(command)
+    needed = [
+        argument
+        for action in found._actions
+        if action.required and action.nargs not in ("*", "?")
+        for argument in (*action.option_strings[:1], "x")
+    ]
+    return needed + ["x" for group in found._mutually_exclusive_groups if group.required]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Return the exit status of the command, and what it prints to each stream."""
+    try:
+        status = main(list(arguments))
+    except SystemExit as system_exit:  # argparse exits so
+        status = system_exit.code
+    return (status, *capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
+def test_a_help_page_has_usage_arguments_and_examples_in_100_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "250")
+    status, out, err = run(capsys, command, "--help")
+    assert (status, err) == (0, "")
+    assert run(capsys, "help", command) == (0, out, "")
+    assert out.startswith(f"usage: trigon {command} ")
+    assert [line for line in out.splitlines() if len(line) > MAX_COLUMNS] == []
+    _, _, examples = out.partition("\nexamples:\n")
+    assert re.findall(rf"^  trigon {command}\b", examples, flags=re.MULTILINE) != [], "a command has an example"
+    for action in parser(command)._actions:
+        assert action.help, f"trigon {command}: {action.dest} has no help"
+
+
+def test_a_help_page_is_as_wide_as_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run(capsys, "export", "--help")
+    body, _, _ = out.partition("\nexamples:\n")
+    assert max(map(len, body.splitlines())) <= 60
+
+
+def test_help_pages_import_no_heavy_library():
+    script = f"""
+import importlib, sys
+from trigon.cli.main import COMMANDS
+from trigon.cli.parser import parser_of
+for command, (module, _) in COMMANDS.items():
+    parser_of(importlib.import_module(module).main).format_help()
+    print(command, *(name for name in {HEAVY!r} if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == COMMAND_NAMES, "a command is followed by what its help has loaded"
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
+def test_an_unknown_flag_is_one_line_with_status_2(capsys, command):
+    status, out, err = run(capsys, command, "--qqqqqq")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"trigon {command}: error: ")
+    assert err.endswith(f"(trigon {command} --help for more)\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMAND_NAMES)
+def test_a_misspelt_flag_is_answered_with_the_right_one(capsys, command):
+    longest = max(parser(command).flags, key=len)
+    status, _, err = run(capsys, command, *required(command), f"{longest[:-1]}q")
+    assert status == 2
+    assert f"unknown flag {longest[:-1]}q; did you mean {longest}?" in err
+
+
+def test_dashes_and_underscores_of_a_flag_are_taken_for_each_other(capsys):
+    _, _, err = run(capsys, "export", "--local-dir", "x")
+    assert "unknown flag --local-dir; did you mean --local_dir?" in err
+    assert "unknown flag --zzz (" in run(capsys, "export", "x", "--zzz")[2]
+
+
+def test_flags_cannot_be_abbreviated(capsys):
+    status, _, err = run(capsys, "quickstart", "--see", "3")
+    assert status == 2
+    assert "did you mean --seed?" in err
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if required(command)])
+def test_a_missing_argument_is_one_line_with_status_2(capsys, command):
+    status, out, err = run(capsys, command)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"trigon {command}: error: ")
+    assert "required" in err
+    assert err.count("\n") == 1
+
+
+def flags_with_a_form() -> list[tuple[str, str]]:
+    """Return (command, flag) of every flag that takes a number or one of a few values."""
+    return [
+        (command, action.option_strings[-1])
+        for command in COMMANDS
+        for action in parser(command)._actions
+        if action.option_strings and (action.type in (int, float) or action.choices)
+    ]
+
+
+@pytest.mark.parametrize(("command", "flag"), flags_with_a_form())
+def test_a_bad_value_of_a_flag_is_one_line_with_status_2(capsys, command, flag):
+    status, out, err = run(capsys, command, flag, "nonsense")
+    assert (status, out) == (2, "")
+    assert f"argument {flag}" in err or "/" in err
+    assert "nonsense" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", takes_options())
+@pytest.mark.parametrize(
+    "arguments", [["--max_steps", "3"], ["--max-steps=3"], ["--trainer.max_steps=3"], ["-trainer.max_steps", "3"]]
+)
+def test_an_option_with_dashes_is_answered_with_how_it_is_written(capsys, command, arguments):
+    status, out, err = run(capsys, command, *arguments)
+    assert (status, out) == (2, "")
+    assert "options have no dashes, and an equals sign; write trainer.max_steps=3 (" in err
+
+
+@pytest.mark.parametrize("command", takes_options())
+def test_a_file_as_a_flag_is_answered_with_how_it_is_given(capsys, command):
+    status, _, err = run(capsys, command, "--config", "run.yaml")
+    assert status == 2
+    assert "write config=run.yaml" in err or "a configuration of its own" in err
+
+
+@pytest.mark.parametrize("command", takes_options())
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_stepz=3", "did you mean trainer.max_steps?"),
+        ("trainer.max_steps=many", "trainer.max_steps is 'many' (command line), but must be"),
+        ("trainer", "cannot read the argument 'trainer'"),
+    ],
+)
+def test_a_wrong_option_has_status_2_with_a_hint(capsys, command, override, message):
+    status, out, err = run(capsys, command, override)
+    assert status == 2
+    assert message in out + err
+
+
+def test_options_and_flags_can_be_mixed(capsys):
+    status, _, err = run(capsys, "quickstart", "trainer.max_steps=3", "--seed", "1", "trainer.max_stepz=4")
+    assert status == 2
+    assert "trainer.max_stepz" in err
+
+
+def test_the_quickstart_takes_no_configuration_file(capsys):
+    status, _, err = run(capsys, "quickstart", "run.yaml")
+    assert status == 2
+    assert "or run trigon train run.yaml" in err
+
+
+def test_unexpected_arguments_are_named(capsys):
+    status, _, err = run(capsys, "export", "a", "b")
+    assert status == 2
+    assert "unexpected argument 'b'" in err
+
+
+def test_a_command_without_our_parser_is_found():
+    with pytest.raises(ValueError, match="does not parse its arguments"):
+        parser_of(lambda arguments: 0)
+    assert isinstance(
+        parser_of(lambda arguments: ArgumentParser(prog="a").parse_args(arguments)), argparse.ArgumentParser
+    )
+
+
+def test_examples_with_long_explanations_are_in_two_lines():
+    short = format_examples([("trigon a", "one"), ("trigon abc", "two")])
+    assert short == "examples:\n  trigon a    one\n  trigon abc  two"
+    long = format_examples([("trigon a", "one"), ("trigon abc", "two " * 30)])
+    assert long.startswith("examples:\n  trigon a\n      one\n  trigon abc\n      two two")
+
+
+REPORT = """
+from trigon.report.console import Console
+console = Console()
+console.warn("a warning")
+console.table("a table", ["name"], [["value"]])
+"""
+
+
+def in_a_terminal(environment: dict[str, str]) -> str:
+    """Return what REPORT prints to a terminal."""
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", REPORT], stdout=other_end, env={**environment, "TERM": "xterm-256color"}
+    )
+    os.close(other_end)
+    printed = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # EIO: the other end is closed
+            break
+        if not part:
+            break
+        printed += part
+    os.close(terminal)
+    assert process.wait() == 0
+    return printed.decode()
+
+
+def colours(text: str) -> list[str]:
+    return re.findall(r"\x1b\[[\d;]*3\d[\d;]*m", text)
+
+
+def test_colours_are_for_terminals_without_no_color():
+    without = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    assert colours(in_a_terminal(without)) != []
+    assert colours(in_a_terminal({**without, "NO_COLOR": "1"})) == []
+    piped = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, check=True, env=without)
+    assert "\x1b" not in piped.stdout
+    assert "warning: a warning" in piped.stdout

@@ -1,0 +1,305 @@
+"""Learning curves: which runs are repetitions, the numbers of lines and bands, and the figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from math import isnan, nan, sqrt
+from pathlib import Path
+
+import pytest
+
+from trigon.cli.main import main
+from trigon.errors import ConfigError, DataError
+from trigon.plotting.curves import as_csv, as_json, interval, learning_curves, moving_mean, student_t
+from trigon.plotting.figure import Reference, describe, save_plot, spread
+from trigon.plotting.groups import group_runs
+from trigon.records.run import RunRecord, open_run
+from trigon.report.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_run(
+    folder: Path,
+    rewards: list[float],
+    *,
+    seed: int = 0,
+    config: str = "",
+    accuracies: dict[int, float] | None = None,
+) -> RunRecord:
+    """Write a run with these rewards from step 1 on, and accuracies of validations by step."""
+    made = folder.parent / "made" / f"tiny_seed{seed}"
+    with RunFolder(folder) as run:
+        run.write_config(
+            f"data: {{seed: {seed}, train_files: [{made}/train.parquet]}}\n"
+            f"worker: {{rollout: {{seed: {seed}}}}}\n"
+            f"trainer: {{save_checkpoint_path: {folder}, experiment_name: {folder.name}}}\n{config}"
+        )
+        accuracies = accuracies or {}
+        for step in range(len(rewards) + 1):
+            metrics = {"timing_s/step": 1800.0}
+            if step:
+                metrics |= {"reward/overall": rewards[step - 1], "perf/total_num_tokens": 100.0 * (seed + 1)}
+            if step in accuracies:
+                metrics["val/accuracy_reward"] = accuracies[step]
+            run.append_metrics(step, metrics)
+    return open_run(folder)
+
+
+@pytest.fixture
+def seeds(tmp_path):
+    """Return three runs that differ in their seeds only."""
+    values = {0: [1.0, 2.0, 3.0], 1: [3.0, 4.0, 5.0], 2: [2.0, 3.0, 7.0]}
+    return [
+        make_run(tmp_path / f"seed{seed}" / "run", rewards, seed=seed, accuracies={0: 0.25, 3: 0.5 + seed / 10})
+        for seed, rewards in values.items()
+    ]
+
+
+def test_runs_that_differ_in_seeds_only_are_one_group(seeds):
+    [group] = group_runs(seeds, "seed")
+    assert group.label == "3 seeds"
+    assert list(group.runs) == seeds
+
+
+def test_runs_that_differ_in_an_option_are_groups_named_by_it(seeds, tmp_path):
+    other = make_run(tmp_path / "rloo" / "run", [1.0], seed=4, config="algorithm: {adv_estimator: rloo}\n")
+    groups = group_runs([*seeds, other], "seed")
+    # The default, which the first runs do not write, is the value of the option.
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("adv_estimator grpo", 3),
+        ("adv_estimator rloo", 1),
+    ]
+
+
+def test_an_option_can_group_runs_whatever_else_differs(seeds, tmp_path):
+    a = make_run(tmp_path / "a" / "run", [1.0], config="algorithm: {adv_estimator: rloo}\ndata: {seed: 9}\n")
+    b = make_run(tmp_path / "b" / "run", [1.0], config="algorithm: {adv_estimator: rloo, gamma: 0.9}\n")
+    groups = group_runs([*seeds, a, b], "adv_estimator")
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("adv_estimator grpo", 3),
+        ("adv_estimator rloo", 2),
+    ]
+    assert [group.label for group in group_runs([a, b], "none")] == ["a", "b"]  # too many differences to name
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ("adv_estimatr", r"did you mean algorithm\.adv_estimator\?"),
+        ("torch_dtype", r"it may be worker\.actor\.fsdp\.torch_dtype or .*; give the whole name"),
+    ],
+)
+def test_an_unknown_way_to_group_is_an_error(seeds, by, message):
+    with pytest.raises(ConfigError, match=message):
+        group_runs(seeds, by)
+
+
+def test_runs_of_several_seeds_are_told_apart_by_them(seeds):
+    assert [group.label for group in group_runs(seeds, "none")] == ["seed 0", "seed 1", "seed 2"]
+
+
+def test_a_seed_within_a_larger_number_is_not_replaced(tmp_path):
+    runs = [
+        make_run(tmp_path / "a", [1.0], seed=1, config="worker.actor.model: {model_path: m_seed12}\n"),
+        make_run(tmp_path / "b", [1.0], seed=2, config="worker.actor.model: {model_path: m_seed12}\n"),
+        make_run(tmp_path / "c", [1.0], seed=3, config="worker.actor.model: {model_path: m_seed13}\n"),
+    ]
+    assert [len(group.runs) for group in group_runs(runs, "seed")] == [2, 1]
+
+
+def test_mean_and_bands_by_hand(seeds):
+    [curve] = learning_curves(seeds, metrics=["reward/overall"], band="std").curves
+    assert (curve.label, curve.num_runs, curve.x) == ("3 seeds", 3, (1.0, 2.0, 3.0))
+    assert curve.mean == (2.0, 3.0, 5.0)
+    assert curve.low == pytest.approx(
+        (1.0, 2.0, 3.0)
+    )  # of 1, 3, 2 and of 2, 4, 3 the deviation is 1; of 3, 5, 7 it is 2
+    assert curve.high == pytest.approx((3.0, 4.0, 7.0))
+    [curve] = learning_curves(seeds, metrics=["reward/overall"], band="minmax").curves
+    assert (curve.low, curve.high) == ((1.0, 2.0, 3.0), (3.0, 4.0, 7.0))
+    [curve] = learning_curves(seeds, metrics=["reward/overall"], band="ci95").curves
+    assert curve.high[0] == pytest.approx(2.0 + 4.3027 / sqrt(3), abs=1e-4)
+
+
+def test_the_default_metrics_are_accuracy_of_validations_and_reward(seeds, tmp_path):
+    assert learning_curves(seeds).metrics == ("val/accuracy_reward", "reward/overall")
+    without = make_run(tmp_path / "without", [1.0])
+    assert learning_curves([without]).metrics == ("reward/overall",)
+
+
+def test_tokens_and_hours_are_sums_and_their_mean_over_the_runs(seeds):
+    [curve] = learning_curves(seeds, metrics=["reward/overall"], x="tokens").curves
+    assert curve.x == (200.0, 400.0, 600.0)  # runs with 100, 200 and 300 a step
+    [curve] = learning_curves(seeds[:1], metrics=["reward/overall"], x="hours").curves
+    assert curve.x == (1.0, 1.5, 2.0)  # the first line, of step 0, counts
+
+
+def test_smoothing_is_a_centred_mean_of_training_metrics_only(seeds):
+    assert moving_mean([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, pytest.approx(11 / 3), 4.5]
+    assert moving_mean([1.0, nan, 3.0], 1)[0::2] == [1.0, 3.0]
+    assert isnan(moving_mean([1.0, nan, 3.0], 1)[1])
+    validation, training = learning_curves(seeds[:1], smooth=3).curves
+    assert validation.mean == (0.25, 0.5)
+    assert training.mean == (1.5, 2.0, 2.5)
+
+
+def test_a_shorter_run_ends_the_line_and_is_named(seeds, tmp_path):
+    short = make_run(tmp_path / "seed3" / "run", [1.0, 1.0], seed=3)
+    curves = learning_curves([*seeds, short], metrics=["reward/overall"])
+    assert curves.curves[0].x == (1.0, 2.0)
+    assert curves.notes == ("4 seeds: to step 2 of 3, where the shortest run ends",)
+    assert curves.notes[0] in describe(curves)
+
+
+def test_a_number_that_is_not_finite_is_a_gap(seeds, tmp_path):
+    odd = make_run(tmp_path / "seed3" / "run", [1.0, nan, 1.0], seed=3)
+    curves = learning_curves([*seeds, odd], metrics=["reward/overall"])
+    [curve] = curves.curves
+    assert isnan(curve.mean[1])
+    assert isnan(curve.low[1])
+    assert json.loads(as_json(curves))["curves"][0]["mean"][1] is None
+    assert as_csv(curves).splitlines()[2] == "reward/overall,4 seeds,4,2.0,,,"
+    save_plot(curves, tmp_path / "gap.png")
+
+
+def test_the_numbers_are_written_as_csv_and_json(seeds):
+    curves = learning_curves(seeds, band="minmax")
+    rows = list(csv.DictReader(io.StringIO(as_csv(curves))))
+    assert rows[0] == {
+        "metric": "val/accuracy_reward", "group": "3 seeds", "runs": "3", "step": "0.0", "mean": "0.25", "low": "0.25",
+        "high": "0.25",
+    }  # fmt: skip
+    content = json.loads(as_json(curves))
+    assert content["band"] == "minmax"
+    assert content["groups"] == {"3 seeds": [run.name for run in seeds]}
+    assert content["curves"][1]["mean"] == [2.0, 3.0, 5.0]
+
+
+def test_quantiles_of_students_t():
+    # From tables: 11, 30 and 1000 degrees of freedom.
+    assert [student_t(n) for n in (2, 11, 30, 1000)] == pytest.approx([4.3027, 2.2010, 2.0423, 1.9623], abs=2e-3)
+    assert interval([5.0], "ci95") == (5.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["reward/overal"], r"no run has the metric 'reward/overal'; did you mean reward/overall\?"),
+        (["zzz"], "no run has the metric 'zzz'; docs/metrics.md"),
+    ],
+)
+def test_an_unknown_metric_is_an_error(seeds, metrics, message):
+    with pytest.raises(DataError, match=message):
+        learning_curves(seeds, metrics=metrics)
+
+
+def test_a_run_without_steps_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no metrics yet"):
+        learning_curves([open_run(tmp_path)])
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_the_same_runs_give_an_identical_file(seeds, tmp_path, ending):
+    files = [tmp_path / f"{name}.{ending}" for name in ("one", "two")]
+    for file in files:
+        save_plot(learning_curves(seeds), file, title="a title", references=[Reference(0.2, "chance")])
+    assert files[0].read_bytes() == files[1].read_bytes()
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
+    assert files[0].read_bytes().startswith(start)
+
+
+def test_texts_are_outlines_or_fonts_not_bitmaps(seeds, tmp_path):
+    save_plot(learning_curves(seeds), tmp_path / "a.pdf")
+    save_plot(learning_curves(seeds), tmp_path / "a.svg")
+    assert b"/Type0" in (tmp_path / "a.pdf").read_bytes()
+    assert b"/Type3" not in (tmp_path / "a.pdf").read_bytes()
+    assert "<image" not in (tmp_path / "a.svg").read_text()
+
+
+def test_the_caption_says_what_lines_and_bands_are(seeds):
+    text = describe(learning_curves(seeds, smooth=2, band="ci95"))
+    assert text == (
+        "Line: mean of 3 runs. Band: 95 % confidence interval of the mean. Training metrics: moving mean of 2 steps."
+    )
+    assert describe(learning_curves(seeds[:1])) == ""
+
+
+def test_labels_are_moved_apart_as_little_as_possible():
+    assert spread([0.1, 0.5, 0.9], gap=0.2, top=1.0) == [0.1, 0.5, 0.9]
+    assert spread([0.5, 0.55, 0.9], gap=0.2, top=1.0) == pytest.approx([0.5, 0.7, 0.9])
+    assert spread([0.2, 0.95, 0.96, 0.97], gap=0.1, top=1.0) == pytest.approx([0.2, 0.8, 0.9, 1.0])
+
+
+def test_many_groups_have_distinct_lines(tmp_path):
+    runs = [
+        make_run(tmp_path / f"run{n}", [float(n), 2.0], config=f"data.max_pixels: {300000 + n}\n") for n in range(9)
+    ]
+    curves = learning_curves(runs)
+    assert [curve.label for curve in curves.curves][:2] == ["max_pixels 300000", "max_pixels 300001"]
+    save_plot(curves, tmp_path / "many.svg")
+    text = (tmp_path / "many.svg").read_text()
+    lines = re.findall(r'<path [^>]*style="fill: none; (stroke[^"]*stroke-width: 1.6[^"]*)"', text)
+    assert len(set(lines)) == len(lines) == 9
+
+
+def test_the_command_writes_figures_and_numbers(seeds, tmp_path, capsys):
+    outputs = [tmp_path / "out" / name for name in ("curves.svg", "curves.csv", "curves.json")]
+    arguments = [str(run.path) for run in seeds] + [word for path in outputs for word in ("-o", str(path))]
+    assert main(["plot", *arguments, "--band", "minmax", "--reference", "0.25:chance"]) == 0
+    out = capsys.readouterr().out
+    assert "3 seeds: reward/overall 2 -> 5 (3 to 7) of 3 runs" in out
+    assert all(path.stat().st_size > 100 for path in outputs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "a.gif"], "'a.gif' must end in one of .png, .svg, .pdf, .csv, .json"),
+        (["--smooth", "0"], "'0' must be a number of steps, at least 1"),
+        (["--reference", "a:b"], "'a:b' must be a number"),
+        (["--x", "epochs"], "invalid choice: 'epochs'"),
+    ],
+)
+def test_wrong_arguments_have_status_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as system_exit:
+        main(["plot", "run", *arguments])
+    assert system_exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_error_names_the_extra_and_numbers_are_still_written(seeds, tmp_path):
+    script = (
+        "import sys; sys.modules['matplotlib'] = None; from trigon.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+
+    def plot(output: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, "plot", str(seeds[0].path), "-o", str(tmp_path / output)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    failed = plot("a.png")
+    assert failed.returncode == 2
+    assert re.search(r"^ConfigError: figures need the package matplotlib.*; run pip install .*\[plot\]", failed.stderr)
+    assert plot("a.csv").returncode == 0
+
+
+def test_the_command_of_the_quickstarts_page_draws_its_figure(tmp_path, monkeypatch):
+    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    [command] = re.findall(r"^trigon plot .*$", page, flags=re.MULTILINE)
+    words = shlex.split(command.replace("runs/seed{0,1,2,3}", " ".join(f"runs/seed{n}" for n in range(4))))
+    monkeypatch.chdir(tmp_path)
+    for seed in range(4):
+        make_run(Path("runs") / f"seed{seed}" / "run", [0.5], seed=seed, accuracies={0: 0.1, 1: 0.2})
+    for run in Path("runs").glob("*/run"):
+        text = (run / "metrics.jsonl").read_text().replace("reward/overall", "reward/accuracy")
+        (run / "metrics.jsonl").write_text(text)
+    assert main(words[1:]) == 0
+    assert Path("docs/quickstart_curves.svg").is_file()
+    assert (ROOT / "docs/quickstart_curves.svg").is_file()

@@ -1,0 +1,119 @@
+"""The site of docs/: its navigation, and that `make docs` builds it and refuses a broken link."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+import build_docs
+import drawings
+
+ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def navigation(entries: Any) -> Iterator[str]:
+    """Yield the pages of the navigation, in order."""
+    for entry in entries:
+        for content in entry.values() if isinstance(entry, dict) else [entry]:
+            if isinstance(content, str):
+                yield content
+            else:
+                yield from navigation(content)
+
+
+def test_the_navigation_has_every_page_once(tmp_path):
+    pages = [page.as_posix() for page in build_docs.write_sources(tmp_path / "sources")]
+    listed = list(navigation(tomllib.loads((ROOT / "zensical.toml").read_text("utf-8"))["project"]["nav"]))
+    assert sorted(listed) == sorted(page for page in pages if not page.startswith("files/"))
+
+
+def test_links_that_leave_docs_lead_to_pages_of_the_site(tmp_path):
+    build_docs.write_sources(tmp_path / "sources")
+    text = (tmp_path / "sources/multi-node.md").read_text("utf-8")
+    assert "[`examples/cluster/slurm.sh`](files/examples/cluster/slurm.sh.md)" in text
+    assert "#!/usr/bin/env bash" in (tmp_path / "sources/files/examples/cluster/slurm.sh.md").read_text("utf-8")
+    assert "](architecture.md)" in (tmp_path / "sources/contributing.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of what the site is made from."""
+    pytest.importorskip("zensical", reason="the docs extra is not installed")
+    copy = tmp_path_factory.mktemp("repository")
+    for name in ("docs", "examples", "docker", "scripts"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "README.md", "zensical.toml"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, folder / "scripts/build_docs.py"], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_the_site_is_built_without_a_broken_link(copied):
+    result = build(copied)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "<h1" in (copied / "build/site/quickstart/index.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        ("[x](data.md#no-such-heading)", "anchor does not exist"),
+        ("[x](no-such-page.md)", "no-such-page.md, which does not exist"),
+        ("![x](images/no-such-drawing.svg)", "no-such-drawing.svg, which does not exist"),
+    ],
+)
+def test_a_broken_link_fails_the_build(copied, link, message):
+    page = copied / "docs/quickstart.md"
+    text = page.read_text("utf-8")
+    page.write_text(f"{text}\n{link}\n", "utf-8")
+    result = build(copied)
+    page.write_text(text, "utf-8")
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
+def test_the_workflow_builds_with_the_pinned_version_and_deploys_only_the_main_branch():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text("utf-8"))
+    steps = [step for step in workflow["jobs"]["build"]["steps"] if "run" in step]
+    assert [step["run"] for step in steps] == [
+        "python -m pip install -c constraints/cpu.txt zensical",
+        "python scripts/build_docs.py",
+    ]
+    assert workflow["jobs"]["deploy"]["if"] == "github.ref == 'refs/heads/main'"
+    assert workflow["permissions"] == {"contents": "read"}
+
+
+def test_the_drawings_are_what_the_script_writes():
+    folder = ROOT / "docs/images"
+    made = drawings.drawings()
+    assert {name: (folder / name).read_text("utf-8") for name in made} == made
+
+
+def test_the_drawing_of_a_group_has_the_tokens_that_it_states():
+    drawing = drawings.drawings()["packed-group.svg"]
+    root = ElementTree.fromstring(drawing)
+    of_a_token = [item.get("class") for item in root.iter(f"{SVG}rect") if item.get("width") == "18"]
+    padded, packed = (int(number) for number in re.findall(r">(\d+) tokens<", drawing))
+    assert len(of_a_token) == padded + packed
+    assert of_a_token.count("image") == (3 + 1) * drawings.IMAGE
+    attended = [item for item in root.iter(f"{SVG}rect") if item.get("width") == "12"]
+    prompt = drawings.PROMPT
+    # Causal within the prompt; each completion's token reads the prompt, and itself causally.
+    causal = prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in drawings.COMPLETIONS)
+    assert len(attended) == causal

@@ -1,0 +1,21 @@
+"""The check of the numbers of a run: its steps, updates and completions."""
+
+from __future__ import annotations
+
+from trigon.checks.result import CheckSkipped, Findings, Problem
+from trigon.checks.subject import Subject
+from trigon.errors import ConfigError
+
+
+def check_steps(subject: Subject) -> Findings:
+    """Return whether an epoch fills a step, and how many steps and updates there are."""
+    if subject.given.trainer.val_only:
+        raise CheckSkipped("trainer.val_only takes no steps")
+    try:
+        plan = subject.plan.get()
+    except ConfigError as error:
+        return Findings("", (Problem("steps.plan", True, str(error)),))
+    return Findings(
+        f"{plan.num_train_prompts:,} prompts, {plan.total_steps:,} steps of {plan.prompts_per_step} prompts and "
+        f"{plan.sequences_per_step} completions, {plan.total_updates:,} updates"
+    )

@@ -1,0 +1,195 @@
+"""The run that is checked: its configuration, and what several checks need of it, made once.
+
+A part that cannot be made is the problem of one check; the others that need it are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from trigon.checks.result import CheckSkipped
+from trigon.config.load import InspectedConfig
+from trigon.config.schema import Config
+from trigon.errors import TrigonError
+
+if TYPE_CHECKING:
+    from trigon.checks.machine import Machine
+    from trigon.checks.rewards import Judged
+    from trigon.checks.scanning import ScannedDataset
+    from trigon.config.plan import Plan
+    from trigon.data.prompts import PromptBuilder
+    from trigon.models.load import Processors
+    from trigon.models.memory import ModelSize
+    from trigon.rewards.pool import RewardPool
+
+T = TypeVar("T")
+
+Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
+"""Shows the progress of a phase, given its name and the number of its parts; see Console.progress.
+"""
+
+
+class Part(Generic[T]):
+    """A part of a run that is made when it is first needed.
+
+    name: of the check that reports it if it cannot be made.
+    """
+
+    def __init__(self, name: str, make: Callable[[], T]) -> None:
+        self._name = name
+        self._make = make
+        self._made: list[T] = []
+        self._error: TrigonError | CheckSkipped | None = None
+
+    def get(self) -> T:
+        """Return the part. Raises: TrigonError if it cannot be made; CheckSkipped."""
+        if self._error is not None:
+            raise self._error
+        if not self._made:
+            try:
+                self._made.append(self._make())
+            except (TrigonError, CheckSkipped) as error:
+                self._error = error
+                raise
+        return self._made[0]
+
+    def require(self) -> T:
+        """Return the part. Raises: CheckSkipped if it cannot be made."""
+        try:
+            return self.get()
+        except TrigonError as error:
+            raise CheckSkipped(f"see the check {self._name!r}") from error
+
+
+@dataclass(eq=False)
+class Subject:
+    """A run that is checked. machine: on which it is to run. close: ends its reward workers."""
+
+    inspected: InspectedConfig
+    machine: Machine
+    progress: Progress
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def given(self) -> Config:
+        """The configuration, as the user wrote it."""
+        return self.inspected.loaded.config
+
+    @cached_property
+    def config(self) -> Part[Config]:
+        """The configuration with a local folder for its model, which has no weights if it has none.
+
+        A model of a hub is downloaded without its weights.
+        """
+        return Part("model", self._localize)
+
+    @cached_property
+    def processors(self) -> Part[Processors]:
+        """The tokenizer, the image and video processors, and the config of the model."""
+        return Part("model", self._open_processors)
+
+    @cached_property
+    def size(self) -> Part[ModelSize]:
+        """The number of the model's weights, from its config."""
+        return Part("model", self._count_weights)
+
+    @cached_property
+    def builder(self) -> Part[PromptBuilder]:
+        """What makes prompts of rows."""
+        return Part("template", self._open_builder)
+
+    @cached_property
+    def datasets(self) -> Part[list[ScannedDataset]]:
+        """All datasets with all of their rows: those of training, then those of validation."""
+        return Part("rows", self._scan)
+
+    @cached_property
+    def plan(self) -> Part[Plan]:
+        """The numbers of steps and updates."""
+        return Part("steps", self._make_plan)
+
+    @cached_property
+    def rewards(self) -> Part[RewardPool]:
+        """The reward workers, which are starting."""
+        return Part("reward", self._open_rewards)
+
+    @cached_property
+    def judged(self) -> Part[Judged]:
+        """What made completions say about the reward function."""
+        return Part("reward", self._judge)
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.stack.close()
+
+    def _localize(self) -> Config:
+        from trigon.build.memory_check import with_options
+        from trigon.models.load import folder_without_weights
+
+        model = self.given.worker.actor.model
+        if not model.model_path:
+            raise CheckSkipped("no model is set")
+        changes = {"worker.actor.model.model_path": str(folder_without_weights(model.model_path))}
+        if model.tokenizer_path:
+            changes["worker.actor.model.tokenizer_path"] = str(folder_without_weights(model.tokenizer_path))
+        return with_options(self.given, changes)
+
+    def _open_processors(self) -> Processors:
+        from trigon.build.data import read_processors
+
+        return read_processors(self.config.get())
+
+    def _count_weights(self) -> ModelSize:
+        from trigon.build.memory import size_of_model
+
+        return size_of_model(self.config.get())
+
+    def _open_builder(self) -> PromptBuilder:
+        from trigon.build.data import open_builder
+
+        return open_builder(self.config.require(), self.processors.require(), process_images=False)
+
+    def _scan(self) -> list[ScannedDataset]:
+        from trigon.checks.scanning import scan_datasets
+
+        return scan_datasets(self.config.require(), self.builder.require(), self.progress)
+
+    def _make_plan(self) -> Plan:
+        from trigon.checks.scanning import make_plan_of
+
+        return make_plan_of(self.given, self.datasets.require())
+
+    def _open_rewards(self) -> RewardPool:
+        from trigon.build.memory_check import with_options
+        from trigon.build.run import open_rewards
+
+        if not self.given.worker.reward.reward_function:
+            raise CheckSkipped("no reward function is set")
+        # Each failure is a finding; a run stops at too many.
+        pool = open_rewards(with_options(self.given, {"worker.reward.max_failed_fraction": 1.0}))
+        self.stack.callback(pool.close)
+        return pool
+
+    def _judge(self) -> Judged:
+        from trigon.checks.rewards import judge_reward
+
+        return judge_reward(self)
+
+
+@contextmanager
+def no_progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show nothing."""
+    yield lambda k: None
+
+
+def run_folder_of(config: Config) -> Path:
+    """Return the run folder, or the lowest of its parents that exists."""
+    from trigon.config.defaults import resolve_run_folder
+
+    folder = resolve_run_folder(config).absolute()
+    return next(each for each in (folder, *folder.parents) if each.exists())

@@ -1,0 +1,161 @@
+"""Checks that required options are set, and that local files and folders exist.
+
+Each function reads few options, so that a problem with one of them hides few others. Hub ids are
+not looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from trigon.config.paths import (
+    DATASET_SUFFIXES,
+    expand_path,
+    is_inline_template,
+    local_path,
+    nearest_path,
+    path_exists,
+    split_dataset,
+)
+from trigon.config.schema import Config
+from trigon.names import SHIPPED_REWARDS
+
+Paths = Mapping[str, str]
+"""Local paths of a configuration, by the name of their option."""
+
+
+def _require_model(config: Config) -> list[str]:
+    if config.worker.actor.model.model_path:
+        return []
+    return ["worker.actor.model.model_path is not set; give a hub id (Qwen/Qwen2.5-VL-3B-Instruct) or a local folder"]
+
+
+def _require_reward(config: Config) -> list[str]:
+    if config.worker.reward.reward_function:
+        return []
+    return [
+        "worker.reward.reward_function is not set; give file.py:function, or one of the shipped "
+        f"{', '.join(SHIPPED_REWARDS)}"
+    ]
+
+
+def _check_reward_env(config: Config) -> list[str]:
+    return [
+        f"worker.reward.env has {name.partition('=')[0]!r}, but takes names of environment variables "
+        "without values; export the variable, and give its name only, for example OPENAI_API_KEY"
+        for name in config.worker.reward.env
+        if not name.isidentifier()
+    ]
+
+
+def _require_train_files(config: Config) -> list[str]:
+    if config.data.train_files or config.trainer.val_only:
+        return []
+    return ["data.train_files is not set; give a hub id (hiyouga/geometry3k@train), a file or a folder"]
+
+
+def _require_val_files(config: Config) -> list[str]:
+    trainer = config.trainer
+    if config.data.val_files or not (trainer.val_only or trainer.val_before_train or trainer.val_freq > 0):
+        return []
+    advice = (
+        "give a hub id (hiyouga/geometry3k@test), a file or a folder"
+        if trainer.val_only
+        else "set it, or switch validation off with trainer.val_before_train=false trainer.val_freq=-1"
+    )
+    return [f"data.val_files is not set, but validation is on; {advice}"]
+
+
+def _format_prompt(config: Config) -> Paths:
+    return _template("data.format_prompt", config.data.format_prompt)
+
+
+def _chat_template(config: Config) -> Paths:
+    return _template("data.override_chat_template", config.data.override_chat_template)
+
+
+def _template(key: str, text: str | None) -> Paths:
+    return {key: text} if text and not is_inline_template(text) else {}
+
+
+def _train_files(config: Config) -> Paths:
+    return {} if config.trainer.val_only else _datasets("data.train_files", config.data.train_files)
+
+
+def _val_files(config: Config) -> Paths:
+    return _datasets("data.val_files", config.data.val_files)
+
+
+def _datasets(key: str, datasets: tuple[str, ...]) -> Paths:
+    paths = {}
+    for number, dataset in enumerate(datasets):
+        location, _ = split_dataset(dataset)
+        if local_path(location, suffixes=DATASET_SUFFIXES) is not None:
+            paths[f"{key}[{number}]" if len(datasets) > 1 else key] = location
+    return paths
+
+
+def _model(config: Config) -> Paths:
+    return _local_model("worker.actor.model.model_path", config.worker.actor.model.model_path)
+
+
+def _tokenizer(config: Config) -> Paths:
+    return _local_model("worker.actor.model.tokenizer_path", config.worker.actor.model.tokenizer_path)
+
+
+def _local_model(key: str, path: str | None) -> Paths:
+    return {key: path} if path and local_path(path) is not None else {}
+
+
+def _reward(config: Config) -> Paths:
+    reward = config.worker.reward.reward_function
+    if not reward or reward in SHIPPED_REWARDS:
+        return {}
+    return {"worker.reward.reward_function": reward.rpartition(":")[0] or reward}
+
+
+def _image_dir(config: Config) -> Paths:
+    return {"data.image_dir": config.data.image_dir} if config.data.image_dir else {}
+
+
+def _checkpoint(config: Config) -> Paths:
+    path = config.trainer.load_checkpoint_path
+    return {"trainer.load_checkpoint_path": path} if path else {}
+
+
+_HINTS = {
+    "data.format_prompt": "; an inline template contains {{ content }}",
+    "data.override_chat_template": "; an inline template contains {{ }}",
+    "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
+}
+
+
+def _check_files(config: Config, *, paths: Callable[[Config], Paths]) -> list[str]:
+    """Return problems of missing files. paths: returns those of some options."""
+    return [
+        f"{key}: there is no {path} (looked for {expand_path(path).absolute()})"
+        f"{nearest_path(path) or _HINTS.get(key, '')}"
+        for key, path in paths(config).items()
+        if not path_exists(path)
+    ]
+
+
+REQUIRED_CHECKS = (_require_model, _require_reward, _check_reward_env, _require_train_files, _require_val_files)
+"""Checks that options without a default are set."""
+
+FILE_CHECKS = tuple(
+    partial(_check_files, paths=paths)
+    for paths in (
+        _format_prompt,
+        _chat_template,
+        _train_files,
+        _val_files,
+        _model,
+        _tokenizer,
+        _reward,
+        _image_dir,
+        _checkpoint,
+    )
+)
+"""Checks that files and folders exist."""

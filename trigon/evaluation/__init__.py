@@ -1,0 +1,1 @@
+"""Evaluates models on a dataset, and reward functions on stored rollouts."""

@@ -1,0 +1,411 @@
+"""Samples and scores a dataset with one or several models, and compares the results.
+
+Prompts, engines, rewards and seeds are those of a run's validation (trigon/evaluate.py, build/), so
+that the same settings give the same completions.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from trigon.build.data import open_builder, open_evaluator, open_processors, scan_datasets
+from trigon.build.engines import Engines, open_engines
+from trigon.build.memory_check import find_hardware
+from trigon.build.models import choose_device
+from trigon.build.options import make_validation_sampling_params
+from trigon.build.run import (
+    check_environment,
+    check_rewards,
+    check_run_memory,
+    open_reporter,
+    open_rewards,
+    open_store,
+)
+from trigon.build.workers import open_worker_group, open_workers
+from trigon.config.load import LoadedConfig, dump_config
+from trigon.config.plan import make_plan, num_workers
+from trigon.config.schema import Config
+from trigon.data.dataset import Prompts, PromptSet
+from trigon.data.images import ignore_pillow_warnings
+from trigon.data.mixture import MixedPrompts, with_blank_media
+from trigon.errors import ConfigError
+from trigon.evaluation.answers import SHIPPED_FORMS, AnswerForm
+from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model
+from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
+from trigon.evaluation.settings import EvaluationOptions, load_settings
+from trigon.evaluation.statistics import CONFIDENCE, holm
+from trigon.evaluation.summary import (
+    PromptOutcome,
+    accuracy_name,
+    compare_outcomes,
+    default_ks,
+    outcomes_of,
+    summarize,
+    summarize_by,
+)
+from trigon.json_files import write_json
+from trigon.metrics import values
+from trigon.models.dtypes import DTYPES
+from trigon.models.load import Processors, model_folder
+from trigon.models.weight_files import stored_dtype
+from trigon.names import Dtype
+from trigon.records.rollouts import RolloutRow, rollout_rows
+from trigon.records.run import is_run
+from trigon.report.console import Console
+from trigon.report.reporter import Reporter
+from trigon.report.run_folder import RunFolder
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.statistics import describe_validation
+from trigon.types import RolloutGroup
+
+RESULT = "evaluation.json"
+BLIND = "blind"
+"""Folder of the evaluation without images, below that of the evaluation with them."""
+
+
+def evaluate(
+    models: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] = (),
+    *,
+    reward: str | None = None,
+    format_prompt: str | None = None,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
+    image_key: str | None = None,
+    image_dir: str | None = None,
+    n: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    engine: Literal["vllm", "transformers"] | None = None,
+    limit: int | None = None,
+    by: Sequence[str] = (),
+    k: Sequence[int] = (),
+    answers: AnswerForm | None = None,
+    blind: bool = False,
+    config: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    console: Console | None = None,
+) -> Evaluation:
+    """Evaluate models on a dataset, and return accuracy, pass@k, scores and comparisons.
+
+    Args:
+        models: Hugging Face folders, hub ids, checkpoints, or run folders (their last checkpoint).
+        data: datasets, as in data.val_files. Empty: those of the run, if a model is one.
+        reward, format_prompt, prompt_key, answer_key, image_key, image_dir, n, temperature, top_p,
+            max_tokens, seed, engine: options of the configuration by a shorter name; see
+            EvaluationOptions. None: as in the configuration of the first model that is a run, or
+            its default.
+        limit: use the first rows of each dataset only, so many.
+        by: columns of the dataset, for each value of which there is a summary as well.
+        k: of pass@k and maj@k; empty: powers of two up to n.
+        answers: where the answer of a completion is, for majority votes; None: as the shipped
+            reward function has it, otherwise "auto".
+        blind: evaluate again with images of one colour, and compare.
+        config: a configuration to start from instead of that of a run.
+        overrides: key=value, of any option of the configuration.
+        output: folder for the rollouts and evaluation.json, a run folder as well; None: a new one
+            in `evaluations`. An earlier evaluation in it is replaced.
+        console: for progress and warnings; None: standard output.
+    Raises: TrigonError, before the models are loaded where possible.
+    """
+    ignore_pillow_warnings()
+    console = console or Console()
+    specs = [str(models)] if isinstance(models, str | Path) else [str(model) for model in models]
+    sources = [find_model(spec) for spec in specs]
+    run_config = next((source.run_config for source in sources if source.run_config is not None), None)
+    base = Path(config) if config is not None else run_config
+    if base is not None:
+        console.print(f"settings: {base}, and the options of this evaluation")
+    options = EvaluationOptions(
+        data=(str(data),) if isinstance(data, str | Path) else tuple(str(each) for each in data),
+        reward=reward,
+        format_prompt=format_prompt,
+        prompt_key=prompt_key,
+        answer_key=answer_key,
+        image_key=image_key,
+        image_dir=image_dir,
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        engine=engine,
+    )
+    # Before anything is exported or downloaded, so that a wrong option is found at once.
+    early = load_settings(
+        base, options, overrides, model_path=specs[0], folder=Path(), context=None, weight_dtype=None
+    ).config
+    ks = choose_ks(k, make_validation_sampling_params(early).n)
+    folder = open_output(output, sources[0])
+    settings = describe_settings(early, limit=limit, ks=ks, form=(form := answers or answer_form(early)))
+    write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+
+    paths = [
+        exported_folder(
+            source, folder / "exported" / label(number, source), warn=console.warn, on_progress=console.print
+        )
+        for number, source in enumerate(sources, start=1)
+    ]
+    lengths = [length for path in paths if (length := context_length(model_folder(path))) is not None]
+    request = _Request(by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console)
+    results: list[_ModelResult] = []
+    with ExitStack() as stack:
+        rewards = open_rewards(early)
+        stack.callback(rewards.close)
+        for number, (source, path) in enumerate(zip(sources, paths, strict=True), start=1):
+            model_output = folder if len(sources) == 1 else folder / label(number, source)
+            loaded = load_settings(
+                base,
+                options,
+                overrides,
+                model_path=path,
+                folder=model_output,
+                context=min(lengths, default=None),
+                weight_dtype=weight_dtype(path),
+            )
+            if number == 1:
+                for warning in loaded.warnings:
+                    console.warn(warning)
+            if len(sources) > 1:
+                console.print(f"model {number} of {len(sources)}: {source.spec}")
+            results.append(evaluate_model(source, loaded, rewards, model_output, request))
+    evaluation = Evaluation(
+        models=tuple(result.evaluation for result in results),
+        comparisons=compare_models(results),
+        settings=settings,
+        output=folder,
+    )
+    write_json(folder / RESULT, evaluation.to_json(), ensure_ascii=False)
+    return evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What is evaluated, apart from the model and the configuration. See evaluate."""
+
+    by: tuple[str, ...]
+    ks: tuple[int, ...]
+    form: AnswerForm
+    blind: bool
+    limit: int | None
+    console: Console
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelResult:
+    evaluation: ModelEvaluation
+    outcomes: list[PromptOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What samples and scores with one model. step: of its run."""
+
+    config: Config
+    processors: Processors
+    engines: Engines
+    rewards: RewardPool
+    step: int
+    request: _Request
+
+
+def evaluate_model(
+    source: ModelSource, loaded: LoadedConfig, rewards: RewardPool, output: Path, request: _Request
+) -> _ModelResult:
+    """Evaluate one model, and write its rollouts into the folder output, a run folder."""
+    config, console = loaded.config, request.console
+    check_environment(config)
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder(output))
+        folder.write_config(dump_config(config))
+        processors = open_processors(config)
+        report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
+        worker_group = None
+        check_hardware = partial(check_run_memory, config, console)
+        if num_workers(config) > 1:
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+        elif (hardware := find_hardware(choose_device(config))) is not None:
+            check_hardware(hardware)
+        rewards.ready()
+        data = config.data
+        prompts = scan_datasets(
+            config, data.val_files, (), open_builder(config, processors), report, max_rows=request.limit
+        )
+        check_rewards(rewards, prompts)
+        plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
+        if worker_group is None:
+            engines = open_engines(config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos)
+        else:
+            engines = open_workers(config, plan, worker_group, store, report, shows_videos=prompts.shows_videos)
+        parts = _Parts(config, processors, engines, rewards, source.step, request)
+        with engines.rollout.awake(engines.trainer.weights(), version=source.step):
+            rows = sample(parts, prompts, report)
+            accuracy = accuracy_name(rows)
+            outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
+            blind = evaluate_blind(parts, prompts, outcomes, output / BLIND, accuracy) if request.blind else None
+    columns = (*request.by, "dataset") if len(data.val_files) > 1 and "dataset" not in request.by else request.by
+    evaluation = ModelEvaluation(
+        model=source.spec,
+        path=str(config.worker.actor.model.model_path),
+        step=source.step,
+        folder=output,
+        summary=summarize(outcomes, accuracy=accuracy),
+        by={column: summarize_by(outcomes, column, accuracy=accuracy) for column in columns},
+        blind=blind,
+        num_rows=prompts.num_rows,
+        skipped={str(reason): count for reason, count in prompts.num_skipped.items()},
+        num_not_sampled=len(prompts) - len(outcomes),
+    )
+    return _ModelResult(evaluation, outcomes)
+
+
+def sample(parts: _Parts, prompts: Prompts, report: Reporter) -> list[RolloutRow]:
+    """Sample and score all prompts, and write and return the rollouts. The engine must be awake."""
+    evaluator = open_evaluator(parts.config, prompts, report)
+    assert evaluator is not None
+    report.begin()
+    groups: list[RolloutGroup] = []
+    for batch in evaluator.sample_batches(parts.engines.rollout, parts.rewards, phase=report.phase):
+        # Without the pixels, which may be more than memory holds.
+        groups += [replace(group, prompt=replace(group.prompt, vision=None)) for group in batch]
+    metrics = describe_validation(groups)
+    report.validation(
+        parts.step,
+        groups,
+        values(metrics),
+        shown=0,
+        token_groups=parts.config.trainer.rollout_tokens,
+        read_images=evaluator.image_files,
+    )
+    report.record(parts.step, metrics)
+    return rollout_rows(groups)
+
+
+def evaluate_blind(
+    parts: _Parts,
+    prompts: PromptSet | MixedPrompts,
+    outcomes: Sequence[PromptOutcome],
+    output: Path,
+    accuracy: str,
+) -> Blind | None:
+    """Evaluate the prompts again with blank images; None if no prompt has any.
+
+    outcomes: with images. output: the run folder for the rollouts without.
+    """
+    config, request = parts.config, parts.request
+    num_with_images = sum(bool(outcome.rows[0].images) for outcome in outcomes)
+    if not num_with_images:
+        request.console.warn("no prompt has an image or a video: there is no evaluation without images")
+        return None
+    request.console.print("the same prompts with blank images:")
+    with RunFolder(output) as folder:
+        folder.write_config(dump_config(config))
+        with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
+            rows = sample(parts, with_blank_media(prompts), report)
+    blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
+    return Blind(
+        summary=summarize(blind, accuracy=accuracy),
+        difference=compare_outcomes(outcomes, blind),
+        num_with_images=num_with_images,
+        folder=output,
+    )
+
+
+def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
+    """Return the comparison of each further model with the first."""
+    if len(results) < 2:
+        return ()
+    baseline = results[0]
+    differences = [compare_outcomes(result.outcomes, baseline.outcomes) for result in results[1:]]
+    return tuple(
+        Comparison(result.evaluation.model, baseline.evaluation.model, difference, p_value)
+        for result, difference, p_value in zip(
+            results[1:], differences, holm([each.p_value for each in differences]), strict=True
+        )
+    )
+
+
+def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
+    """Return the values of k, sorted. Raises: ConfigError if one is not possible."""
+    for k in ks:
+        if not 1 <= k <= num_samples:
+            raise ConfigError(
+                f"pass@{k} needs at least {k} completions of each prompt, and n is {num_samples}; raise n, or choose "
+                f"k between 1 and {num_samples}"
+            )
+    return tuple(sorted(set(ks))) or default_ks(num_samples)
+
+
+def answer_form(config: Config) -> AnswerForm:
+    """Return where the reward function of a configuration finds the answer; "auto" if unknown."""
+    return SHIPPED_FORMS.get(config.worker.reward.reward_function or "", "auto")
+
+
+def weight_dtype(path: str) -> Dtype | None:
+    """Return the format in which a model's weights are stored, if all have the same."""
+    stored = stored_dtype(model_folder(path))
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), None)
+
+
+def label(number: int, source: ModelSource) -> str:
+    """Return the name of the folder of one of several models."""
+    name = re.sub(r"[^\w.-]+", "-", Path(source.spec).resolve().name).strip("-")
+    return f"{number}-{name or 'model'}"
+
+
+def open_output(output: str | Path | None, source: ModelSource) -> Path:
+    """Return an empty folder for the results; an earlier evaluation in it is removed.
+
+    Raises: ConfigError if the folder contains anything else.
+    """
+    if output is None:
+        name = label(1, source).partition("-")[2]
+        number = 1
+        while (folder := Path("evaluations") / (name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+        folder.mkdir(parents=True)
+        return folder
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / RESULT).is_file():
+            raise ConfigError(f"{folder} exists and is no earlier evaluation; choose another --output")
+        for entry in folder.iterdir():
+            if entry.is_dir() and (entry.name in ("rollouts", "images", "exported") or is_run(entry)):
+                shutil.rmtree(entry)
+            elif entry.is_file():
+                entry.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], form: AnswerForm) -> dict[str, Any]:
+    """Return what an evaluation is made with, for evaluation.json."""
+    sampling = make_validation_sampling_params(config)
+    reward = config.worker.reward
+    return {
+        "data": list(config.data.val_files),
+        "limit": limit,
+        "format_prompt": config.data.format_prompt,
+        "reward_function": reward.reward_function,
+        "reward_function_kwargs": dict(reward.reward_function_kwargs),
+        "engine": config.worker.rollout.name,
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "k": list(ks),
+        "answers": form,
+        "confidence": CONFIDENCE,
+    }

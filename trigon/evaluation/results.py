@@ -1,0 +1,126 @@
+"""What evaluate() returns, as data types, and how they are written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from trigon.evaluation.statistics import Difference, Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of one model on some prompts.
+
+    accuracy: the mean of accuracy_name, over all scored completions.
+    accuracy_name: the score that is the accuracy: "accuracy" if the reward function returns it,
+    otherwise "overall".
+    parts: the mean of each score of the reward function, "overall" included.
+    pass_at, majority_at: by k; only of prompts with at least k scored completions. A completion is
+    right if its accuracy is at least 1.
+    no_answer: the fraction of completions without an answer, which do not vote.
+    length: tokens of a completion. cut: the fraction of completions that were cut at the limit.
+    max_length: of the longest completion. prompt_length: tokens of a prompt, images included.
+    num_failed, num_timeouts: completions that the reward function did not score; in no mean.
+    """
+
+    num_prompts: int
+    num_completions: int
+    accuracy: Estimate
+    accuracy_name: str
+    parts: Mapping[str, Estimate]
+    pass_at: Mapping[int, Estimate]
+    majority_at: Mapping[int, Estimate]
+    no_answer: float
+    length: Estimate
+    max_length: int
+    cut: Estimate
+    prompt_length: float
+    num_failed: int
+    num_timeouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blind:
+    """The same prompts with images of one colour.
+
+    difference: of the accuracy with images minus that without.
+    num_with_images: prompts that have images or videos. folder: a run folder with the rollouts.
+    """
+
+    summary: Summary
+    difference: Difference
+    num_with_images: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEvaluation:
+    """The evaluation of one model.
+
+    model: as it was given. path: the folder or hub id of the weights. step: of its run; 0 if it is
+    none. folder: a run folder with the rollouts and config.yaml.
+    by: column -> value -> summary of the prompts with that value.
+    num_rows: rows of the data. skipped: rows that could not be used, by reason.
+    num_not_sampled: prompts that could be used, and have no completions.
+    """
+
+    model: str
+    path: str
+    step: int
+    folder: Path
+    summary: Summary
+    by: Mapping[str, Mapping[str, Summary]]
+    blind: Blind | None
+    num_rows: int
+    skipped: Mapping[str, int]
+    num_not_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two models on the prompts that both have.
+
+    difference: accuracy of model minus that of baseline. adjusted_p_value: for the number of
+    comparisons (Holm, 1979).
+    """
+
+    model: str
+    baseline: str
+    difference: Difference
+    adjusted_p_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of evaluate().
+
+    comparisons: of each further model with the first. settings: what the models were evaluated
+    with: data, reward function, sampling. output: the folder with evaluation.json.
+    """
+
+    models: tuple[ModelEvaluation, ...]
+    comparisons: tuple[Comparison, ...]
+    settings: Mapping[str, Any]
+    output: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of evaluation.json; numbers that are not finite are null."""
+        content: dict[str, Any] = to_plain(self)
+        return content
+
+
+def to_plain(value: Any) -> Any:
+    """Return a result as mappings, lists, texts and numbers, with null for nan and infinity."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,1 @@
+"""Learning curves of runs: which runs belong together, their numbers, and the figure."""

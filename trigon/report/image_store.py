@@ -1,0 +1,55 @@
+"""The images of a run's prompts, as files in its folder: each distinct image once.
+
+    root/images/<SHA-256 of the dataset's image file>.png
+
+Small files are stored as they are, others reduced; see file_for_display.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from trigon.data.images import file_for_display
+from trigon.records.rollouts import IMAGES
+
+MAX_BYTES = 128 * 2**10
+"""Files up to this size are stored unchanged."""
+
+
+class ImageStore:
+    """Stores images below a run folder. add() may be called from several threads.
+
+    max_side: width and height in pixels to which larger files are reduced.
+    """
+
+    def __init__(self, run_folder: Path, *, max_side: int) -> None:
+        self._folder = run_folder / IMAGES
+        self._max_side = max_side
+        self._names: dict[str, str] = {}  # of the stored files, by hash
+        if self._folder.is_dir():
+            self._names = {
+                # A file is empty where the machine, not only the process, stopped.
+                Path(entry.name).stem: entry.name
+                for entry in os.scandir(self._folder)
+                if not entry.name.startswith(".") and entry.stat().st_size > 0
+            }
+
+    def add(self, encoded: bytes, *, where: str) -> str:
+        """Store an image unless it is there, and return its path below the run folder.
+
+        encoded: the image file of the dataset. where: its name in errors.
+        Raises: UnusableRow if it cannot be decoded; OSError if the file cannot be written.
+        """
+        digest = hashlib.sha256(encoded).hexdigest()
+        if digest not in self._names:
+            content, suffix = file_for_display(encoded, max_bytes=MAX_BYTES, max_side=self._max_side, where=where)
+            self._folder.mkdir(exist_ok=True)
+            name = f"{digest}{suffix}"
+            # Two threads may write the same file: each replaces it by the same content.
+            temporary = self._folder / f".{name}.{os.urandom(4).hex()}"
+            temporary.write_bytes(content)
+            os.replace(temporary, self._folder / name)
+            self._names[digest] = name
+        return f"{IMAGES}/{self._names[digest]}"
