@@ -38,8 +38,9 @@ KEEP_RATE = 0.5
 _MOST_CHANGES = 6  # that are combined
 _NUMBER_BYTES = 4  # of a token id or a float between driver and workers
 _UNKNOWN_HOST = 2**60  # bytes of host memory that is not known: no limit
-_ROLLOUT_BYTES = 600  # of a line in rollouts/, without its tokens
-_ROLLOUT_TOKEN_BYTES = 5  # of the text of a token
+_ROLLOUT_BYTES = 600  # of a line in rollouts/, without its texts
+_TEXT_BYTES = 5  # of a token
+_TOKEN_RECORD_BYTES = 65  # of a token whose numbers are stored (trainer.rollout_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +301,9 @@ class Planner:
             saves = -(-steps // trainer.save_freq)
         kept = min(saves, trainer.save_limit + 1) if trainer.save_limit > 0 else saves
         tokens = self._lengths.response_tokens + min(200, self._lengths.mean_prompt)
-        text = ledger.sampled * (_ROLLOUT_BYTES + _ROLLOUT_TOKEN_BYTES * tokens)
+        text = ledger.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens)
+        recorded = min(trainer.rollout_tokens, ledger.prompts) * ledger.completions * self._lengths.response_tokens
+        text += _TOKEN_RECORD_BYTES * recorded
         return Disk(stored + (0 if trainer.save_model_only else states), kept, round(text))
 
     def _states(self) -> int:
