@@ -213,7 +213,10 @@ def _work(plan: RunPlan) -> list[str]:
     rows.append(("a step", _flops(plan.flops.total), *_share(total if seconds else None, total)))
     lines = _table(rows if seconds else [row[:2] for row in rows], right=(1, 2, 3))
     lines.append(f"sampling: {_flops(plan.flops.prefill)} of prompts, {_flops(plan.flops.decode)} of completions")
-    lines.append(f"update: {_flops(plan.flops.computed)} with what is computed again for gradient checkpointing")
+    if plan.flops.computed > plan.flops.update:
+        lines.append(f"update: {_flops(plan.flops.computed)} with what gradient checkpointing computes again")
+    elif plan.flops.computed < plan.flops.update:
+        lines.append(f"update: {_flops(plan.flops.computed)} without the gradients that LoRA does not need")
     return lines
 
 
@@ -305,7 +308,9 @@ def _item(text: str, width: int) -> list[str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration: 0.42 s, 53 s, 12.5 min, 3.2 h, 2.1 days."""
+    """Return a duration: 4 ms, 0.42 s, 53.0 s, 12.5 min, 3.2 h, 2.1 days."""
+    if seconds < 0.0095:
+        return f"{1000 * seconds:.1f} ms"
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             number = seconds / divisor
