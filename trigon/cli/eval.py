@@ -183,7 +183,7 @@ def show(evaluation: Evaluation, console: Console) -> None:
         f"tokens, seed {settings['seed']}"
     )
     rows = summary_rows([each.summary for each in models])
-    console.table("Evaluation (95 % confidence intervals, clustered by prompt)", ("", *names), rows)
+    console.table("Evaluation, with 95 % intervals by prompt", ("", *names), rows)
     for column in models[0].by:
         show_column(column, models, names, console)
     for each in models:
@@ -298,8 +298,8 @@ def remarks(evaluation: Evaluation) -> list[str]:
             )
         if max(each.summary.majority_at, default=1) > 1 and each.summary.no_answer >= MIN_CUT_FRACTION:
             lines.append(
-                f"{name}: no answer was found in {each.summary.no_answer:.0%} of the completions, which do not vote "
-                f"in maj@k; --answers {evaluation.settings['answers']} says where it is"
+                f"{name}: {each.summary.no_answer:.0%} of the completions have no answer by --answers "
+                f"{evaluation.settings['answers']}, and do not vote in maj@k"
             )
     return lines
 
