@@ -269,6 +269,8 @@ def show_blind(model: ModelEvaluation, console: Console) -> None:
             ("p (permutation test)", show_p_value(difference.p_value)),
         ],
     )
+    if blind.num_with_images < model.summary.num_prompts:
+        console.print(f"{blind.num_with_images:,} of {model.summary.num_prompts:,} prompts have images or videos.")
     if difference.low > 0:
         share = difference.value / model.summary.accuracy.value
         console.print(f"It needs them: {share:.0%} of its accuracy is lost without the images.")

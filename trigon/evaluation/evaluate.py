@@ -42,8 +42,10 @@ from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvalua
 from trigon.evaluation.settings import EvaluationOptions, load_settings
 from trigon.evaluation.statistics import CONFIDENCE, holm
 from trigon.evaluation.summary import (
+    DATASET,
     PromptOutcome,
     accuracy_name,
+    check_columns,
     compare_outcomes,
     default_ks,
     outcomes_of,
@@ -242,6 +244,7 @@ def evaluate_model(
             config, data.val_files, (), open_builder(config, processors), report, max_rows=request.limit
         )
         check_rewards(rewards, prompts)
+        check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos)
@@ -253,7 +256,7 @@ def evaluate_model(
             accuracy = accuracy_name(rows)
             outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
             blind = evaluate_blind(parts, prompts, outcomes, output / BLIND, accuracy) if request.blind else None
-    columns = (*request.by, "dataset") if len(data.val_files) > 1 and "dataset" not in request.by else request.by
+    columns = (*request.by, DATASET) if len(data.val_files) > 1 and DATASET not in request.by else request.by
     evaluation = ModelEvaluation(
         model=source.spec,
         path=str(config.worker.actor.model.model_path),
