@@ -195,13 +195,15 @@ def show(evaluation: Evaluation, console: Console) -> None:
                 short_name(each.model),
                 show_difference(each.difference),
                 show_p_value(each.adjusted_p_value),
-                f"{each.difference.num_better} / {each.difference.num_worse} / {each.difference.num_prompts}",
+                f"{each.difference.num_better:,}",
+                f"{each.difference.num_worse:,}",
+                f"{each.difference.num_prompts:,}",
             )
             for each in evaluation.comparisons
         ]
         console.table(
-            f"Accuracy minus that of {names[0]}, paired by prompt",
-            ("", "difference", "p (permutation)", "better / worse / all"),
+            f"Accuracy minus that of {names[0]}, paired by prompt (permutation test)",
+            ("", "difference", "p", "better", "worse", "prompts"),
             comparisons,
         )
     for line in remarks(evaluation):
