@@ -66,7 +66,7 @@ def find_unusable_rows(config: Config, dataset: ScannedDataset) -> Iterator[Prob
             by_reason.setdefault(row.problem.reason, []).append(row)
     num_bad, num_rows = sum(map(len, by_reason.values())), len(dataset.rows)
     allowed = config.data.max_bad_row_fraction
-    is_fatal = num_bad > allowed * num_rows or num_bad == num_rows
+    is_fatal = num_bad > allowed * num_rows or not dataset.usable
     limit = ""
     if is_fatal:
         together = f"{num_bad} for all reasons, and " if len(by_reason) > 1 else ""
