@@ -16,6 +16,7 @@ KEPT = {
     "invariants/test_sharded_offload.py": r"\[tied, bf16\]",
     "invariants/test_checkpoint_killed.py": r"\[best-background\]",
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
+    "unit/test_check_page.py": r"thresholds",
     "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice)"
     r"|\[(a misspelt option|a marker too few|a row twice|a reward function that hangs on nothing|large images)\]"
     r"|\[qwen2_5_vl_3b_geo3k_grpo\]",
