@@ -84,11 +84,6 @@ ONLY_IN = {
     "modelscope": ("models/hub.py",),
     "matplotlib": ("plotting/figure.py",),
     "rich": ("report/console.py",),
-    "wandb": ("report/sinks.py",),
-    "swanlab": ("report/sinks.py",),
-    "mlflow": ("report/sinks.py",),
-    "tensorboard": ("report/sinks.py",),
-    "torch.utils.tensorboard": ("report/sinks.py",),
     "starlette": ("view/server.py",),
     "uvicorn": ("view/server.py",),
     "sqlite3": ("view/index.py", "view/index_rows.py"),
@@ -112,8 +107,6 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
-PRINT = ("cli/", "report/")
 SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 # starter/reward_template.py becomes a script of the user's own.
