@@ -23,16 +23,14 @@ LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
     "evaluation": 7,
     "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
-    "distributed": 5, "checkpoint": 5, "report": 5,
-    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2, "plotting": 2,
     "algorithms": 1, "config": 1, "records": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
-    "cpus": 0, "host_memory": 0, "gpu_memory": 0,
-    "types": 0, "errors": 0, "garbage": 0, "metrics": 0, "torchvision_stub": 0, "__init__": 0,
+    "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
+    "torchvision_stub": 0, "__init__": 0,
 }  # fmt: skip
 
 # The few that share a layer and know each other, in one direction.
