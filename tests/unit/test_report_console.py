@@ -106,11 +106,18 @@ def test_a_step_is_one_line_of_its_metrics(stream):
     )
 
 
-def test_filter_rounds_and_failed_rewards_are_in_the_line_of_a_step(stream):
+def test_filter_rounds_cut_completions_and_failed_rewards_are_in_the_line_of_a_step(stream):
     console = Console(stream=stream)
     console.step(1, 1, {"filter/rounds": 3.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
     console.step(1, 1, {"grader/failed": 1.0, "grader/timeout": 0.0}, seconds_left=None)
-    assert stream.getvalue() == "step 1/1  filter rounds 3  rewards timed out 2\nstep 1/1  rewards failed 1\n"
+    console.step(1, 1, {"response_length/mean": 8.0, "response_length/clip_ratio": 0.25}, seconds_left=None)
+    console.step(1, 1, {"response_length/mean": 8.0, "response_length/clip_ratio": 0.0}, seconds_left=None)
+    assert stream.getvalue().splitlines() == [
+        "step 1/1  filter rounds 3  rewards timed out 2",
+        "step 1/1  rewards failed 1",
+        "step 1/1  length 8  cut 0.25",
+        "step 1/1  length 8",
+    ]
 
 
 def test_the_last_step_shows_no_time_left(stream):

@@ -34,7 +34,7 @@ SECONDS_BEFORE_BAR = 2.0
 
 MAX_NAME_CHARACTERS = 40
 
-_SHOWN_ABOVE_ZERO = ("grader/failed", "grader/timeout")
+_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout")
 
 # The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -43,6 +43,7 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("validation accuracy", ("val/accuracy_reward",)),
     ("validation reward", ("val/reward_score",)),
     ("length", ("response_length/mean",)),
+    ("cut", ("response_length/clip_ratio",)),
     ("KL", ("actor/kl_loss", "actor/kl_penalty")),
     ("entropy", ("actor/entropy", "actor/entropy_loss")),
     ("grad norm", ("actor/grad_norm",)),
