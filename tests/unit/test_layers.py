@@ -22,8 +22,10 @@ PACKAGE = ROOT / "trigon"
 LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
     "evaluation": 7,
-    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
+    "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5,
+    "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
+    "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2, "plotting": 2,
@@ -87,6 +89,9 @@ ONLY_IN = {
     "mlflow": ("report/sinks.py",),
     "tensorboard": ("report/sinks.py",),
     "torch.utils.tensorboard": ("report/sinks.py",),
+    "starlette": ("view/server.py",),
+    "uvicorn": ("view/server.py",),
+    "sqlite3": ("view/index.py", "view/index_rows.py"),
 }
 
 # rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
@@ -105,7 +110,8 @@ SWALLOW = ("rewards/", "report/sinks.py")
 PRINT = ("cli/", "report/")
 SWALLOW = ("data/templates.py", "rewards/", "report/sinks.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
-PRINT = ("cli/", "report/", "scripts/configuration_page.py")
+# starter/reward_template.py becomes a script of the user's own.
+PRINT = ("cli/", "report/", "scripts/configuration_page.py", "starter/reward_template.py")
 
 
 class Import(NamedTuple):
