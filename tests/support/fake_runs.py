@@ -56,6 +56,7 @@ INTERVALS = Intervals(
     validate_last=False,
     save_every=0,
     generations_shown=0,
+    train_samples_every=0,
 )
 
 

@@ -65,7 +65,9 @@ def describe(name: str) -> Command:
         name=name,
         meaning=meaning,
         flags=tuple((tuple(action.option_strings), _summary(parser, action)) for action in flags),
-        values={flag: tuple(map(str, action.choices or ())) for action in with_choices for flag in action.option_strings},
+        values={
+            flag: tuple(map(str, action.choices or ())) for action in with_choices for flag in action.option_strings
+        },
         with_value=tuple(
             flag for action in flags if action.nargs != 0 and not action.choices for flag in action.option_strings
         ),
@@ -303,9 +305,7 @@ def fish_script(commands: Sequence[Command], keys: Sequence[Option]) -> str:
     """Return the script for fish."""
     lines: list[str] = []
     for command in commands:
-        lines.append(
-            f"complete -c trigon -n __fish_use_subcommand -a {command.name} -d {shlex.quote(command.meaning)}"
-        )
+        lines.append(f"complete -c trigon -n __fish_use_subcommand -a {command.name} -d {shlex.quote(command.meaning)}")
         seen = f"complete -c trigon -n '__fish_seen_subcommand_from {command.name}'"
         for names, summary in command.flags:
             words = [f"-{'l' if name.startswith('--') else 's'} {name.lstrip('-')}" for name in names]
@@ -351,7 +351,9 @@ def _flag_values(commands: Sequence[Command]) -> str:
 
 
 def _values(keys: Sequence[Option]) -> str:
-    return "\n".join(f"        {option.name}) echo {_words(values_of(option))} ;;" for option in keys if values_of(option))
+    return "\n".join(
+        f"        {option.name}) echo {_words(values_of(option))} ;;" for option in keys if values_of(option)
+    )
 
 
 def _words(words: Sequence[str]) -> str:

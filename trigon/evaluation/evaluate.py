@@ -21,7 +21,6 @@ from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
 from trigon.build.options import make_validation_sampling_params
 from trigon.build.run import (
-    TrackerEnvironment,
     check_environment,
     check_rewards,
     check_run_memory,
@@ -69,8 +68,6 @@ from trigon.types import RolloutGroup
 RESULT = "evaluation.json"
 BLIND = "blind"
 """Folder of the evaluation without images, below that of the evaluation with them."""
-
-NO_TRACKERS = TrackerEnvironment(tensorboard_dir=None, swanlab_dir=None, swanlab_mode=None, swanlab_api_key=None)
 
 
 def evaluate(
@@ -232,7 +229,7 @@ def evaluate_model(
         folder = stack.enter_context(RunFolder(output))
         folder.write_config(dump_config(config))
         processors = open_processors(config)
-        report = stack.enter_context(open_reporter(config, folder, console, NO_TRACKERS, None, processors))
+        report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
         worker_group = None
         check_hardware = partial(check_run_memory, config, console)
         if num_workers(config) > 1:
@@ -313,7 +310,7 @@ def evaluate_blind(
     request.console.print("the same prompts with blank images:")
     with RunFolder(output) as folder:
         folder.write_config(dump_config(config))
-        with open_reporter(config, folder, request.console, NO_TRACKERS, None, parts.processors) as report:
+        with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
             rows = sample(parts, with_blank_media(prompts), report)
     blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
     return Blind(
