@@ -1,3 +1,65 @@
-"""Reinforcement learning for vision-language models: sample completions, score them, update."""
+"""Reinforcement learning for vision-language models: sample completions, score them, update.
+
+Everything in __all__ can be relied on, and is documented in docs/python.md. Names are imported when
+they are first used, so that importing the package takes no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trigon.api import TrainResult, plan, train
+    from trigon.errors import TrigonError
+    from trigon.evaluation.evaluate import evaluate
+    from trigon.evaluation.results import Evaluation
+    from trigon.evaluation.score import score
+    from trigon.evaluation.score_results import ScoreResult
+    from trigon.planning.result import RunPlan
+    from trigon.records.tables import RunTables, load_run
+    from trigon.types import RolloutGroup
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Evaluation",
+    "RolloutGroup",
+    "RunPlan",
+    "RunTables",
+    "ScoreResult",
+    "TrainResult",
+    "TrigonError",
+    "__version__",
+    "evaluate",
+    "load_run",
+    "plan",
+    "score",
+    "train",
+]
+
+_MODULES = {
+    "Evaluation": "trigon.evaluation.results",
+    "RolloutGroup": "trigon.types",
+    "RunPlan": "trigon.planning.result",
+    "RunTables": "trigon.records.tables",
+    "ScoreResult": "trigon.evaluation.score_results",
+    "TrainResult": "trigon.api",
+    "TrigonError": "trigon.errors",
+    "evaluate": "trigon.evaluation.evaluate",
+    "load_run": "trigon.records.tables",
+    "plan": "trigon.api",
+    "score": "trigon.evaluation.score",
+    "train": "trigon.api",
+}
+"""Public name -> the module that has it."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'trigon' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,9 +6,9 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
-from trigon.evaluate import Evaluator
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
@@ -28,6 +27,7 @@ from trigon.train_groups import AdvantageSettings, prepare_groups
 from trigon.training.protocol import LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
+from trigon.validation import Evaluator
 
 
 class SaveState(Protocol):
@@ -55,6 +55,29 @@ class Intervals:
     save_every: int
     generations_shown: int
     train_samples_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Functions of the user, which the loop calls in its process. An error in one ends the run.
+
+    on_rollouts: called with the groups of a step, scored and recorded, before the update.
+    on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
+    step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
+    """
+
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None
+    on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call on_step, if there is one."""
+        if self.on_step is not None:
+            self.on_step(step, metrics)
+
+    def rollouts(self, groups: Sequence[RolloutGroup]) -> None:
+        """Call on_rollouts, if there is one."""
+        if self.on_rollouts is not None:
+            self.on_rollouts(groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +118,7 @@ class Run:
     tracer: Tracer
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
+    hooks: Hooks = field(default_factory=Hooks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +147,11 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     progress = restore(run, resume_from)
     if run.intervals.validate_only:
         run.report.begin()
-        run.report.record(progress.step, validate(run, progress))
+        run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.report.step(0, run.plan.total_steps, validate(run, progress))
+        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validate(run, progress)))
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -158,6 +182,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
             scored = score_tokens(run, batch.groups)
         shows = is_due(step, run.intervals.train_samples_every)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
+        run.hooks.rollouts(batch.groups)
         learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
         metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
@@ -234,7 +259,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     stopping = step == last or run.should_stop()
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
-    run.report.step(
+    recorded = run.report.step(
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
     if stopping or is_due(step, run.intervals.save_every):
@@ -243,6 +268,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
             run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
             if stopping:
                 run.store.wait()
+    run.hooks.step(step, recorded)
     return stopping
 
 

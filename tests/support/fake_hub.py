@@ -67,13 +67,14 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         pass
 
-    def answer(self, status: int, content: object) -> None:
+    def answer(self, status: int, content: object, code: str = "") -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         if status >= 400:
             self.send_header("X-Error-Message", str(content["error"]))
+            self.send_header("X-Error-Code", code)
         self.end_headers()
         self.wfile.write(data)
 
@@ -137,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = "/".join(parts[:2])
         repository = self.hub.repositories.get(name)
         if repository is None:
-            return self.answer(404, {"error": "Repository not found"})
+            return self.answer(404, {"error": "Repository not found"}, "RepoNotFound")
         match parts[2:]:
             case []:
                 content = {"id": name, "private": repository.private, "sha": "a" * 40, "siblings": [], "tags": []}

@@ -28,7 +28,6 @@ from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
-from trigon.evaluate import Evaluator
 from trigon.loop import Intervals, Run
 from trigon.models.load import Processors, load_processors
 from trigon.parity import ParityCheck
@@ -42,6 +41,7 @@ from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.validation import Evaluator
 
 NUM_PROMPTS, NUM_VALIDATION = 10, 3
 

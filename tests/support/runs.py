@@ -37,6 +37,7 @@ def make_tiny(folder: Path) -> Path:
 
 
 STEPS = 6
+CONFIG = ROOT / "trigon" / "tiny" / "quickstart.yaml"
 
 
 def start(
@@ -49,7 +50,26 @@ def start(
         sys.executable,
         "-m",
         "trigon.trainer.main",
-        f"config={ROOT / 'trigon' / 'tiny' / 'quickstart.yaml'}",
+        f"config={CONFIG}",
+        *overrides_of(made, folder, steps=steps),
+        *overrides,
+    ]
+    with log_of(folder).open("a") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+            # A test process in the background may ignore SIGINT, which its children inherit.
+            preexec_fn=restore_sigint,
+        )
+
+
+def overrides_of(made: Path, folder: Path, *, steps: int) -> list[str]:
+    """Return the options of a run with the model and data in `made`, which writes into `folder`."""
+    return [
         f"data.train_files={made / 'data' / 'train.parquet'}",
         f"data.val_files={made / 'data' / 'validation.parquet'}",
         f"worker.actor.model.model_path={made / 'model'}",
@@ -68,19 +88,7 @@ def start(
         "worker.actor.optim.lr_warmup_ratio=0",  # a schedule would depend on trainer.max_steps
         "worker.actor.optim.lr_scheduler_type=constant",
         *([] if find_spec("vllm") else ["worker.rollout.name=transformers"]),
-        *overrides,
     ]
-    with log_of(folder).open("a") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-            # A test process in the background may ignore SIGINT, which its children inherit.
-            preexec_fn=restore_sigint,
-        )
 
 
 def restore_sigint() -> None:

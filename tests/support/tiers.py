@@ -23,6 +23,8 @@ KEPT = {
     "unit/test_models_activations.py": r"measured_peak\[qwen2_5_vl-|autocast-checkpointing-lora|variable_lengths",
     "integration/test_examples.py": None,
     "integration/test_memory_of_a_larger_model.py": None,
+    "integration/test_python_api.py": r"numbers_of_the_command_line_stops_resumes",
+    "integration/test_python_examples.py": r"test_the_page_has|saved_with_its_outputs",
     "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
     "integration/test_gpu_placement.py": None,
     "integration/test_many_workers.py": r"test_two_workers_(have_the_numbers_of_one|process_each_image)",

@@ -147,7 +147,7 @@ def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
 
 
 def test_a_model_that_cannot_be_had_skips_what_needs_it(run):
-    run.options["worker.actor.model.model_path"] = "no program/nothing"
+    run.options["worker.actor.model.model_path"] = "nobody/nothing"
     report = check(run)
     assert found(report) == {"model.unusable"}, shown(report)
     assert report.result("rows").reason == report.result("memory").reason == "see the check 'model'"
@@ -301,7 +301,7 @@ def test_a_ground_truth_becomes_a_final_answer(ground_truth, answer):
 
 
 def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
-    # Reads a format that no program knows: only its shape is rewarded here.
+    # Reads a format that is not among those that are tried.
     run.reward = 'def score(predict_str, ground_truth):\n    return 0.5 * (f"@@{ground_truth}" in predict_str)\n'
     report = check(run)
     assert found(report) == {"reward.constant"}

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from trigon import __version__
+from trigon.build.start import StopSignals, read_path
 from trigon.cli.main import COMMANDS, main
-from trigon.cli.train import StopSignals, read_path
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",

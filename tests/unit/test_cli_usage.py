@@ -34,7 +34,7 @@ def required(command: str) -> list[str]:
         argument
         for action in found._actions
         if action.required and action.nargs not in ("*", "?")
-        for argument in (*action.option_strings[:1], "x")
+        for argument in (*action.option_strings[:1], *([next(iter(action.choices))] if action.choices else ["x"]))
     ]
     return needed + ["x" for group in found._mutually_exclusive_groups if group.required]
 
@@ -145,12 +145,12 @@ def test_a_bad_value_of_a_flag_is_one_line_with_status_2(capsys, command, flag):
     "arguments", [["--max_steps", "3"], ["--max-steps=3"], ["--trainer.max_steps=3"], ["-trainer.max_steps", "3"]]
 )
 def test_an_option_with_dashes_is_answered_with_how_it_is_written(capsys, command, arguments):
-    status, out, err = run(capsys, command, *arguments)
+    status, out, err = run(capsys, command, *required(command), *arguments)
     assert (status, out) == (2, "")
     assert "options have no dashes, and an equals sign; write trainer.max_steps=3 (" in err
 
 
-@pytest.mark.parametrize("command", takes_options())
+@pytest.mark.parametrize("command", [command for command in takes_options() if "--config" not in parser(command).flags])
 def test_a_file_as_a_flag_is_answered_with_how_it_is_given(capsys, command):
     status, _, err = run(capsys, command, "--config", "run.yaml")
     assert status == 2
@@ -167,8 +167,11 @@ def test_a_file_as_a_flag_is_answered_with_how_it_is_given(capsys, command):
     ],
 )
 def test_a_wrong_option_has_status_2_with_a_hint(capsys, command, override, message):
-    status, out, err = run(capsys, command, override)
-    assert status == 2
+    if "=" not in override and required(command):
+        pytest.skip(f"trigon {command} has other arguments without an equals sign")
+    # trigon check reports what is wrong in a configuration, as its result.
+    status, out, err = run(capsys, command, *required(command) * 2, override)
+    assert status == (1 if command == "check" and "=" in override else 2)
     assert message in out + err
 
 

@@ -156,7 +156,7 @@ def test_a_position_in_other_data_is_an_error(ten, processors, tmp_path, open_st
     with pytest.raises(CheckpointError, match=r"saved with data\.shuffle=true, here it is false"):
         open_stream(ten, shuffle=False).load_state(state)
     old = {key: value for key, value in state.items() if key != "datasets"}
-    with pytest.raises(CheckpointError, match=r"10 usable rows then, 9 now in \S+rows\.jsonl; restore the files"):
+    with pytest.raises(CheckpointError, match=r"10 usable rows then, 9 now in \S+rows\.jsonl; restore the data"):
         open_stream(nine).load_state(old)
     open_stream(ten).load_state(old)
 

@@ -21,8 +21,8 @@ PACKAGE = ROOT / "trigon"
 
 LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
-    "evaluation": 7,
-    "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "evaluate": 6, "parity": 6,
+    "evaluation": 7, "api": 7,
+    "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "validation": 6, "parity": 6,
     "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
@@ -30,12 +30,15 @@ LAYER = {
     "algorithms": 1, "config": 1, "records": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
-    "torchvision_stub": 0, "__init__": 0,
+    "torchvision_stub": 0,
+    "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
 # The few that share a layer and know each other, in one direction.
 NEIGHBOURS = {
     ("trainer", "cli"),
+    ("api", "build"),
+    ("api", "planning"),
     ("cli", "tiny"),
     ("tiny", "build"),
     ("tiny", "cli"),
@@ -55,7 +58,7 @@ NEIGHBOURS = {
     ("cli", "evaluation"),
     ("evaluation", "build"),
     ("doctor", "tiny"),
-    ("loop", "evaluate"),
+    ("loop", "validation"),
     ("loop", "parity"),
     ("loop", "batch"),
     ("loop", "train_groups"),
@@ -73,6 +76,7 @@ ONLY_IN = {
         "training/fsdp.py",
         "training/state.py",
     ),
+    "cloudpickle": ("rewards/callables.py", "rewards/load.py"),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
@@ -102,6 +106,7 @@ ENVIRONMENT = (
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
     "models/hub.py",
+    "build/start.py",
     "cli/",
     "tiny/quickstart.py",
 )

@@ -70,6 +70,7 @@ def annotated_quoted_dict(sample: "dict[str, object]"): ...
 def single_argument(samples): ...
 def single_required_argument(samples, weight): ...
 def legacy_names(predict_str, ground_truth, format_weight=0.1): ...
+def plain_names(response, ground_truth): ...
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def legacy_names(predict_str, ground_truth, format_weight=0.1): ...
         (single_argument, {}, "batch"),
         (single_required_argument, {"weight": 1}, "batch"),
         (legacy_names, {}, "legacy"),
+        (plain_names, {}, "legacy"),
     ],
 )
 def test_the_contract_is_detected_from_the_signature(function, kwargs, contract):
@@ -136,6 +138,11 @@ def test_missing_keyword_arguments_are_named():
         bind_kwargs(named_reward_inputs, "batch", {}, where="f")
 
 
+@pytest.mark.parametrize("number", [1, 1.0, True, np.float32(1.0), np.array(1.0)])
+def test_a_number_is_the_reward(number):
+    assert read_scores(number) == {"overall": 1.0}
+
+
 def test_all_kinds_of_numbers_are_accepted():
     returned = {
         "overall": True,
@@ -151,9 +158,9 @@ def test_all_kinds_of_numbers_are_accepted():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "returned None, expected a dict"),
-        ("1.0", "returned '1.0', expected a dict"),
-        (1.0, "returned 1.0, expected a dict"),
+        (None, "returned None, expected a number, or a dict"),
+        ("1.0", "returned '1.0', expected a number"),
+        ([1.0], "returned [1.0], expected a number, or a dict"),
         ({}, "without 'overall'"),
         ({"accuracy": 1.0}, "without 'overall'"),
         ({"overall": math.nan}, "nan for 'overall', expected a finite number"),

@@ -183,8 +183,8 @@ def test_only_the_completion_that_fails_gets_no_score(pool_of, text):
         "exit": "its worker exited with code 3",
         "leave": "SystemExit: 4 (reward.py:14)",
         "nan": "returned nan for 'overall', expected a finite number",
-        "none": "returned None, expected a dict with 'overall'",
-        "text": "returned '1.0', expected a dict with 'overall'",
+        "none": "returned None, expected a number, or a dict with 'overall'",
+        "text": "returned '1.0', expected a number, or a dict with 'overall'",
         "bare": "returned a dict without 'overall': {'accuracy': 1.0}",
     }
     responses = [response for name in bad for response in (name, "good", "better")]

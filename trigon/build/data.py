@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from trigon.build.options import (
     count_data_threads,
@@ -21,12 +22,15 @@ from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.prompts import PromptBuilder
+from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
-from trigon.evaluate import Evaluator
 from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
+from trigon.validation import Evaluator
+
+NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
 
 
 def open_processors(config: Config) -> Processors:
@@ -81,20 +85,30 @@ def scan_datasets(
     report: Reporter,
     *,
     max_rows: int | None = None,
+    opened: Mapping[str, Source] = NO_SOURCES,
 ) -> PromptSet | MixedPrompts:
     """Open several datasets as one. See scan_dataset.
 
     weights: how often an epoch goes through each dataset; empty: once.
     """
-    return mix([scan_dataset(config, spec, builder, report, max_rows=max_rows) for spec in specs], weights)
+    return mix(
+        [scan_dataset(config, spec, builder, report, max_rows=max_rows, opened=opened) for spec in specs], weights
+    )
 
 
 def scan_dataset(
-    config: Config, spec: str, builder: PromptBuilder, report: Reporter, *, max_rows: int | None = None
+    config: Config,
+    spec: str,
+    builder: PromptBuilder,
+    report: Reporter,
+    *,
+    max_rows: int | None = None,
+    opened: Mapping[str, Source] = NO_SOURCES,
 ) -> PromptSet:
     """Open a dataset, check each of its rows, and warn about the rows that are skipped.
 
     They are written into the run folder, also if there are too many.
+    opened: the datasets that were given as Python objects, by spec.
     max_rows: of the dataset, from its beginning; None: all.
     Raises: DataError.
     """
@@ -122,6 +136,7 @@ def scan_dataset(
                 num_workers=count_data_threads(config),
                 on_progress=on_progress,
                 on_skipped=on_skipped,
+                source=opened.get(spec),
                 max_rows=max_rows,
             )
         except DataError as error:

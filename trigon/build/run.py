@@ -7,7 +7,7 @@ and the data before the models, the models before the rollout engine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from trigon.build.engines import Engines, open_engines, save_state
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
 from trigon.build.models import choose_device, choose_kernel, device_type
+from trigon.build.objects import NO_OBJECTS, RunObjects, RunOutcome
 from trigon.build.options import (
     make_advantage_settings,
     make_group_filter,
@@ -33,15 +34,16 @@ from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
 from trigon.config.load import dump_config
-from trigon.config.paths import DATASET_SUFFIXES, local_path, split_dataset
+from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.prompts import PromptBuilder
+from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.gpu_memory import require_free_memory
-from trigon.loop import Run, train
+from trigon.loop import Hooks, Run, train
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, model_folder
 from trigon.parity import ParityCheck
@@ -66,19 +68,20 @@ def run_training(
     defer_interrupts: Callable[[], AbstractContextManager[None]],
     export_to: Path | None,
     loggers: Sequence[Logger] = (),
-) -> None:
+    objects: RunObjects = NO_OBJECTS,
+) -> RunOutcome:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
     checkpoint and ends the run. defer_interrupts: see Run. export_to: folder in which the last
     checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens.
+    this function opens. objects: what else the run is given as Python objects.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
     with ExitStack() as stack:
-        rewards = open_rewards(config)
+        rewards = open_rewards(config, objects)
         stack.callback(rewards.close)
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
@@ -106,7 +109,7 @@ def run_training(
         report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint))
 
         builder = open_builder(config, processors)
-        val_prompts, train_prompts = open_datasets(config, builder, report)
+        val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
@@ -128,6 +131,7 @@ def run_training(
         if checkpoint is not None:
             action = "validating the weights of" if config.trainer.val_only else "resuming after"
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
+            warn_if_complete(config, plan, checkpoint, console)
         folder.write_config(dump_config(config))
 
         run = make_run(
@@ -141,6 +145,7 @@ def run_training(
             report,
             should_stop=should_stop,
             defer_interrupts=defer_interrupts,
+            hooks=objects.hooks,
         )
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
@@ -153,6 +158,7 @@ def run_training(
             exported = export_checkpoint(last, export_to, dtype=None)
         next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
         report.summary(exported=exported, next_steps=next_steps)
+        return RunOutcome(folder.path, progress.step, stopped, last, exported)
 
 
 def check_environment(config: Config) -> None:
@@ -183,7 +189,7 @@ def announce_downloads(config: Config, console: Console) -> None:
     datasets = [
         location
         for location, _ in map(split_dataset, (*data.train_files, *data.val_files))
-        if local_path(location, suffixes=DATASET_SUFFIXES) is None
+        if local_path(location, suffixes=DATASET_SUFFIXES) is None and not is_python_object(location)
     ]
     names = list(dict.fromkeys((*models, *datasets)))
     if names and not uses_modelscope():
@@ -193,12 +199,21 @@ def announce_downloads(config: Config, console: Console) -> None:
         )
 
 
-def open_rewards(config: Config) -> RewardPool:
+def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console: Console) -> None:
+    """Warn that a run resumes after its last step, and makes none."""
+    if not config.trainer.val_only and checkpoint.step >= plan.total_steps:
+        console.warn(
+            f"this run has made its {plan.total_steps:,} steps already, and makes none now; raise trainer.max_steps or "
+            "trainer.total_epochs to continue it, or set another trainer.experiment_name to start a new run"
+        )
+
+
+def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool:
     """Start the reward workers."""
     reward = config.worker.reward
     assert reward.reward_function is not None
     return RewardPool(
-        reward.reward_function,
+        reward.reward_function if objects.reward is None else objects.reward,
         kwargs=reward.reward_function_kwargs,
         num_workers=reward.num_cpus,
         timeout_seconds=reward.timeout_seconds,
@@ -207,13 +222,18 @@ def open_rewards(config: Config) -> RewardPool:
     )
 
 
-def open_datasets(config: Config, builder: PromptBuilder, report: Reporter) -> tuple[Prompts | None, Prompts | None]:
-    """Return the validation and the training prompts; None without val_files, and with val_only."""
+def open_datasets(
+    config: Config, builder: PromptBuilder, report: Reporter, opened: Mapping[str, Source]
+) -> tuple[Prompts | None, Prompts | None]:
+    """Return the validation and the training prompts; None without val_files, and with val_only.
+
+    opened: as for scan_dataset.
+    """
     data = config.data
-    val_prompts = scan_datasets(config, data.val_files, (), builder, report) if data.val_files else None
+    val_prompts = scan_datasets(config, data.val_files, (), builder, report, opened=opened) if data.val_files else None
     if config.trainer.val_only:
         return val_prompts, None
-    return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report)
+    return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report, opened=opened)
 
 
 def check_rewards(rewards: RewardPool, prompts: Prompts | None) -> None:
@@ -343,6 +363,7 @@ def make_run(
     *,
     should_stop: Callable[[], bool],
     defer_interrupts: Callable[[], AbstractContextManager[None]],
+    hooks: Hooks,
 ) -> Run:
     """Return the parts of the training loop."""
     return Run(
@@ -368,4 +389,5 @@ def make_run(
         tracer=engines.tracer,
         should_stop=should_stop,
         defer_interrupts=defer_interrupts,
+        hooks=hooks,
     )

@@ -330,6 +330,11 @@ class CheckpointStore:
             self._warn(f"could not remove {folder}: {error}; the next save tries again")
 
 
+def find_checkpoints(root: Path) -> list[Path]:
+    """Return the folders of the complete checkpoints in a run folder, by step; none is verified."""
+    return [folder for _, folder in sorted(CheckpointStore(root, keep=-1)._complete_folders().items())]
+
+
 def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Checkpoint:
     """Return the checkpoint in a folder that the user named, after verifying all its files.
 

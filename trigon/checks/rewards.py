@@ -7,6 +7,7 @@ where no format scores more than a wrong answer, nothing is said about ground tr
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +28,11 @@ from trigon.types import Prompt, Score
 NUM_TRIED = 6
 """Rows with which the format is found that the reward function reads."""
 
-MAX_SECONDS = 20.0
-"""Time for scoring ground truths; more of them than that are sampled evenly."""
+MAX_SECONDS = 15.0
+"""Time after which no more ground truths are scored. Their order is random, with a fixed seed."""
 
 MIN_SCORED = 32
-"""Ground truths that are scored at least, if there are as many."""
+"""Ground truths that are scored at least, if there are as many; and at a time."""
 
 _TOLERANCE = 0.05
 """A ground truth is right if it scores this fraction of the way from wrong to right below right."""
@@ -61,13 +62,12 @@ class Judgement:
     """What made completions say about a reward function.
 
     best: the format with the highest scores. right, wrong: the mean scores of a right completion in
-    it, and of a wrong one. seconds: of one completion.
+    it, and of a wrong one.
     """
 
     best: AnswerFormat
     right: float
     wrong: float
-    seconds: float
 
     @property
     def can_judge(self) -> bool:
@@ -190,7 +190,6 @@ def judge(
 
     asked: the formats that the prompt asks for. Raises: RewardError.
     """
-    start = time.monotonic()
     right = {each: _overall(trial.score([(e, each.write(e.answer)) for e in examples])) for each in FORMATS}
     means = {each: sum(scores) / len(scores) for each, scores in right.items()}
     best_asked = max(asked, key=means.__getitem__, default=None)
@@ -201,8 +200,7 @@ def judge(
     wrong = _overall(trial.score(wrong_texts))
     empty = _overall(trial.score([(each, "") for each in examples]))
     again = _overall(trial.score([(each, best.write(each.answer)) for each in examples]))
-    seconds = (time.monotonic() - start) / ((len(FORMATS) + 3) * len(examples))
-    judgement = Judgement(best, means[best], sum(wrong) / len(wrong), seconds)
+    judgement = Judgement(best, means[best], sum(wrong) / len(wrong))
     first = examples[0]
     rows = [("right", right[best][0], best.write(first.answer)), ("wrong", wrong[0], wrong_texts[0][1])]
     table = "\n".join(
@@ -276,27 +274,32 @@ def score_ground_truths(
     """Score each ground truth against itself, as many as fit into MAX_SECONDS."""
     config = subject.given
     all_rows = [(dataset, row) for dataset in datasets for row in dataset.usable]
-    number = min(len(all_rows), max(MIN_SCORED, int(MAX_SECONDS / max(judgement.seconds, 1e-4))))
-    chosen = [all_rows[index * len(all_rows) // number] for index in range(number)]
-    examples, scores = [], []
-    with subject.progress("score ground truths", number) as advance:
-        for start in range(0, number, 256):
-            part = [trial.example(dataset, facts) for dataset, facts in chosen[start : start + 256]]
+    random.Random(0).shuffle(all_rows)
+    examples: list[Example] = []
+    scores: list[Score] = []
+    start = time.monotonic()
+    with subject.progress("score ground truths", len(all_rows)) as advance:
+        while len(scores) < len(all_rows):
+            if len(scores) >= MIN_SCORED and time.monotonic() - start > MAX_SECONDS:
+                break
+            part = [trial.example(*each) for each in all_rows[len(scores) : len(scores) + MIN_SCORED]]
             try:
                 scores += trial.score([(each, judgement.best.write(each.answer)) for each in part])
             except RewardError as error:
                 return Findings("", (Problem("reward.fails", True, str(error)),))
             examples += part
             advance(len(part))
+    number = len(scores)
+    judged = sorted(zip(examples, scores, strict=True), key=lambda each: each[0].facts.index)
     problems: list[Problem] = []
-    failed = [(e.facts, score) for e, score in zip(examples, scores, strict=True) if score.outcome != "ok"]
+    failed = [(example.facts, score) for example, score in judged if score.outcome != "ok"]
     if failed:
         message = f"the reward function has no score for the ground truths of {share(len(failed), number)}"
         is_fatal = len(failed) > config.worker.reward.max_failed_fraction * number
         shown = tuple(f"{row.name}: {row.ground_truth!r}: {score.error}" for row, score in failed[:MAX_EXAMPLES])
         advice = "correct these rows, or make it return a score for them"
         problems.append(Problem("reward.fails", is_fatal, message, advice, shown))
-    scored = [(e, score.overall) for e, score in zip(examples, scores, strict=True) if score.outcome == "ok"]
+    scored = [(example, score.overall) for example, score in judged if score.outcome == "ok"]
     highest = max((overall for _, overall in scored), default=judgement.right)
     least = highest - _TOLERANCE * (highest - judgement.wrong)
     low = [(each.facts, overall) for each, overall in scored if overall < least and each.answer.strip()]
@@ -309,10 +312,10 @@ def score_ground_truths(
         shown = tuple(f"{row.name}: {row.ground_truth!r} scores {overall:.3g}" for row, overall in low[:MAX_EXAMPLES])
         problems.append(Problem("reward.ground_truth", len(low) >= FAIL_FRACTION * number, message, advice, shown))
     limit = config.data.max_response_length
-    if long := [each.facts for each in examples if trial.count(each.answer) > limit]:
+    if long := [each.facts for each, _ in judged if trial.count(each.answer) > limit]:
         message = f"{share(len(long), number)} have a ground truth of more than data.max_response_length={limit} tokens"
         problems.append(Problem("answers.too_long", False, message, "raise data.max_response_length", names(long)))
-    sampled = "" if number == len(all_rows) else f" (of {len(all_rows):,}, at equal distances)"
+    sampled = "" if number == len(all_rows) else f" (of {len(all_rows):,}, chosen at random)"
     return Findings(f"{number:,} ground truths{sampled} score {highest:.3g} against themselves", tuple(problems))
 
 

@@ -19,7 +19,12 @@ def main(arguments: Sequence[str]) -> int:
         prog="trigon check",
         description="Check a run before it is started: configuration, machine, model files, every row with its "
         "images, and the reward function. No weights are loaded. Exit status 1 if the run would fail.",
-        epilog="Example: trigon check run.yaml data.max_prompt_length=2048. All checks: docs/check.md",
+        epilog="All checks, with their thresholds: docs/check.md",
+        examples=[
+            ("trigon check run.yaml", "all checks"),
+            ("trigon check run.yaml data.max_pixels=802816", "with another option"),
+            ("trigon check run.yaml --json", "for programs"),
+        ],
     )
     parser.add_argument("arguments", nargs="*", metavar="RUN.yaml key=value", help="as for trigon train")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and nothing else")

@@ -171,7 +171,8 @@ _trigon() {
         _trigon_option "$word" ""
     elif [[ -n "$options" ]]; then
         _trigon_option "$word" "="
-        [[ "$word" == *=* ]] || _trigon_files "$word"
+        # Names of files are quoted by bash, and = would be too: not together with options.
+        [[ "$word" == *=* || ${#COMPREPLY[@]} -gt 0 ]] || _trigon_files "$word"
     else
         _trigon_files "$word"
     fi
@@ -309,8 +310,8 @@ def fish_script(commands: Sequence[Command], keys: Sequence[Option]) -> str:
         seen = f"complete -c trigon -n '__fish_seen_subcommand_from {command.name}'"
         for names, summary in command.flags:
             words = [f"-{'l' if name.startswith('--') else 's'} {name.lstrip('-')}" for name in names]
-            if values := command.values.get(names[-1]):
-                words.append(f"-x -a {shlex.quote(' '.join(values))}")
+            if choices := command.values.get(names[-1]):
+                words.append(f"-x -a {shlex.quote(' '.join(choices))}")
             elif names[-1] in command.with_value:
                 words.append("-r")
             lines.append(f"{seen} {' '.join(words)} -d {shlex.quote(summary)}")
@@ -320,8 +321,8 @@ def fish_script(commands: Sequence[Command], keys: Sequence[Option]) -> str:
             lines.append(f"{seen} -a '(__trigon_options {chr(34)}{'=' if command.takes_options else ''}{chr(34)})'")
     lines.append("complete -c trigon -n __fish_use_subcommand -a help -d 'the help page of a command'")
     lines.append("complete -c trigon -n __fish_use_subcommand -a version -d 'the version of trigon'")
-    names = " ".join(command.name for command in commands)
-    lines.append(f"complete -c trigon -n '__fish_seen_subcommand_from help' -f -a '{names}'")
+    all_names = " ".join(command.name for command in commands)
+    lines.append(f"complete -c trigon -n '__fish_seen_subcommand_from help' -f -a '{all_names}'")
     cases = "\n".join(
         f"        case {option.name}\n            printf '%s\\n' {' '.join(values_of(option))}"
         for option in keys

@@ -15,7 +15,10 @@ def main(arguments: Sequence[str]) -> int:
         prog="trigon init",
         description="Write run.yaml, reward.py with its test, and data.jsonl with five images, to be replaced by your "
         "own. Nothing is overwritten.",
-        epilog="Example: trigon init my_run --tiny",
+        examples=[
+            ("trigon init my_run", "for a model of the hub, on a GPU"),
+            ("trigon init my_run --tiny", "with a tiny model, for a laptop"),
+        ],
     )
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this folder")
     choice = parser.add_mutually_exclusive_group()

@@ -50,12 +50,25 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the parsed arguments. Exits with status 2 and one line for wrong ones."""
+        if self.takes_options:
+            return self.parse_intermixed_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        return self._checked(parsed, unknown, args or ())
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the parsed arguments, of which positional ones may stand between flags."""
+        parsed, unknown = self.parse_known_intermixed_args(args, namespace)
+        return self._checked(parsed, unknown, args or ())
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the parsed arguments and those that are not known, as argparse does."""
         if _inspecting.get():
             raise _Inspected(self)
-        parse = self.parse_known_intermixed_args if self.takes_options else self.parse_known_args
-        parsed, unknown = parse(args, namespace)
+        return super().parse_known_args(args, namespace)
+
+    def _checked(self, parsed: Any, unknown: Sequence[str], given: Sequence[str]) -> Any:
         if unknown:
-            self.error(self._explain(unknown[0], list(args or ())))
+            self.error(self._explain(unknown[0], given))
         return parsed
 
     @property
@@ -78,7 +91,7 @@ class ArgumentParser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         known = {flag.replace("_", "-"): flag for flag in self.flags}
         similar = nearest(name.replace("_", "-"), known, cutoff=0.75 if self.takes_options else 0.6)
-        if similar is not None and similar.startswith("--"):
+        if similar is not None and similar.startswith("--") and not (self.takes_options and _is_option(name)):
             return f"unknown flag {name}; did you mean {known[similar]}?"
         if not self.takes_options:
             return f"unknown flag {name}"
@@ -88,12 +101,20 @@ class ArgumentParser(argparse.ArgumentParser):
         # Imported here: it loads pydantic, which a help page does not need.
         from trigon.config.load import advise_without_dashes
 
-        following = given[given.index(argument) + 1 :][:1] if argument in given else []
+        following = given[list(given).index(argument) + 1 :][:1] if argument in given else []
         return f"cannot read the argument {argument!r}: {advise_without_dashes(argument, following)}"
 
     def error(self, message: str) -> NoReturn:
         """Print one line, and exit with status 2. Control characters are shown as text."""
         self.exit(2, f"{self.prog}: error: {sanitize(message, max_characters=5000)} ({self.prog} --help for more)\n")
+
+
+def _is_option(flag: str) -> bool:
+    """Return whether a flag without dashes is the name of an option, or the end of one."""
+    from trigon.config.options import options
+
+    name = flag.lstrip("-").replace("-", "_")
+    return any(f".{option.name}".endswith(f".{name}") for option in options().values())
 
 
 def format_examples(examples: Sequence[tuple[str, str]]) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from trigon.cli.parser import ArgumentParser
 from trigon.config.load import load_config, split_arguments
-from trigon.errors import ConfigError
 from trigon.terminal import sanitize
 
 EXIT_DOES_NOT_FIT = 1
@@ -25,11 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     EXIT_DOES_NOT_FIT: the run does not fit into the memory that is there.
     """
     parser = make_parser()
-    given, unknown = parser.parse_known_intermixed_args(list(arguments))
-    try:
-        file, overrides = split_arguments([*given.config, *unknown])
-    except ConfigError as error:
-        parser.error(str(error))
+    given = parser.parse_args(arguments)
+    file, overrides = split_arguments(given.config)
     loaded = load_config(file, overrides)
     for warning in loaded.warnings:
         print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
@@ -64,6 +60,10 @@ def make_parser() -> ArgumentParser:
         prog="trigon plan",
         description="Plan a run: batches, memory, operations, time, bytes and disk. Needs neither a GPU nor the "
         "model's weights. Exit status 1: the run does not fit into memory.",
+        examples=[
+            ("trigon plan run.yaml", "on the GPUs of this machine"),
+            ("trigon plan run.yaml --gpus 8xH100-80G worker.rollout.n=16", "on others, with another option"),
+        ],
     )
     parser.add_argument("config", nargs="*", metavar="CONFIG.yaml key=value", help="as for trigon train")
     parser.add_argument("--gpus", metavar="8xH100-80G", help="the GPUs; 2x8xH100-80G: two nodes; default: this machine")

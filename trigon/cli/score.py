@@ -8,14 +8,16 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trigon.cli.parser import ArgumentParser
-from trigon.evaluation.score import OVERALL, SPLITS, TIMEOUT_SECONDS, score
-from trigon.evaluation.score_results import Agreement, Bin, RewardSummary, ScoreResult
+from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.names import SHIPPED_REWARDS
 from trigon.records.rollouts import to_json_line
 from trigon.report.console import Console, format_duration, format_number
+
+if TYPE_CHECKING:
+    from trigon.evaluation.score_results import Agreement, Bin, RewardSummary, ScoreResult
 
 NUM_SHOWN = 10
 """Disagreements that are printed by default."""
@@ -31,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{len(chosen.rewards)} reward functions are given; one or two can be")
     console = Console(stream=sys.stderr if chosen.json else sys.stdout)
     start = time.monotonic()
+    from trigon.evaluation.score import score  # here, as it loads numpy
+
     result = score(
         chosen.rollouts,
         chosen.rewards,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trigon import __version__
+from trigon.build.start import StopSignals, start_run
 from trigon.cli.parser import ArgumentParser
 from trigon.config.load import LoadedConfig, dump_config, load_config, split_arguments
 from trigon.terminal import sanitize
@@ -49,8 +47,6 @@ and docs/configuration.md has them in one page."""
 EXIT_STOPPED = 143
 """Exit status after SIGTERM: the current step was finished and saved, and the same command resumes.
 """
-
-_STDERR = 2  # file descriptor
 
 EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C (SIGINT). After one, the current step was finished and saved."""
@@ -123,33 +119,9 @@ def annotate(text: str, sources: Mapping[str, str]) -> str:
 def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
     """Train, and return the exit status. export_to: where to export the last checkpoint."""
     print(f"trigon {__version__}: loading libraries", flush=True)
-    if loaded.config.trainer.device == "cpu":
-        # Read as torch is imported. vLLM's C++ code notes on which NUMA node its memory is.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Imported here, so that errors of the configuration do not wait for heavy libraries.
-    from trigon.build.run import run_training
-    from trigon.data.images import ignore_pillow_warnings
-    from trigon.report.loggers.protocol import LoggerEnvironment
-
-    ignore_pillow_warnings()
-
-    logger_environment = LoggerEnvironment(
-        tensorboard_dir=read_path("TENSORBOARD_DIR"),
-        swanlab_dir=read_path("SWANLAB_DIR"),
-        swanlab_mode=os.environ.get("SWANLAB_MODE"),
-        swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
-    )
     stop = StopSignals()
     try:
-        with stop.handled(signal.SIGTERM):
-            run_training(
-                loaded.config,
-                warnings=loaded.warnings,
-                logger_environment=logger_environment,
-                should_stop=stop.requested,
-                defer_interrupts=lambda: stop.handled(signal.SIGINT),
-                export_to=export_to,
-            )
+        start_run(loaded, stop=stop, export_to=export_to)
     except KeyboardInterrupt:
         if not stop.requested():
             raise
@@ -162,49 +134,3 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
             return EXIT_INTERRUPTED
         case _:
             return EXIT_STOPPED
-
-
-def read_path(variable: str) -> Path | None:
-    """Return the path in an environment variable, or None if it is unset or empty."""
-    return Path(os.environ[variable]) if os.environ.get(variable) else None
-
-
-class StopSignals:
-    """Turns signals into a request to stop after the current step; a second signal acts at once.
-
-    received: the signal that made the request; None: no request.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._handlers: dict[int, Any] = {}  # by signal: what was in effect before
-
-    def requested(self) -> bool:
-        """Return whether a signal was received."""
-        return self.received is not None
-
-    @contextmanager
-    def handled(self, number: signal.Signals) -> Iterator[None]:
-        """Handle a signal within the context, unless this process was started to ignore it."""
-        before = signal.getsignal(number)
-        if before is signal.SIG_IGN:
-            yield
-            return
-        self._handlers[number] = before
-        signal.signal(number, self._receive)
-        try:
-            yield
-        finally:
-            del self._handlers[number]
-            signal.signal(number, before)
-
-    def _receive(self, number: int, frame: object) -> None:
-        self.received = signal.Signals(number)
-        for each, before in self._handlers.items():
-            signal.signal(each, before)
-        if self.received is signal.SIGINT:
-            text = "\nCtrl-C: finishing and saving the current step; press Ctrl-C again to stop at once\n"
-        else:
-            text = f"{self.received.name}: finishing and saving the current step\n"
-        # Not print, which raises if the signal arrives during another print.
-        os.write(_STDERR, text.encode())

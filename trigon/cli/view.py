@@ -83,6 +83,11 @@ def _parser() -> ArgumentParser:
         description="Show runs in a browser: curves, rollouts with images and per-token numbers, times, "
         "configurations. The page is served to this machine only, follows a run while it is written, and never writes "
         "to it.",
+        examples=[
+            ("trigon view runs/quickstart", "one run, followed while it is written"),
+            ("trigon view runs/a runs/b", "runs compared"),
+            ("trigon view runs/a --export a.html", "one file, to send"),
+        ],
     )
     parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument(

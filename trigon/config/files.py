@@ -6,13 +6,14 @@ not looked up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from trigon.config.paths import (
     DATASET_SUFFIXES,
     expand_path,
     is_inline_template,
+    is_python_object,
     local_path,
     nearest_path,
     path_exists,
@@ -90,6 +91,8 @@ def _val_files(config: Config) -> Paths:
 def _datasets(key: str, datasets: tuple[str, ...]) -> Paths:
     paths = {}
     for number, dataset in enumerate(datasets):
+        if is_python_object(dataset):
+            continue
         location, _ = split_dataset(dataset)
         if local_path(location, suffixes=DATASET_SUFFIXES) is not None:
             paths[f"{key}[{number}]" if len(datasets) > 1 else key] = location
@@ -110,7 +113,7 @@ def _local_model(key: str, path: str | None) -> Paths:
 
 def _reward(config: Config) -> Paths:
     reward = config.worker.reward.reward_function
-    if not reward or reward in SHIPPED_REWARDS:
+    if not reward or reward in SHIPPED_REWARDS or is_python_object(reward):
         return {}
     return {"worker.reward.reward_function": reward.rpartition(":")[0] or reward}
 
@@ -122,6 +125,24 @@ def _image_dir(config: Config) -> Paths:
 def _checkpoint(config: Config) -> Paths:
     path = config.trainer.load_checkpoint_path
     return {"trainer.load_checkpoint_path": path} if path else {}
+
+
+def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
+    """Return problems of datasets and reward functions that were another program's objects.
+
+    known: those that the caller has.
+    """
+    data, reward = config.data, config.worker.reward.reward_function
+    train_files = () if config.trainer.val_only else data.train_files
+    given = [("data.train_files", each) for each in train_files]
+    given += [("data.val_files", each) for each in data.val_files]
+    given += [("worker.reward.reward_function", reward)] if reward else []
+    return [
+        f"{key} is {text}, which a program gave to trigon.train as a Python object; give a file, or call trigon.train "
+        "again"
+        for key, text in given
+        if is_python_object(text) and text not in known
+    ]
 
 
 _HINTS = {

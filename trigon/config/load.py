@@ -7,7 +7,7 @@ checks.py, renamed and ignored keys in legacy.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import yaml
 from pydantic import ValidationError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from trigon.config.arguments import write_arguments
 from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
 from trigon.config.convert import convert
+from trigon.config.files import find_missing_objects
 from trigon.config.legacy import (
     IGNORED,
     RENAMED,
@@ -41,6 +43,7 @@ from trigon.errors import ConfigError
 from trigon.suggestions import did_you_mean, nearest_key
 
 COMMAND_LINE = "command line"
+ARGUMENTS = "arguments in Python"
 
 MAX_KEY_CHARACTERS = 200
 """Maximum length of a key outside of free mappings, all its parts together."""
@@ -102,12 +105,18 @@ def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     return f"options have no dashes, and an equals sign; write {key}={value}"
 
 
-def load_config(path: Path | None, overrides: Sequence[str]) -> LoadedConfig:
+def load_config(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    arguments: Sequence[Mapping[str, Any]] = (),
+    python_objects: Collection[str] = (),
+) -> LoadedConfig:
     """Return the checked configuration of a YAML file and of `key=value` overrides.
 
-    path: None for the defaults only. Raises: ConfigError, with all problems in one message.
+    Args: as inspect_config. Raises: ConfigError, with all problems in one message.
     """
-    inspected = inspect_config(path, overrides)
+    inspected = inspect_config(path, overrides, arguments=arguments, python_objects=python_objects)
     raise_problems(inspected.problems)
     return inspected.loaded
 
@@ -126,18 +135,30 @@ class InspectedConfig:
     uncertain: frozenset[str]
 
 
-def inspect_config(path: Path | None, overrides: Sequence[str]) -> InspectedConfig:
+def inspect_config(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    arguments: Sequence[Mapping[str, Any]] = (),
+    python_objects: Collection[str] = (),
+) -> InspectedConfig:
     """Return the configuration of a YAML file and of `key=value` overrides, with all its problems.
 
-    path: None for the defaults only. Raises: ConfigError if the file cannot be read, or is no YAML.
+    path: None for the defaults only. arguments: options as Python values, nested or with dotted
+    names; a later mapping replaces values of an earlier one. python_objects: the names of those
+    that the caller has (paths.PYTHON_PREFIX).
+    Raises: ConfigError if the file cannot be read, or is no YAML.
     """
     reader = _ConfigReader()
     if path is not None:
         reader.read_yaml(_read_text(path), str(path))
     for override in overrides:
         reader.read_override(override)
+    for values in arguments:
+        reader.read_yaml(write_arguments(values), ARGUMENTS)
     config = reader.build()
-    problems = (*reader.problems, *find_problems(config, uncertain=reader.uncertain))
+    missing = find_missing_objects(config, python_objects)
+    problems = (*reader.problems, *find_problems(config, uncertain=reader.uncertain), *missing)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
     loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config)), sources)
     return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
@@ -188,7 +209,7 @@ class _ConfigReader:
                 names = "" if first_path == path else f", as {_dotted(first_path)} and as {_dotted(path)}"
                 self.problems.append(_duplicate_key(current, source, _line(first_node), _line(node), names))
                 self.uncertain.add(_dotted(current))
-            self._add(path, node, f"{source}, line {_line(node)}")
+            self._add(path, node, _place(source, node))
 
     def read_override(self, override: str) -> None:
         """Add one `key=value` of the command line."""
@@ -264,7 +285,7 @@ class _ConfigReader:
             lines[name] = _line(key)
             # `worker.actor:` may stand for `worker:` and `actor:` below it.
             inner = (*path, name) if in_free_mapping else (*path, *name.split("."))
-            if in_free_mapping or self._check_path(inner, f"{source}, line {_line(key)}"):
+            if in_free_mapping or self._check_path(inner, _place(source, key)):
                 yield from self._flatten(value, inner, source)
 
     def _check_path(self, path: KeyPath, location: str) -> bool:
@@ -368,7 +389,13 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _duplicate_key(path: KeyPath, source: str, first: int, second: int, names: str = "") -> str:
-    return f"{_dotted(path)} is given twice{names} ({source}, lines {first} and {second}): keep one"
+    lines = "" if source == ARGUMENTS else f", lines {first} and {second}"
+    return f"{_dotted(path)} is given twice{names} ({source}{lines}): keep one"
+
+
+def _place(source: str, node: Node) -> str:
+    """Return where a node was written. Arguments in Python have no lines."""
+    return source if source == ARGUMENTS else f"{source}, line {_line(node)}"
 
 
 def _line(node: Node) -> int:

@@ -12,6 +12,15 @@ DATASET_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv")
 """Suffixes of dataset files. A dataset with one of them is a local file, not a hub id."""
 
 
+PYTHON_PREFIX = "python:"
+"""Begins the text of an option whose value a program gave as a Python object: `python:train`."""
+
+
+def is_python_object(text: str) -> bool:
+    """Return whether a dataset or a reward function was given as a Python object."""
+    return text.startswith(PYTHON_PREFIX)
+
+
 def is_inline_template(text: str) -> bool:
     """Return whether a text is a Jinja template itself, not the path of its file."""
     return "{{" in text or "{%" in text

@@ -11,11 +11,14 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from PIL import Image
+
 from trigon.data.bad_rows import Reason, UnusableRow
+from trigon.data.images import image_content
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
@@ -229,6 +232,7 @@ def open_prompts(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     on_skipped: Callable[[Sequence[SkippedRow]], None] | None = None,
+    source: Source | None = None,
     max_rows: int | None = None,
 ) -> PromptSet:
     """Open a dataset, scan its rows, and return the prompts of those that can be used.
@@ -236,7 +240,7 @@ def open_prompts(
     Args: see scan and select_prompts. Raises: DataError.
     """
     return select_prompts(
-        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, max_rows=max_rows),
+        scan(spec, builder, num_workers=num_workers, on_progress=on_progress, source=source, max_rows=max_rows),
         filter_overlong_prompts=filter_overlong_prompts,
         max_bad_row_fraction=max_bad_row_fraction,
         on_skipped=on_skipped,
@@ -250,6 +254,7 @@ def scan(
     num_workers: int,
     on_progress: Callable[[int, int], None] | None = None,
     check_row: CheckRow = PromptBuilder.check,
+    source: Source | None = None,
     max_rows: int | None = None,
 ) -> Scan:
     """Open a dataset and scan every row: text, markers, token count, and each image, decoded.
@@ -259,12 +264,12 @@ def scan(
         num_workers: threads.
         on_progress: called with (rows scanned, rows in total), in the calling thread.
         check_row: called for each row, in several threads.
-        max_rows: use the first rows only, so many; None: all.
+        source: the opened dataset, if it has no path. max_rows: use the first rows only; None: all.
     Raises: DataError if the dataset cannot be read, or lacks a column.
     """
-    source = open_source(spec)
+    source = open_source(spec) if source is None else source
     if max_rows is not None:
-        source = replace(source, rows=source.rows.select(range(min(max_rows, len(source.rows)))))
+        source = source.first(max_rows)
     builder = builder.with_default_image_dir(source.folder)
     builder.check_columns(source.columns, spec)
     _check_media_columns(spec, source, builder)
@@ -381,6 +386,8 @@ def _update_digest(digest: Any, value: Any) -> None:
             digest.update(b"list %d " % len(value))
             for part in value:
                 _update_digest(digest, part)
+        case Image.Image():
+            _update_digest(digest, image_content(value))
         case _:
             digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
 

@@ -110,6 +110,30 @@ def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
         return encoded
 
 
+def undecoded_file(image: Image.Image) -> bytes | None:
+    """Return the encoded file of an image that was opened, and not decoded or changed since.
+
+    None for any other image.
+    """
+    stream = getattr(image, "fp", None)
+    if not getattr(image, "tile", None) or stream is None or image.tell() != 0:
+        return None
+    position = stream.tell()
+    stream.seek(0)
+    try:
+        encoded: bytes = stream.read()
+    finally:
+        stream.seek(position)
+    return encoded
+
+
+def image_content(image: Image.Image) -> bytes:
+    """Return bytes that are equal for PIL images of equal content: what open_image depends on."""
+    palette = image.getpalette("RGBA") if image.mode == "P" else None
+    header = (image.mode, image.size, palette, image.info.get("transparency"), _orientation(image))
+    return repr(header).encode() + image.tobytes()
+
+
 def file_for_display(encoded: bytes, *, max_bytes: int, max_side: int, where: str) -> tuple[bytes, str]:
     """Return an image as a file that browsers show, and its suffix, such as ".png".
 

@@ -39,7 +39,7 @@ class Source:
     """An opened table.
 
     name: prefix of the prompt ids of its rows: "train".
-    rows: a datasets.Dataset with undecoded media and at least one row.
+    rows: a datasets.Dataset with undecoded media, or a list of dicts; at least one row.
     folder: relative image paths start here, and no path may lead outside it.
     columns: the names of all columns and structs' fields; fields with dots (columns.py).
     image_columns, video_columns: the columns or fields whose feature type is an image, or a video.
@@ -55,6 +55,12 @@ class Source:
     def has_column(self, name: str) -> bool:
         """Return whether the table has a column or a field of this name."""
         return name in self.columns
+
+    def first(self, max_rows: int) -> Source:
+        """Return the source of the first rows only, at most so many."""
+        if isinstance(self.rows, list):
+            return replace(self, rows=self.rows[:max_rows])
+        return replace(self, rows=self.rows.select(range(min(max_rows, len(self.rows)))))
 
 
 def open_source(spec: str) -> Source:
@@ -77,6 +83,24 @@ def open_source(spec: str) -> Source:
         split = split or "train"
         return _open_files(_files_of(path, split), path, split, split)
     raise DataError(f"there is no file or folder {location!r}{_nearest(path)}")
+
+
+def dataset_source(dataset: Any, *, spec: str, name: str, folder: Path) -> Source:
+    """Return a datasets.Dataset as a source. It is not changed.
+
+    Args: as open_python_rows; folder: as in Source. Raises: DataError for another object.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
+        splits = " or ".join(f"data[{split!r}]" for split in dataset)
+        raise DataError(f"{spec} has the splits {', '.join(dataset)}; give one of them: {splits}")
+    if isinstance(dataset, datasets.IterableDataset):
+        raise DataError(f"{spec} is streamed, and training draws rows in any order; load it without streaming")
+    if not isinstance(dataset, datasets.Dataset):
+        raise DataError(f"{spec} is a {type(dataset).__name__}; give a datasets.Dataset")
+    # Without the user's format or transform, which would change rows; with_format makes a copy.
+    return _source(spec, dataset.with_format(None), name, folder)
 
 
 def import_ahead() -> None:

@@ -189,7 +189,7 @@ class PromptStream:
             saved = [DatasetContent(**content) for content in state.get("datasets", ())]
             problem = _changed_content(saved, self._prompts.contents, state["num_prompts"], len(self._prompts))
             raise CheckpointError(
-                f"the checkpoint was saved with other training data: {problem}; restore the files of the saved run, or "
+                f"the checkpoint was saved with other training data: {problem}; restore the data of the saved run, or "
                 "start a new one with another trainer.experiment_name"
             )
         for key in ("shuffle", "seed"):

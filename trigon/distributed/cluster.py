@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
             "command on the head node, with the same RAY_AUTH_MODE and token; see docs/multi-node.md"
         ) from error
     try:
-        signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
         yield
     finally:
         ray.shutdown()

@@ -1,7 +1,7 @@
 """Samples and scores a dataset with one or several models, and compares the results.
 
-Prompts, engines, rewards and seeds are those of a run's validation (trigon/evaluate.py, build/), so
-that the same settings give the same completions.
+Prompts, engines, rewards and seeds are those of a run's validation (trigon/validation.py, build/),
+so that the same settings give the same completions.
 """
 
 from __future__ import annotations

@@ -17,18 +17,13 @@ from trigon.config.paths import nearest_path
 from trigon.cpus import count_usable_cpus
 from trigon.errors import ConfigError, DataError
 from trigon.evaluation.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
+from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.records.rollouts import RolloutRow, Split, find_rollouts, read_rollouts
 from trigon.records.run import RunRecord, is_run, open_run
 from trigon.report.console import Console
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.types import Score
-
-SPLITS: tuple[Split, ...] = ("train", "filtered", "validation")
-OVERALL = "overall"
-
-TIMEOUT_SECONDS = 10.0
-"""Default time limit of a completion, that of worker.reward.timeout_seconds."""
 
 WINDOW = 4096
 """Rollouts that are read, scored and forgotten at a time, but for their scores."""

@@ -63,8 +63,19 @@ class Console:
         step_lines: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        stream = stream or sys.stdout
+        # A notebook's stream says that it is a terminal, but it keeps every frame of a bar; and as
+        # HTML each line would be a block of its own.
+        in_notebook = type(stream).__module__.startswith("ipykernel.")
         # Markup is off: "[/bold]" in a completion must not be parsed.
-        self._rich = RichConsole(file=stream or sys.stdout, markup=False, highlight=False, emoji=False)
+        self._rich = RichConsole(
+            file=stream,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            force_jupyter=False,
+            force_terminal=False if in_notebook else None,
+        )
         self._progress_on = progress
         self._step_lines = step_lines
         self._clock = clock

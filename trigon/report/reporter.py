@@ -94,18 +94,19 @@ class Reporter:
 
     def step(
         self, step: int, total_steps: int, metrics: Metrics, *, num_tokens: int = 0, num_response_tokens: int = 0
-    ) -> None:
+    ) -> dict[str, float]:
         """Report the metrics of a step, with its timings, throughput and memory added.
 
         Call it before the step's checkpoint is saved, so that the metrics of a resumed run are
         complete; the time of the save belongs to the next step.
         num_tokens: of all sequences of the step, prompts included; num_response_tokens: of their
-        completions. 0: no throughput is reported.
+        completions. 0: no throughput is reported. Returns: all numbers that were recorded.
         """
         plain = self.record(step, metrics, num_tokens=num_tokens, num_response_tokens=num_response_tokens)
         self._recent.append(plain["timing_s/step"])
         average = sum(self._recent) / len(self._recent)
         self._console.step(step, total_steps, plain, seconds_left=average * (total_steps - step) if step else None)
+        return plain
 
     def record(
         self, step: int, metrics: Metrics, *, num_tokens: int = 0, num_response_tokens: int = 0

@@ -4,10 +4,10 @@ Does not depend on files, processes and time limits.
 
     batch        REWARD_TYPE = "batch"       f(reward_inputs: list[dict], **kwargs) -> list[dict]
     sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
-    legacy       chosen by its signature     f(predict_str, ground_truth, **kwargs) -> float | dict
+    legacy       chosen by its signature     f(response, ground_truth, **kwargs) -> dict
 
 A reward_input has the fields of RewardRequest; a returned dict is {"overall": reward, any other
-name: number}.
+name: number}. A number stands for {"overall": number}. EasyR1's name of response is predict_str.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def detect_contract(
 ) -> RewardContract:
     """Return the contract of a function, from REWARD_TYPE or, if that is None, its signature.
 
-    Arguments named (predict_str, ground_truth) mean legacy. A first argument named reward_input, or
-    annotated as a dict, means sequential; one named reward_inputs, or annotated as a list, means
-    batch, and so does a function with a single required argument that is not in kwargs.
+    Arguments named (response, ground_truth) or (predict_str, ground_truth) mean legacy. A first
+    argument named reward_input, or annotated as a dict, means sequential; one named reward_inputs,
+    or annotated as a list, means batch, and so does a function with a single required argument that
+    is not in kwargs.
     Raises: RewardError if REWARD_TYPE is unknown, the function is async, or the signature fits no
     contract.
     """
@@ -96,7 +97,7 @@ def detect_contract(
         raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch" or "sequential"')
     parameters = [p for p in _signature(function, where=where).parameters.values() if p.kind in _POSITIONAL]
     names = [parameter.name for parameter in parameters]
-    if names[:2] == ["predict_str", "ground_truth"]:
+    if names[:2] in (["response", "ground_truth"], ["predict_str", "ground_truth"]):
         return "legacy"
     if names[:1] == ["reward_input"] or _is_annotated(parameters[:1], "dict", "mapping"):
         return "sequential"
@@ -107,7 +108,7 @@ def detect_contract(
         return "batch"
     raise RewardError(
         f"{where} takes ({', '.join(names)}), which fits no contract: give it one argument for the completions and set "
-        'REWARD_TYPE = "batch" or "sequential" in its file, or name its two arguments (predict_str, ground_truth)'
+        'REWARD_TYPE = "batch" or "sequential" in its file, or name its two arguments (response, ground_truth)'
     )
 
 
@@ -140,14 +141,34 @@ def bind_kwargs(
     return functools.partial(function, **kwargs)
 
 
+class WrongLength(RewardError):
+    """A batch function returned no list, or one of another length than its argument."""
+
+
+def call_legacy(function: Callable[..., object], reward_input: Mapping[str, Any]) -> object:
+    """Return what a function of the legacy contract returns for a completion."""
+    return function(reward_input["response"], reward_input["ground_truth"])
+
+
+def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
+    """Return what a batch function returned for `length` completions. Raises: WrongLength."""
+    if not isinstance(returned, list | tuple):
+        raise WrongLength(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
+    if len(returned) != length:
+        raise WrongLength(f"returned a list of {len(returned)} for {length} completions")
+    return returned
+
+
 def read_scores(returned: object) -> dict[str, float]:
     """Return the scores of one completion as floats, from what the reward function returned for it.
 
-    Raises: RewardError, with a message of one line, unless `returned` is a dict of finite numbers
-    with "overall".
+    Raises: RewardError, with a message of one line, unless `returned` is a finite number, or a dict
+    of finite numbers with "overall".
     """
+    if _is_number(returned):
+        returned = {"overall": returned}
     if not isinstance(returned, Mapping):
-        raise RewardError(f"returned {_short_repr(returned)}, expected a dict with 'overall'")
+        raise RewardError(f"returned {_short_repr(returned)}, expected a number, or a dict with 'overall'")
     if "overall" not in returned:
         raise RewardError(f"returned a dict without 'overall': {_short_repr(returned)}")
     if len(returned) > MAX_PARTS:
@@ -161,6 +182,11 @@ def read_scores(returned: object) -> dict[str, float]:
             )
         scores[name] = _read_number(name, value)
     return scores
+
+
+def _is_number(value: object) -> bool:
+    """Return whether value is a number, or a numpy or torch scalar."""
+    return isinstance(value, int | float) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0)
 
 
 def _read_number(name: str, value: object) -> float:

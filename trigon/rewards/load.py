@@ -1,17 +1,19 @@
-"""Finds and loads a reward function from `file.py:function` or the name of a shipped verifier.
+"""Finds and loads a reward function: `file.py:function`, a shipped verifier, or a pickled function.
 
 find_source() only checks names and files, and may run anywhere. load_function() runs the user's
-file, and is only called in reward workers. Does not depend on the arguments of reward functions.
+file, or unpickles what callables.py pickled, and is only called in reward workers. Does not depend
+on the arguments of reward functions.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -24,9 +26,10 @@ _MODULE_NAME = "trigon_reward_function"
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """The location of a reward function, in a file or in a shipped module.
+    """The location of a reward function: in a file, in a shipped module, or pickled.
 
-    file: an absolute path, or "" for a shipped module.
+    file: an absolute path, or "". module: of a shipped function, or "". pickled: base64 of a
+    pickled (function, REWARD_TYPE), made by callables.py, or ""; function is then its name.
 
     Example: RewardSource(file="/home/me/reward.py", module="", function="compute_score").
     """
@@ -34,11 +37,26 @@ class RewardSource:
     file: str
     module: str
     function: str
+    pickled: str = field(default="", repr=False)
 
     @property
     def where(self) -> str:
         """The description of the function in error messages."""
+        if self.pickled:
+            return f"reward function {self.function!r}, given in Python,"
         return f"reward function {self.function!r} of {self.file or self.module}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """One of several reward functions whose weighted sum is the reward.
+
+    name: begins the names of its parts.
+    """
+
+    name: str
+    weight: float
+    source: RewardSource
 
 
 def find_source(spec: str) -> RewardSource:
@@ -75,6 +93,8 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
     there does not replace the standard library's.
     Raises: RewardError if the file fails to run, or has no such function.
     """
+    if source.pickled:
+        return _unpickle(source)
     try:
         module = _run_file(source.file) if source.file else importlib.import_module(source.module)
     except (Exception, SystemExit) as error:
@@ -89,6 +109,17 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
     if not callable(function):
         raise RewardError(f"{source.where} is a {type(function).__name__}, not a function")
     return function, getattr(module, "REWARD_TYPE", None)
+
+
+def _unpickle(source: RewardSource) -> tuple[Callable[..., object], object]:
+    import cloudpickle
+
+    try:
+        function, reward_type = cloudpickle.loads(base64.b64decode(source.pickled))
+    except (Exception, SystemExit) as error:
+        trace = "".join(traceback.format_exception(error))
+        raise RewardError(f"{source.where} cannot be loaded in a reward worker{_missing(error)}:\n{trace}") from error
+    return function, reward_type
 
 
 def _missing(error: BaseException) -> str:

@@ -25,12 +25,13 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
-from trigon.rewards.load import find_source
+from trigon.rewards.load import RewardSource, RewardTerm, find_source
 from trigon.rewards.process import ChildProcess, check_passed_variables, describe_exit, withheld_variable
 from trigon.rewards.scoring import Scoring
 from trigon.types import Score
@@ -51,11 +52,14 @@ _GRACE_SECONDS = 0.1
 
 
 class RewardPool:
-    """Reward workers for one reward function. May be used by any thread, one at a time."""
+    """Reward workers for one reward function, or a sum of several.
+
+    May be used by any thread, one at a time.
+    """
 
     def __init__(
         self,
-        spec: str,
+        reward: str | RewardSource | Sequence[RewardTerm],
         *,
         kwargs: Mapping[str, Any],
         num_workers: int,
@@ -65,18 +69,32 @@ class RewardPool:
     ) -> None:
         """Start the workers, which load the function; ready() waits for them.
 
-        Args: spec: `file.py:function`, or a name of names.SHIPPED_REWARDS. kwargs: keyword
-        arguments of the function.
+        Args: reward: `file.py:function`, or a name of names.SHIPPED_REWARDS; or the source of a
+        function, or several functions with their weights. kwargs: keyword arguments of a single
+        function.
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
         completions of one scoring that may fail. passed_variables: environment variables that the
         workers get although they look like secrets.
         Raises: RewardError if there is no such file, if one of the variables is not set, or if JSON
         cannot represent kwargs.
         """
-        source = find_source(spec)
-        setup = {"file": source.file, "module": source.module, "function": source.function}
+        source = find_source(reward) if isinstance(reward, str) else reward
+        setup: dict[str, Any] = {"source": None, "terms": [], "timeout_seconds": timeout_seconds}
+        if isinstance(source, RewardSource):
+            setup["source"] = asdict(source)
+            self._where = source.where
+            self._name = Path(source.file).name if source.file else source.function if source.pickled else str(reward)
+        else:
+            setup["terms"] = [asdict(term) for term in source]
+            self._name = " + ".join(term.name for term in source)
+            self._where = f"the sum of the reward functions {', '.join(repr(term.name) for term in source)}"
+            if kwargs:
+                raise RewardError(
+                    "worker.reward.reward_function_kwargs are arguments of a single reward function, and there are "
+                    f"{len(source)}; bind them with functools.partial"
+                )
         try:
-            self._setup = json.dumps({**setup, "kwargs": dict(kwargs), "timeout_seconds": timeout_seconds})
+            self._setup = json.dumps({**setup, "kwargs": dict(kwargs)})
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
@@ -84,8 +102,6 @@ class RewardPool:
             ) from error
         check_passed_variables(passed_variables)
         self._passed_variables = tuple(passed_variables)
-        self._where = source.where
-        self._name = Path(source.file).name if source.file else spec
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
         self._num_workers = num_workers

@@ -4,7 +4,8 @@ The function runs in the main thread. Does not depend on the number of workers a
 are handled. The parent's side is trigon.rewards.process and trigon.rewards.pool. Messages are lines
 of JSON:
 
-    -> {"file": ..., "module": ..., "function": ..., "kwargs": {...}, "timeout_seconds": 10.0}
+    -> {"source": {"file": ..., "module": ..., "function": ..., "pickled": ...}, "terms": [...],
+        "kwargs": {...}, "timeout_seconds": 10.0}   source: null if the reward is a sum of terms
     <- {"contract": "batch"}                        or {"load_error": "..."}; then it exits
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
     <- {"scores": {"overall": 1.0}, "seconds": 0.1, ...}  for each reward_input, in order, or
@@ -35,8 +36,17 @@ from typing import Any, assert_never
 
 from trigon.cpus import count_usable_cpus
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardContract, bind_kwargs, detect_contract, read_scores
-from trigon.rewards.load import RewardSource, load_function
+from trigon.rewards.contract import (
+    RewardContract,
+    WrongLength,
+    bind_kwargs,
+    call_legacy,
+    check_length,
+    detect_contract,
+    read_scores,
+)
+from trigon.rewards.load import RewardSource, RewardTerm, load_function
+from trigon.rewards.weighted import weighted_sum
 
 MAX_MEMORY_BYTES = 16 << 30
 """Maximum address space of a worker, enough to import large libraries."""
@@ -73,11 +83,14 @@ def main(channel_fd: int) -> None:
 
 
 def _serve(setup: Mapping[str, Any], lines: Iterator[bytes]) -> Iterator[Result]:
-    source = RewardSource(file=setup["file"], module=setup["module"], function=setup["function"])
     try:
-        function, reward_type = load_function(source)
-        contract = detect_contract(function, reward_type, setup["kwargs"], where=source.where)
-        function = bind_kwargs(function, contract, setup["kwargs"], where=source.where)
+        if setup["source"] is not None:
+            function, contract = _load(RewardSource(**setup["source"]), setup["kwargs"])
+        else:
+            terms = [
+                RewardTerm(term["name"], term["weight"], RewardSource(**term["source"])) for term in setup["terms"]
+            ]
+            function, contract = weighted_sum([(term, *_load(term.source, {})) for term in terms])
     except RewardError as error:
         yield {"load_error": str(error)}
         return
@@ -89,8 +102,11 @@ def _serve(setup: Mapping[str, Any], lines: Iterator[bytes]) -> Iterator[Result]
             yield {**result, "chunk": chunk["chunk"], "number": number}
 
 
-class _WrongLength(RewardError):
-    """A batch function returned no list, or one of another length than its argument."""
+def _load(source: RewardSource, kwargs: Mapping[str, Any]) -> tuple[Callable[..., object], RewardContract]:
+    """Return a function with its arguments bound, and its contract. Raises: RewardError."""
+    function, reward_type = load_function(source)
+    contract = detect_contract(function, reward_type, kwargs, where=source.where)
+    return bind_kwargs(function, contract, kwargs, where=source.where), contract
 
 
 def score_chunk(
@@ -106,11 +122,11 @@ def score_chunk(
             start = time.perf_counter()
             try:
                 with _time_limit(timeout_seconds):
-                    returned = _check_length(function(reward_inputs), len(reward_inputs))
+                    returned = check_length(function(reward_inputs), len(reward_inputs))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
                 if len(reward_inputs) > 1:
                     # Another error is that of one completion, which is found by scoring each alone.
-                    yield {"retry_singly": True, "error": str(error) if isinstance(error, _WrongLength) else ""}
+                    yield {"retry_singly": True, "error": str(error) if isinstance(error, WrongLength) else ""}
                 else:
                     yield {**_failure(error), "seconds": time.perf_counter() - start}
                 return
@@ -122,7 +138,7 @@ def score_chunk(
                 yield _score(function, reward_input, timeout_seconds=timeout_seconds)
         case "legacy":
             for reward_input in reward_inputs:
-                yield _score(_call_legacy, function, reward_input, timeout_seconds=timeout_seconds)
+                yield _score(call_legacy, function, reward_input, timeout_seconds=timeout_seconds)
         case _:
             assert_never(contract)
 
@@ -139,19 +155,6 @@ def _score(function: Callable[..., object], *arguments: object, timeout_seconds:
 
 def _identity(value: object) -> object:
     return value
-
-
-def _call_legacy(function: Callable[..., object], reward_input: RewardInput) -> object:
-    returned = function(reward_input["response"], reward_input["ground_truth"])
-    return returned if isinstance(returned, Mapping) else {"overall": returned}
-
-
-def _check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
-    if not isinstance(returned, list | tuple):
-        raise _WrongLength(f"returned {repr(returned)[:80]}, expected a list of {length} dicts")
-    if len(returned) != length:
-        raise _WrongLength(f"returned a list of {len(returned)} for {length} completions")
-    return returned
 
 
 def _failure(error: BaseException) -> Result:

@@ -16,7 +16,6 @@ from huggingface_hub import HfApi, ModelCard, constants, get_token, try_to_load_
 # HTTPError is that of its HTTP client, which differs from version to version.
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
-from trigon.checkpoint.export import export_checkpoint
 from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.json_files import write_json
 from trigon.plotting.curves import learning_curves
@@ -24,7 +23,6 @@ from trigon.plotting.figure import save_plot
 from trigon.records.run import RunRecord
 from trigon.sharing.card import CURVES, model_card
 from trigon.sharing.facts import hub_id, read_facts
-from trigon.training.checkpointing import ADAPTER_CONFIG
 
 README = "README.md"
 
@@ -111,6 +109,10 @@ def write_folder(
     by this; DataError if the run has no configuration; ConfigError if merged is set for a run
     without LoRA.
     """
+    # Imported here: they load torch, which a refused token does not need.
+    from trigon.checkpoint.export import export_checkpoint
+    from trigon.training.checkpointing import ADAPTER_CONFIG
+
     if not run.config():
         raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
     if settings.merged and _lora_rank(run) == 0:

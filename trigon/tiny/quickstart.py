@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="trigon quickstart",
         description="Make a tiny vision-language model and drawings, train it with GRPO, and export it.",
-        epilog=f"The configuration: {CONFIG}",
+        epilog="Its configuration is trigon/tiny/quickstart.yaml.",
         examples=[
             ("trigon quickstart", "a whole run; the same command again resumes it"),
             ("trigon quickstart trainer.max_steps=20", "with another option of the configuration"),

@@ -1,0 +1,70 @@
+"""Writes docs/command-line.md: `python scripts/command_line_page.py > docs/command-line.md`.
+
+The texts are the help pages of the commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from trigon.cli.main import COMMANDS, usage
+from trigon.cli.parser import MAX_COLUMNS, parser_of
+
+INTRODUCTION = """\
+# Command line
+
+<!-- Written by `python scripts/command_line_page.py > docs/command-line.md`; change the help of the
+     command instead. -->
+
+- Options of the configuration are `key=value`, without dashes; flags of a command have dashes. Both
+  can be mixed in any order. `trigon options NAME` explains an option, and
+  [configuration.md](configuration.md) has all of them.
+- `trigon help COMMAND` is `trigon COMMAND --help`.
+- A wrong argument is answered with one line and the nearest flag or option.
+- Results are on standard output, errors and warnings about the configuration on standard error.
+  Output that is not a terminal has no colours, and on a terminal it has none if `NO_COLOR` is set.
+
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed, or checks found that a run would fail |
+| 2 | wrong usage: an unknown command or flag, a missing argument, a wrong configuration |
+| 130 | interrupted by Ctrl-C; `trigon train` has saved the current step after one Ctrl-C |
+| 143 | `trigon train`: ended by SIGTERM, the current step is saved |
+
+## Completion in the shell
+
+Commands, flags, files, options part by part (`data.`, then `data.max_pixels=`) and their values are
+completed with the tab key. The script has all names in it and starts no Python; write it again
+after an update.
+
+```bash
+mkdir -p ~/.local/share/bash-completion/completions
+trigon completion bash > ~/.local/share/bash-completion/completions/trigon
+```
+
+This is read where the package bash-completion is installed; elsewhere add
+`source ~/.local/share/bash-completion/completions/trigon` to `~/.bashrc`. For zsh, with
+`fpath+=~/.zfunc` before `compinit` in `~/.zshrc`, and for fish:
+
+```bash
+mkdir -p ~/.zfunc && trigon completion zsh > ~/.zfunc/_trigon
+mkdir -p ~/.config/fish/completions && trigon completion fish > ~/.config/fish/completions/trigon.fish
+```
+"""
+
+
+def document() -> str:
+    """Return the page."""
+    os.environ["COLUMNS"] = str(MAX_COLUMNS)  # the width of help pages
+    parts = [INTRODUCTION, f"## trigon\n\n```text\n{usage()}\n```\n"]
+    for name, (module, _) in COMMANDS.items():
+        parser = parser_of(importlib.import_module(module).main)
+        parts.append(f"## trigon {name}\n\n```text\n{parser.format_help().rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,170 @@
+"""The public names, and how the arguments of trigon.train become a configuration and objects."""
+
+import inspect
+import subprocess
+import sys
+import threading
+import typing
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import trigon
+from trigon.api import TRAIN, VALIDATION, read_arguments
+from trigon.errors import ConfigError, DataError, RewardError
+
+REQUIRED = {"worker.rollout.n": 4, "data.rollout_batch_size": 8, "worker.actor.global_batch_size": 8}
+
+
+def read(**given):
+    names = ("model", "data", "reward", "val_data", "config", "loggers", "options")
+    arguments = {name: given.pop(name, None) for name in names}
+    arguments["options"] = {**REQUIRED, **(arguments["options"] or {})}
+    arguments["model"] = arguments["model"] or "owner/model"
+    arguments["reward"] = arguments["reward"] or "math"
+    arguments["data"] = [{"prompt": "?", "answer": "1"}] if arguments["data"] is None else arguments["data"]
+    return read_arguments(**arguments, keyword_options=given)
+
+
+def test_every_public_name_is_there_documented_and_typed():
+    assert set(trigon.__all__) <= set(dir(trigon))
+    for name in trigon.__all__:
+        value = getattr(trigon, name)
+        if callable(value):
+            assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            parameters = inspect.signature(value).parameters.values()
+            assert all(each.annotation is not each.empty for each in parameters), name
+    assert typing.get_type_hints(trigon.load_run)["return"] is trigon.RunTables
+    with pytest.raises(AttributeError, match="module 'trigon' has no attribute 'trian'"):
+        _ = trigon.trian
+
+
+def test_no_module_hides_a_public_name():
+    """An imported module trigon.evaluate would be the attribute of this name from then on."""
+    package = Path(trigon.__file__).parent
+    modules = {path.stem for path in package.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules & set(trigon.__all__) == set()
+
+
+def test_a_run_is_planned_from_options_alone(tiny_vlm):
+    options = {
+        "worker.actor.model.model_path": str(tiny_vlm),
+        "worker.reward.reward_function": "math",
+        "data.train_files": "owner/data",
+        "trainer.val_before_train": False,
+        **REQUIRED,
+    }
+    plan = trigon.plan(
+        options=options,
+        gpus="2xH100-80G",
+        num_prompts=64,
+        prompt_tokens=100,
+        response_tokens=50,
+        trainer={"max_steps": 3},
+    )
+    assert isinstance(plan, trigon.RunPlan)
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'gpu'; did you mean gpus"):
+        trigon.plan(gpu="8xH100-80G")
+
+
+def test_importing_trigon_imports_nothing_and_train_and_load_run_nothing_heavy():
+    heavy = ("torch", "transformers", "vllm", "ray", "datasets", "pandas", "pyarrow", "rich", "PIL")
+    code = (
+        "import sys, trigon; first = [m for m in sys.modules if m.startswith('trigon.') or m == 'pydantic']\n"
+        "for name in ('train', 'plan', 'load_run', 'TrainResult', 'RunTables', 'TrigonError'): getattr(trigon, name)\n"
+        f"print(first, [m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] []\n"
+
+
+def test_python_objects_have_names_in_the_configuration():
+    rows = [{"prompt": "<image>?", "answer": "1", "images": [Image.new("RGB", (56, 56))]}]
+
+    def accuracy(response, ground_truth):
+        return 1.0
+
+    given = read(data=rows, val_data=rows, reward=[(accuracy, 2), accuracy])
+    config = given.loaded.config
+    assert (config.data.train_files, config.data.val_files) == ((TRAIN,), (VALIDATION,))
+    assert given.data == {TRAIN: rows, VALIDATION: rows}
+    assert config.worker.reward.reward_function == "python:2 * accuracy + 1 * accuracy"
+    assert [(term.name, term.weight) for term in given.reward] == [("accuracy", 2.0), ("accuracy_2", 1.0)]
+    assert config.trainer.val_before_train
+
+
+def test_names_stay_names(tmp_path):
+    given = read(data=["owner/a", "owner/b"], val_data="owner/c@test", reward="r1v", model="owner/m")
+    config = given.loaded.config
+    assert (config.data.train_files, config.data.val_files) == (("owner/a", "owner/b"), ("owner/c@test",))
+    assert (config.worker.reward.reward_function, config.worker.actor.model.model_path) == ("r1v", "owner/m")
+    assert (given.data, given.reward) == ({}, None)
+    assert read(model=tmp_path).loaded.config.worker.actor.model.model_path == str(tmp_path)
+
+
+def test_without_validation_data_there_is_no_validation_before_training(tmp_path):
+    assert read().loaded.config.trainer.val_before_train is False
+    (tmp_path / "run.yaml").write_text("data: {val_files: owner/data}")
+    assert read(config=tmp_path / "run.yaml").loaded.config.trainer.val_before_train is True
+    with pytest.raises(ConfigError, match=r"data\.val_files is not set, but validation is on"):
+        read(trainer={"val_before_train": True})
+
+
+def test_later_arguments_replace_earlier_ones(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "trainer: {max_steps: 1, save_freq: 1, val_freq: -1}\nworker: {actor: {model: {model_path: owner/yaml}}}"
+    )
+    given = read(
+        config=tmp_path / "run.yaml",
+        options={"trainer.max_steps": 2, "trainer.save_freq": 2},
+        trainer={"max_steps": 3},
+        **{"worker.rollout.temperature": 0.5},
+    )
+    config = given.loaded.config
+    assert (config.trainer.max_steps, config.trainer.save_freq, config.worker.rollout.temperature) == (3, 2, 0.5)
+    assert config.worker.actor.model.model_path == "owner/model"
+
+
+def test_loggers_are_names_and_objects():
+    mine = object()
+    given = read(loggers=["console", mine, "tensorboard"])
+    assert given.loaded.config.trainer.logger == ("console", "tensorboard")
+    assert given.loggers == [mine]
+    assert read().loaded.config.trainer.logger == ("console", "file")
+
+
+def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
+    kwargs = {"worker.reward.reward_function_kwargs": {"limit": 3}}
+    given = read(reward=lambda samples, limit: 1.0, options=kwargs)
+    assert given.reward.pickled
+    with pytest.raises(RewardError, match=r"takes \(samples, limit\), which fits no contract"):
+        read(reward=lambda samples, limit: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mdoel": "x"}, TypeError, r"train\(\) has no argument 'mdoel'; did you mean model\?"),
+        ({"max_steps": 3}, TypeError, r"no argument 'max_steps'; if trainer.max_steps is meant, give options="),
+        ({"data": {"max_prompt_length": 3}}, ConfigError, "data is a dict; give rows as a list of dicts, and options"),
+        ({"trainer": {"max_stesp": 3}}, ConfigError, r"trainer.max_stesp \(arguments in Python\) is unknown; did you"),
+        ({"trainer.max_steps": 0}, ConfigError, r"trainer.max_steps is 0 \(arguments in Python\), but must be"),
+        ({"loggers": ["wandbb"]}, ConfigError, "trainer.logger is .*wandbb"),
+        ({"options": {"worker.rollout.n": 1}}, ConfigError, "grpo compares the completions"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_say_what_to_write(arguments, error, message):
+    with pytest.raises(error, match=message):
+        read(**arguments)
+
+
+def test_what_cannot_travel_and_what_is_no_data_are_errors_of_train_before_anything_heavy():
+    rows = [{"prompt": "?", "answer": "1"}]
+    lock = threading.Lock()
+    arguments = {"model": "owner/model", "options": REQUIRED}
+    with pytest.raises(RewardError, match="lambda's variable 'lock', a _thread"):
+        trigon.train(**arguments, data=rows, reward=lambda completion: lock)
+    with pytest.raises(DataError, match="row 0, 'answer' is a builtins"):
+        trigon.train(**arguments, data=[{"prompt": "?", "answer": object()}], reward="math")

@@ -1,0 +1,126 @@
+"""Options as Python values: the same keys, types, checks and errors as in a YAML file."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from trigon.config.arguments import write_arguments
+from trigon.config.load import ARGUMENTS, load_config
+from trigon.errors import ConfigError
+
+REQUIRED = {
+    "worker.actor.model.model_path": "owner/model",
+    "worker.reward.reward_function": "math",
+    "data.train_files": "owner/data",
+    "trainer.val_before_train": False,
+    "worker.rollout.n": 4,
+}
+
+
+def load(*arguments, **options):
+    return load_config(None, [], arguments=[REQUIRED, *arguments], **options)
+
+
+def test_nested_and_dotted_names_mean_the_same():
+    nested = load({"worker": {"rollout": {"temperature": 0.5}, "actor.optim": {"lr": 1e-5}}}).config
+    dotted = load({"worker.rollout.temperature": 0.5, "worker.actor.optim.lr": 1e-5}).config
+    assert nested == dotted
+    assert (nested.worker.rollout.temperature, nested.worker.actor.optim.lr) == (0.5, 1e-5)
+
+
+def test_a_later_mapping_replaces_values_and_all_replace_the_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("trainer: {max_steps: 1, save_freq: 1, val_freq: -1}")
+    arguments = [REQUIRED, {"trainer.max_steps": 2, "trainer.save_freq": 2}, {"trainer": {"max_steps": 3}}]
+    loaded = load_config(tmp_path / "run.yaml", [], arguments=arguments)
+    trainer = loaded.config.trainer
+    assert (trainer.max_steps, trainer.save_freq, trainer.val_freq) == (3, 2, -1)
+    assert loaded.sources["trainer.max_steps"] == ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("data.train_files", [Path("owner/a"), "owner/b"], ("owner/a", "owner/b")),
+        ("data.train_files", ("owner/a",), ("owner/a",)),
+        ("data.system_prompt", "yes: {no}, 'it' is # 1e-6", "yes: {no}, 'it' is # 1e-6"),
+        ("data.system_prompt", "null", "null"),
+        ("data.system_prompt", None, None),
+        ("data.shuffle", False, False),
+        ("worker.actor.optim.lr", np.float32(0.5), 0.5),
+        ("trainer.max_steps", np.int64(7), 7),
+        ("worker.actor.optim.betas", (0.5, 0.25), (0.5, 0.25)),
+    ],
+)
+def test_python_values_have_their_types(name, value, expected):
+    section, _, key = name.rpartition(".")
+    config = load({name: value}).config
+    for part in section.split("."):
+        config = getattr(config, part)
+    assert getattr(config, key) == expected
+
+
+def test_free_mappings_keep_the_types_of_their_values():
+    given = {"names": ["a", None], "deep": {"on": True, "rate": 1e-7, "1": "2"}}
+    assert load({"worker.reward.reward_function_kwargs": given}).config.worker.reward.reward_function_kwargs == given
+
+
+def test_all_problems_are_in_one_error_without_lines():
+    wrong = {"trainer": {"max_steps": 0, "max_stesp": 3}, "worker.rollout.temperature": "hot", "data.seed": True}
+    with pytest.raises(ConfigError) as caught:
+        load(wrong)
+    text = str(caught.value)
+    assert "4 problems in the configuration" in text
+    assert "trainer.max_steps is 0 (arguments in Python), but must be an integer, at least 1" in text
+    assert "trainer.max_stesp (arguments in Python) is unknown; did you mean trainer.max_steps?" in text
+    assert "worker.rollout.temperature is 'hot' (arguments in Python)" in text
+    assert "line" not in text
+
+
+def test_an_option_that_is_given_twice_in_one_mapping_is_an_error():
+    with pytest.raises(ConfigError, match=r"trainer.max_steps is given twice \(arguments in Python\): keep one"):
+        load({"trainer.max_steps": 2, "trainer": {"max_steps": 3}})
+
+
+class Name(StrEnum):
+    GRPO = "grpo"
+
+
+def test_subclasses_of_plain_types_are_plain():
+    assert yaml.safe_load(write_arguments({"algorithm.adv_estimator": Name.GRPO})) == {
+        "algorithm.adv_estimator": "grpo"
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trainer": {"max_steps": object()}}, r"^trainer.max_steps is a builtins.object, which no option takes"),
+        ({"data.train_files": [b"x"]}, r"^data.train_files\[0\] is a builtins.bytes, which no option takes"),
+        ({"trainer": {1: 2}}, r"^trainer has the key 1, a int; names of options are text"),
+        ({"worker.rollout.n": np.zeros(3)}, r"^worker.rollout.n is a numpy.ndarray, which no option takes"),
+    ],
+)
+def test_values_that_yaml_does_not_have_are_an_error(values, message):
+    with pytest.raises(ConfigError, match=message):
+        load(values)
+
+
+def test_a_mapping_that_contains_itself_is_an_error():
+    endless = {}
+    endless["x"] = endless
+    with pytest.raises(ConfigError, match="has more than 32 levels"):
+        load({"worker.reward.reward_function_kwargs": endless})
+
+
+def test_names_of_python_objects_need_the_objects():
+    names = {"data.train_files": "python:train", "worker.reward.reward_function": "python:score"}
+    assert load(names, python_objects=["python:train", "python:score"]).config.data.train_files == ("python:train",)
+    with pytest.raises(ConfigError) as caught:
+        load(names)
+    assert "data.train_files is python:train, which a program gave to trigon.train as a Python object" in str(
+        caught.value
+    )
+    assert "worker.reward.reward_function is python:score, which a program gave" in str(caught.value)

@@ -1,0 +1,67 @@
+"""Functions of the user that the loop calls: when, with what, and what an error in one does."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from support.fake_runs import INTERVALS, SAMPLING, open_run
+from trigon.loop import Hooks, train
+
+
+def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkpoint(parts, tmp_path):
+    calls = []
+
+    def on_rollouts(groups):
+        scored = [rollout.score.outcome for group in groups for rollout in group.rollouts]
+        calls.append(("rollouts", len(groups), len(scored), len(run.trainer.record.learned)))
+        assert {len(group.rollouts) for group in groups} == {SAMPLING.n}
+
+    def on_step(step, metrics):
+        saved = (tmp_path / f"global_step_{step}").is_dir()
+        calls.append(("step", step, saved))
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1]) == {"step": step, "metrics": dict(sorted(metrics.items()))}
+
+    intervals = replace(INTERVALS, validate_first=True)
+    with open_run(parts, tmp_path, hooks=Hooks(on_step, on_rollouts), intervals=intervals) as run:
+        train(run, None)
+    per_step = 4 * SAMPLING.n
+    assert [call for call in calls if call[0] == "rollouts"] == [("rollouts", 4, per_step, done) for done in (0, 1, 2)]
+    steps = [call for call in calls if call[0] == "step"]
+    assert [step for _, step, _ in steps] == [0, 1, 2, 3]
+    assert steps[-1] == ("step", 3, True)
+    assert [kind for kind, *_ in calls] == ["step", *("rollouts", "step") * 3]
+
+
+def test_an_error_in_on_step_ends_the_run_with_its_traceback_and_the_saved_steps_stay(parts, tmp_path):
+    def on_step(step, metrics):
+        if step == 2:
+            raise LookupError("my own check")
+
+    with open_run(parts, tmp_path, hooks=Hooks(on_step=on_step)) as run:
+        with pytest.raises(LookupError, match="my own check") as caught:
+            train(run, None)
+        assert caught.traceback[-1].name == "on_step"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
+
+
+def test_an_error_in_on_rollouts_ends_the_run_before_the_update_and_the_rollouts_are_on_disk(parts, tmp_path):
+    def on_rollouts(groups):
+        raise LookupError("suspicious rewards")
+
+    with open_run(parts, tmp_path, hooks=Hooks(on_rollouts=on_rollouts)) as run:
+        with pytest.raises(LookupError, match="suspicious rewards"):
+            train(run, None)
+        assert run.trainer.record.learned == []
+    assert (tmp_path / "rollouts" / "step_000001.jsonl").is_file()
+
+
+def test_validation_alone_calls_on_step_once(parts, tmp_path):
+    calls = []
+    with open_run(parts, tmp_path, hooks=Hooks(on_step=lambda step, metrics: calls.append((step, metrics)))) as run:
+        train(replace(run, intervals=replace(run.intervals, validate_only=True)), None)
+    [(step, metrics)] = calls
+    assert step == 0
+    assert "val/reward_score" in metrics

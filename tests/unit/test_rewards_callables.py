@@ -1,0 +1,193 @@
+"""Reward functions given as Python objects: what travels to the reward workers, errors, weights."""
+
+import functools
+import sys
+import textwrap
+import threading
+import types
+from contextlib import closing
+
+import pytest
+
+from trigon.errors import RewardError
+from trigon.rewards import callables
+from trigon.rewards.callables import describe_reward, reward_source
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
+
+
+def requests(*responses):
+    return [
+        RewardRequest(
+            response=response, response_length=3, ground_truth="4", prompt="?", finish_reason="stop", row={"id": 7}
+        )
+        for response in responses
+    ]
+
+
+def parts_of(reward, *responses, kwargs=None):
+    """Return the scores of these completions by real reward workers."""
+    kwargs = kwargs or {}
+    source = reward_source(reward, kwargs=kwargs)
+    pool = RewardPool(source, kwargs=kwargs, num_workers=1, timeout_seconds=20, max_failed_fraction=0)
+    with closing(pool):
+        return [dict(score.parts) for score in pool.score(requests(*responses))]
+
+
+def in_main(code, name):
+    """Return a function as a notebook defines it: in a module that no process can import."""
+    module = types.ModuleType("__main__")
+    exec(textwrap.dedent(code), vars(module))
+    return vars(module)[name]
+
+
+def test_lambdas_closures_partials_and_callable_objects_travel():
+    bonus = {"4": 2}
+
+    class Scorer:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def __call__(self, reward_input):
+            return {"overall": self.weight * len(reward_input["response"]), "id": reward_input["row"]["id"]}
+
+    def scaled(response, ground_truth, scale):
+        return scale * (response == ground_truth)
+
+    assert parts_of(lambda response, ground_truth: bonus.get(response, 0), "4", "5") == [{"overall": 2}, {"overall": 0}]
+    assert parts_of(functools.partial(scaled, scale=3), "4", "5") == [{"overall": 3}, {"overall": 0}]
+    assert parts_of(scaled, "4", kwargs={"scale": 5}) == [{"overall": 5}]
+    assert parts_of(Scorer(0.5), "four") == [{"overall": 2.0, "id": 7.0}]
+
+
+def test_a_function_of_a_notebook_travels_with_the_functions_and_modules_it_uses():
+    code = """
+        import math
+        LIMIT = 3
+        def helper(text): return min(len(text), LIMIT)
+        def score(completion): return math.sqrt(helper(completion["response"]) ** 2)
+    """
+    assert parts_of(in_main(code, "score"), "ab", "abcdef") == [{"overall": 2.0}, {"overall": 3.0}]
+
+
+def test_a_batch_function_gets_lists():
+    def score(reward_inputs):
+        assert isinstance(reward_inputs, list)
+        return [len(each["response"]) for each in reward_inputs]
+
+    assert parts_of(score, "a", "bb") == [{"overall": 1.0}, {"overall": 2.0}]
+
+
+def test_reward_type_of_the_module_of_a_function_counts():
+    code = """
+        REWARD_TYPE = "batch"
+        def score(samples): return [{"overall": len(samples[0]["response"])}] * len(samples)
+    """
+    assert parts_of(in_main(code, "score"), "abc") == [{"overall": 3.0}]
+
+
+def test_several_functions_are_summed_by_weight_and_name_their_parts():
+    def accuracy(response, ground_truth):
+        return {"overall": float(response == ground_truth), "length": len(response)}
+
+    def brevity(reward_inputs):
+        return [1.0 / len(each["response"]) for each in reward_inputs]
+
+    assert parts_of([(accuracy, 2.0), (brevity, -0.5), lambda completion: 10], "4", "no") == [
+        {"overall": 11.5, "accuracy": 1.0, "accuracy/length": 1.0, "brevity": 1.0, "lambda": 10.0},
+        {"overall": 9.75, "accuracy": 0.0, "accuracy/length": 2.0, "brevity": 0.5, "lambda": 10.0},
+    ]
+    without_batch = parts_of([(accuracy, 1), (accuracy, 1)], "4")
+    assert without_batch == [
+        {"overall": 2.0, "accuracy": 1.0, "accuracy/length": 1.0, "accuracy_2": 1.0, "accuracy_2/length": 1.0}
+    ]
+
+
+def test_files_and_shipped_names_can_be_summed_too(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(response, ground_truth): return 3.0")
+    [parts] = parts_of([(f"{tmp_path}/mine.py:score", 1), ("math", 10)], r"<think>x</think>\boxed{4}")
+    assert (parts["overall"], parts["score"], parts["math"], parts["math/accuracy"]) == (13.0, 3.0, 1.0, 1.0)
+
+
+def test_the_term_that_fails_is_named():
+    with pytest.raises(RewardError, match=r"nothing returned None, expected a number, or a dict with 'overall'"):
+        parts_of([(lambda completion: 1, 1), (in_main("def nothing(x): pass", "nothing"), 1)], "4")
+
+
+class Client:
+    def __init__(self):
+        self.options = {"lock": threading.Lock()}
+
+
+def test_the_object_that_cannot_be_pickled_is_named():
+    client = Client()
+    code = "def judge(completion): return client.options is not None"
+    judge = in_main(code, "judge")
+    judge.__globals__["client"] = client
+    named = (
+        r"'judge' cannot be sent to the reward workers: judge's variable 'client'\.options\['lock'\], a _thread.lock"
+    )
+    with pytest.raises(RewardError, match=named):
+        reward_source(judge, kwargs={})
+    with pytest.raises(RewardError, match=r"score's argument 'lock', a _thread\.lock, cannot be pickled"):
+        reward_source(functools.partial(in_main("def score(x, lock): ...", "score"), lock=threading.Lock()), kwargs={})
+    items = [1, (each for each in "ab")]
+    with pytest.raises(RewardError, match=r"lambda's variable 'items'\[1\], a generator, cannot be pickled"):
+        reward_source(lambda completion: items, kwargs={})
+
+
+def test_what_is_too_large_is_an_error(monkeypatch):
+    monkeypatch.setattr(callables, "MAX_PICKLE_BYTES", 1 << 20)
+    table = b"x" * (2 << 20)
+    with pytest.raises(RewardError, match=r"has 2 MiB with the variables that it uses, .* at most 1 MiB are sent"):
+        reward_source(lambda completion: len(table), kwargs={})
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (3, "reward is 3; give a function"),
+        ([], r"reward is \[\]; give a function"),
+        ([("math", "much")], "reward has 'much' as the weight of 'math'; it is a number"),
+        ([(len, float("nan"))], "reward has nan as the weight of 'len'"),
+        ([3], "reward has 3; each entry is a function"),
+        (lambda data_source, solution: 1, r"takes \(data_source, solution\), which fits no contract"),
+        ("rewadr.py:f", "there is no file"),
+    ],
+)
+def test_what_is_no_reward_is_an_error(reward, message):
+    with pytest.raises(RewardError, match=message):
+        reward_source(reward, kwargs={})
+
+
+def test_an_async_function_is_an_error():
+    async def judge(completion):
+        return 1.0
+
+    with pytest.raises(RewardError, match="'judge' is async"):
+        reward_source(judge, kwargs={})
+
+
+def test_keyword_arguments_of_several_functions_are_an_error():
+    source = reward_source([(len, 1), (len, 2)], kwargs={"a": 1})
+    with pytest.raises(RewardError, match=r"arguments of a single reward function, and there are 2; bind them"):
+        RewardPool(source, kwargs={"a": 1}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)
+
+
+def test_a_function_whose_module_a_worker_lacks_is_an_error_with_the_module(monkeypatch, tmp_path):
+    (tmp_path / "only_here.py").write_text("def score(completion): return 1.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here
+
+    source = reward_source(only_here.score, kwargs={})
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    with (
+        closing(RewardPool(source, kwargs={}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)) as pool,
+        pytest.raises(RewardError, match=r"'score', given in Python, cannot be loaded .* \(it imports 'only_here'"),
+    ):
+        pool.ready()
+
+
+def test_a_reward_is_described_for_the_configuration():
+    assert describe_reward(lambda completion: 1) == "lambda"
+    assert describe_reward([("math", 2), (len, 0.5), abs]) == "2 * math + 0.5 * len + 1 * abs"

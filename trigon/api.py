@@ -1,0 +1,321 @@
+"""Trigon from Python: training with Python objects, and what a run has written.
+
+The names that users import are in trigon/__init__.py. Imports nothing heavy: torch, transformers
+and vLLM are imported when a run starts, after the errors that can be found without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from trigon.build.start import StopSignals, start_run
+from trigon.config.load import LoadedConfig, inspect_config, load_config
+from trigon.config.options import options as all_options
+from trigon.config.paths import PYTHON_PREFIX
+from trigon.config.schema import Config
+from trigon.errors import ConfigError
+from trigon.records.tables import RunTables, load_run
+from trigon.rewards.callables import Reward, describe_reward, reward_source
+from trigon.suggestions import did_you_mean, nearest_key
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+    from trigon.data.sources import Source
+    from trigon.planning.result import RunPlan
+    from trigon.report.loggers.protocol import Logger
+    from trigon.rewards.load import RewardSource, RewardTerm
+    from trigon.types import RolloutGroup
+
+    Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | datasets.Dataset
+    """A list of dicts, a datasets.Dataset, or files, folders and hub ids as in a YAML file."""
+
+TRAIN = f"{PYTHON_PREFIX}train"
+"""What data.train_files is in a run whose training data is a Python object."""
+VALIDATION = f"{PYTHON_PREFIX}validation"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended, and where its results are.
+
+    folder: the run folder. step: the last step that was made, here or before a resume. stopped: the
+    run was stopped by Ctrl-C or SIGTERM; the same call continues it. checkpoint: the folder of that
+    step's checkpoint; None before the first step. model_folder: the exported Hugging Face model;
+    None without export_to, and for a stopped run.
+    """
+
+    folder: Path
+    step: int
+    stopped: bool
+    checkpoint: Path | None
+    model_folder: Path | None
+
+    @property
+    def run(self) -> RunTables:
+        """The run as load_run returns it: configuration, metrics and rollouts."""
+        return load_run(self.folder)
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics, a row for each step; steps before a resume are included."""
+        return self.run.metrics()
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints in the run folder, by step."""
+        from trigon.checkpoint.store import find_checkpoints
+
+        return find_checkpoints(self.folder)
+
+    def export(self, folder: str | Path | None = None, *, dtype: str | None = None) -> Path:
+        """Write the last checkpoint as a Hugging Face model, and return its folder.
+
+        folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: that of
+        the checkpoint.
+        Raises: CheckpointError, also if there is no checkpoint.
+        """
+        from trigon.checkpoint.export import export_checkpoint
+
+        if self.checkpoint is None:
+            raise ConfigError(f"the run in {self.folder} has no checkpoint: it ended before its first step")
+        return export_checkpoint(self.checkpoint, None if folder is None else Path(folder), dtype=dtype)
+
+    def load_model(self) -> Any:
+        """Return the trained model as a transformers model, on the CPU, in the checkpoint's dtype.
+
+        It is exported first, unless it has been. The tokenizer or processor is in the same folder:
+        AutoProcessor.from_pretrained(result.export()).
+        """
+        from trigon.models.load import auto_class, family_of_folder, without_progress_bars
+
+        folder = self.model_folder or self.export()
+        with without_progress_bars():
+            return auto_class(family_of_folder(folder)).from_pretrained(folder, dtype="auto")
+
+
+def train(
+    *,
+    model: str | PurePath | None = None,
+    data: Data | None = None,
+    reward: Reward | PurePath | None = None,
+    val_data: Data | None = None,
+    config: str | PurePath | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None,
+    on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None,
+    loggers: Sequence[str | Logger] | None = None,
+    export_to: str | PurePath | None = None,
+    **keyword_options: Any,
+) -> TrainResult:
+    """Train a model in this process, and return where the results are. See docs/python.md.
+
+    A run that has checkpoints in its folder continues after the last one, as on the command line:
+    trainer.experiment_name or trainer.save_checkpoint_path choose the folder.
+
+    Args:
+        model: a hub id or a folder (worker.actor.model.model_path).
+        data: the training data (data.train_files): a list of dicts, of which images may be PIL
+            images; a datasets.Dataset; or files, folders and hub ids.
+        reward: `file.py:function`, a shipped name, a function, or a list of functions or (function,
+            weight), whose weighted sum is the reward (worker.reward.reward_function).
+        val_data: the validation data (data.val_files). Without any there is no validation before
+            training, unless trainer.val_before_train is set.
+        config: a YAML file to start from.
+        options: options by the names of docs/configuration.md, dotted or nested.
+        on_step: called with (step, metrics) when a step is finished and its checkpoint, if one is
+            due, is saved. metrics: all numbers of the step in metrics.jsonl.
+        on_rollouts: called with the groups of a step, a list of RolloutGroup, when they are scored
+            and recorded, before the update. An error in a hook ends the run, and is raised here.
+        loggers: names (trainer.logger), and objects with the methods of a logger.
+        export_to: folder in which the last checkpoint is written as a Hugging Face model, if the
+            run is not stopped.
+        **keyword_options: further options, which replace those in `options`: trainer={"max_steps":
+            20}. The other arguments replace both.
+    Returns: with stopped=True after Ctrl-C or SIGTERM, which let the current step end and save it;
+        a second one acts at once. They are handled in the main thread only.
+    Raises: TypeError for an unknown argument; ConfigError with all problems of the options;
+        RewardError if a reward function cannot be sent to the reward workers; DataError, and other
+        TrigonErrors. Most are raised before the models are loaded.
+    """
+    given = read_arguments(
+        model=model,
+        data=data,
+        reward=reward,
+        val_data=val_data,
+        config=config,
+        loggers=loggers,
+        options=options,
+        keyword_options=keyword_options,
+    )
+    sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
+
+    from trigon.build.objects import RunObjects
+    from trigon.loop import Hooks
+
+    outcome = start_run(
+        given.loaded,
+        stop=StopSignals(),
+        export_to=None if export_to is None else Path(export_to),
+        loggers=given.loggers,
+        objects=RunObjects(sources=sources, reward=given.reward, hooks=Hooks(on_step, on_rollouts)),
+    )
+    return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
+
+
+def plan(
+    config: str | PurePath | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    gpus: str | None = None,
+    host_memory: int | None = None,
+    model_config: str | PurePath | None = None,
+    calibrate_with: str | PurePath | None = None,
+    download: bool = False,
+    prompt_tokens: float | None = None,
+    image_tokens: float | None = None,
+    response_tokens: float | None = None,
+    num_prompts: int | None = None,
+    num_val_prompts: int | None = None,
+    keep_rate: float | None = None,
+    **keyword_options: Any,
+) -> RunPlan:
+    """Return batches, memory, time and disk of a run before it starts, as `trigon plan` does.
+
+    Neither GPUs nor weights are needed.
+
+    Args:
+        config: the YAML file of the run. options, **keyword_options: as for train.
+        gpus: such as 8xH100-80G; None: this machine.
+        host_memory: bytes of each machine. model_config: a config.json in place of the model's.
+        calibrate_with: the folder of a finished run on the same hardware.
+        download: read tokenizer and datasets from the hub if they are not on this machine.
+        prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
+        num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
+            filtering keeps.
+    Raises: ConfigError, DataError or ModelError for what cannot be planned.
+    """
+    _check_keywords(keyword_options, plan)
+    path = None if config is None else Path(config)
+    loaded = load_config(path, [], arguments=[dict(options or {}), keyword_options])
+
+    from trigon.planning.lengths import LengthOptions
+    from trigon.planning.plan import plan as plan_run
+
+    return plan_run(
+        loaded.config,
+        gpus=gpus,
+        host_memory=host_memory,
+        model_config=None if model_config is None else Path(model_config),
+        calibrate_with=None if calibrate_with is None else Path(calibrate_with),
+        download=download,
+        lengths=LengthOptions(
+            prompt_tokens=prompt_tokens,
+            image_tokens=image_tokens,
+            response_tokens=response_tokens,
+            num_prompts=num_prompts,
+            num_val_prompts=num_val_prompts,
+            keep_rate=keep_rate,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of train, read and checked.
+
+    data: the datasets that are Python objects, by what the configuration has in their place.
+    reward: the same for the reward function; None: the configuration names it.
+    """
+
+    loaded: LoadedConfig
+    data: Mapping[str, Any]
+    reward: RewardSource | tuple[RewardTerm, ...] | None
+    loggers: Sequence[Logger]
+
+
+def read_arguments(
+    *,
+    model: str | PurePath | None,
+    data: Data | None,
+    reward: Reward | PurePath | None,
+    val_data: Data | None,
+    config: str | PurePath | None,
+    loggers: Sequence[str | Logger] | None,
+    options: Mapping[str, Any] | None,
+    keyword_options: Mapping[str, Any],
+) -> Arguments:
+    """Return the arguments of train as a configuration and Python objects. Raises: as train."""
+    _check_keywords(keyword_options, train)
+    named: dict[str, Any] = {}
+    datasets: dict[str, Any] = {}
+    if model is not None:
+        named["worker.actor.model.model_path"] = str(model)
+    for key, spec, given in (("data.train_files", TRAIN, data), ("data.val_files", VALIDATION, val_data)):
+        if given is not None:
+            names = _names(given)
+            named[key] = spec if names is None else names
+            datasets |= {spec: given} if names is None else {}
+    objects = set(datasets)
+    function = None if reward is None or isinstance(reward, str | PurePath) else reward
+    if function is not None:
+        named["worker.reward.reward_function"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
+        objects.add(named["worker.reward.reward_function"])
+    elif reward is not None:
+        named["worker.reward.reward_function"] = str(reward)
+    if loggers is not None:
+        named["trainer.logger"] = [each for each in loggers if isinstance(each, str)]
+    loaded = _load(None if config is None else Path(config), [dict(options or {}), keyword_options, named], objects)
+    kwargs = loaded.config.worker.reward.reward_function_kwargs
+    return Arguments(
+        loaded,
+        datasets,
+        None if function is None else reward_source(function, kwargs=kwargs),
+        [each for each in loggers or () if not isinstance(each, str)],
+    )
+
+
+def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]) -> None:
+    """Raise TypeError for an argument that is neither one of the function nor an option."""
+    for key in keywords:
+        if "." in key or key in Config.model_fields:
+            continue
+        names = [option.name for option in all_options().values()]
+        parameters = inspect.signature(function).parameters.values()
+        hint = did_you_mean(key, [each.name for each in parameters if each.kind == each.KEYWORD_ONLY])
+        if not hint or any(name.endswith(f".{key}") for name in names):
+            hint = f"; if {(name := nearest_key(key, names))} is meant, give options={{{name!r}: ...}}"
+        raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
+
+
+def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str]) -> LoadedConfig:
+    """Return the configuration. Raises: ConfigError with all problems."""
+    inspected = inspect_config(path, [], arguments=arguments, python_objects=objects)
+    if not inspected.loaded.config.data.val_files and "trainer.val_before_train" not in inspected.loaded.sources:
+        arguments = [*arguments, {"trainer.val_before_train": False}]
+    return load_config(path, [], arguments=arguments, python_objects=objects)
+
+
+def _names(data: Any) -> str | list[str] | None:
+    """Return the paths and hub ids that were given as data, or None for a Python object."""
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):  # not a DatasetDict
+        raise ConfigError(
+            "data is a dict; give rows as a list of dicts, and options of the section data in "
+            "options={'data.max_prompt_length': ...}"
+        )
+    if isinstance(data, str | PurePath):
+        return str(data)
+    if isinstance(data, list | tuple) and data and all(isinstance(each, str | PurePath) for each in data):
+        return [str(each) for each in data]
+    return None
+
+
+def _open(data: Any, spec: str) -> Source:
+    from trigon.data.python_rows import open_python_rows
+
+    return open_python_rows(data, spec=spec, name=spec.removeprefix(PYTHON_PREFIX))

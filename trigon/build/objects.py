@@ -1,0 +1,43 @@
+"""What a program gives a run as Python objects, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trigon.data.sources import Source
+from trigon.loop import Hooks
+from trigon.rewards.load import RewardSource, RewardTerm
+
+
+@dataclass(frozen=True, slots=True)
+class RunObjects:
+    """What a run is given besides its configuration.
+
+    sources: opened datasets, by their texts in data.train_files and data.val_files. reward: None:
+    worker.reward.reward_function is a file or a shipped name. hooks: functions that it calls.
+    """
+
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    reward: RewardSource | Sequence[RewardTerm] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+
+
+NO_OBJECTS = RunObjects()
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended.
+
+    folder: of the run. step: the last one that was made, here or before a resume. stopped: it ended
+    before its last step, because should_stop said so. checkpoint: of that step; None before the
+    first. exported: the Hugging Face model, if one was to be written.
+    """
+
+    folder: Path
+    step: int
+    stopped: bool
+    checkpoint: Path | None
+    exported: Path | None

@@ -1,0 +1,173 @@
+"""The metrics and the rollouts of a run as tables of pandas and Arrow.
+
+Both libraries are dependencies of `datasets`, and are imported when a table is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Container
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trigon.records.metrics import StepMetrics
+from trigon.records.rollouts import RolloutRow, Split, TokenRecord, read_rollouts
+from trigon.records.run import RunRecord, open_run
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+SPLITS: tuple[Split, ...] = ("train", "filtered", "validation")
+
+PARTS = "parts."
+"""Begins the names of the columns of the parts of the reward: `parts.accuracy`."""
+
+_TOKEN_NUMBERS = ("sampling_logprobs", "advantages", "old_logprobs", "entropy")
+
+
+@dataclass(frozen=True, slots=True)
+class RunTables:
+    """A run as its folder describes it. Tables are read when they are asked for.
+
+    record: the run; record.path is its folder.
+    """
+
+    record: RunRecord
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.record.path
+
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration, nested; empty if the run has not written it yet."""
+        return self.record.config()
+
+    def metrics(self) -> pandas.DataFrame:
+        """Return the metrics as a table with a row for each step, by which it is indexed.
+
+        nan: a metric that the step does not have, or that was not finite.
+        """
+        return self.metrics_arrow().to_pandas().set_index("step")
+
+    def metrics_arrow(self) -> pyarrow.Table:
+        """Return the metrics as an Arrow table: the column `step`, and one for each metric."""
+        return metrics_table(self.record.metrics())
+
+    def rollouts(
+        self, *, splits: Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
+    ) -> pandas.DataFrame:
+        """Return the rollouts as a table. Args: as for rollouts_arrow."""
+        return self.rollouts_arrow(splits=splits, steps=steps, tokens=tokens).to_pandas()
+
+    def rollouts_arrow(
+        self, *, splits: Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
+    ) -> pyarrow.Table:
+        """Return the rollouts as an Arrow table with a row for each completion.
+
+        The columns are `step`, `split`, and the fields of docs/rollouts.md, except that each part
+        of the reward is a column of its own, `parts.accuracy`. `row`, and a `ground_truth` that is
+        no text, are JSON.
+
+        Args: splits: "train", "filtered", "validation". steps: such as range(10, 20); None: all.
+        tokens: with the column `tokens`, which takes more memory than all others.
+        Raises: DataError for an invalid file.
+        """
+        import pyarrow
+
+        rows = [
+            _flat(row, step=file.step, split=file.split)
+            for file in self.record.rollout_files()
+            if file.split in splits and (steps is None or file.step in steps)
+            for row in read_rollouts(file.path)
+        ]
+        types = _column_types()
+        if not tokens:
+            del types["tokens"]
+        types |= dict.fromkeys(
+            sorted({name for row in rows for name in row if name.startswith(PARTS)}), types["reward"]
+        )
+        return pyarrow.table(
+            {name: pyarrow.array([row.get(name) for row in rows], kind) for name, kind in types.items()}
+        )
+
+
+def load_run(path: str | Path) -> RunTables:
+    """Return the metrics, rollouts and configuration of a run, which may still be in progress.
+
+    path: the run folder, or a folder that contains one run. Raises: DataError if there is none.
+    """
+    return RunTables(open_run(Path(path)))
+
+
+def metrics_table(steps: list[StepMetrics]) -> pyarrow.Table:
+    """Return the metrics of steps as an Arrow table; null where a step does not have a metric."""
+    import pyarrow
+
+    names = sorted({name for step in steps for name in step.metrics})
+    columns: dict[str, Any] = {"step": pyarrow.array([step.step for step in steps], pyarrow.int64())}
+    for name in names:
+        columns[name] = pyarrow.array([step.metrics.get(name) for step in steps], pyarrow.float64())
+    return pyarrow.table(columns)
+
+
+def _column_types() -> dict[str, Any]:
+    """Return the Arrow type of each column but the parts, in order."""
+    import pyarrow
+
+    text, integer, number = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+    kinds = {
+        "step": integer,
+        "split": text,
+        "sample": integer,
+        "reward": number,
+        "num_tokens": integer,
+        "policy_version": integer,
+        "images": pyarrow.list_(text),
+        "image_files": pyarrow.list_(text),
+        "advantage": number,
+        "tokens": pyarrow.struct(
+            [
+                ("ids", pyarrow.list_(integer)),
+                ("texts", pyarrow.list_(text)),
+                *((name, pyarrow.list_(number)) for name in _TOKEN_NUMBERS),
+            ]
+        ),
+        "num_prompt_tokens": integer,
+        "version": integer,
+    }
+    names = ["step", "split", *(each.name for each in fields(RolloutRow) if each.name != "parts")]
+    return {name: kinds.get(name, text) for name in names}
+
+
+def _flat(row: RolloutRow, *, step: int, split: Split) -> dict[str, Any]:
+    """Return the columns of a rollout; those of _column_types, and its parts."""
+    flat: dict[str, Any] = {"step": step, "split": split}
+    for each in fields(row):
+        value = getattr(row, each.name)
+        match each.name:
+            case "parts":
+                flat |= {f"{PARTS}{name}": number for name, number in value.items()}
+            case "ground_truth" | "row":
+                flat[each.name] = (
+                    _text(value) if isinstance(value, str) else _text(json.dumps(value, ensure_ascii=False))
+                )
+            case "images" | "image_files":
+                flat[each.name] = list(map(_text, value))
+            case "tokens":
+                flat[each.name] = None if value is None else _flat_tokens(value)
+            case _:
+                flat[each.name] = _text(value) if isinstance(value, str) else value
+    return flat
+
+
+def _flat_tokens(tokens: TokenRecord) -> dict[str, Any]:
+    numbers = {name: getattr(tokens, name) for name in _TOKEN_NUMBERS}
+    return {"ids": tokens.ids, "texts": list(map(_text, tokens.texts)), **numbers}
+
+
+def _text(text: str) -> str:
+    """Return text that has a UTF-8: models can write half of a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,195 @@
+"""Reward functions that are given as Python objects: pickled, so that reward workers can have them.
+
+Functions of notebooks and scripts (`__main__`), lambdas and closures are pickled with their code,
+and with the variables that they use. Functions of modules that can be imported are pickled as
+their name, and imported again in the workers.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from trigon.errors import RewardError
+from trigon.rewards.contract import detect_contract
+from trigon.rewards.load import RewardSource, RewardTerm, find_source
+
+RewardFunction = Callable[..., Any]
+"""A reward function by one of the contracts of trigon.rewards.contract.
+
+A function of a single argument whose name and annotation say nothing scores one completion.
+"""
+
+Reward = str | RewardFunction | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]
+"""`file.py:function` or a shipped name, a function, or several of them, with weights (default: 1).
+"""
+
+MAX_PICKLE_BYTES = 256 << 20
+"""Maximum size of a pickled function with all that it captures; each reward worker loads it."""
+
+_MAX_DEPTH = 6
+
+
+def reward_source(reward: Reward, *, kwargs: Mapping[str, Any]) -> RewardSource | tuple[RewardTerm, ...]:
+    """Return what RewardPool takes for a reward that is text, a function, or several of them.
+
+    kwargs: worker.reward.reward_function_kwargs.
+    Raises: RewardError if a function cannot be pickled, naming the object that cannot, if it fits
+    no contract, or if a weight is not a finite number.
+    """
+    if isinstance(reward, str):
+        return find_source(reward)
+    if callable(reward):
+        return _pickled(reward, kwargs)
+    if not isinstance(reward, Sequence) or not reward:
+        raise RewardError(
+            f"reward is {_short(reward)}; give a function, a list of (function, weight), or file.py:function"
+        )
+    terms: list[RewardTerm] = []
+    for entry in reward:
+        function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0)
+        if not isinstance(function, str) and not callable(function):
+            raise RewardError(
+                f"reward has {_short(entry)}; each entry is a function, or (function, weight), and a function may be "
+                "the text file.py:function"
+            )
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight):
+            raise RewardError(f"reward has {_short(weight)} as the weight of {name_of(function)!r}; it is a number")
+        source = find_source(function) if isinstance(function, str) else _pickled(function, {})
+        name, number = name_of(function), 1
+        while name in [term.name for term in terms]:
+            number += 1
+            name = f"{name_of(function)}_{number}"
+        terms.append(RewardTerm(name, float(weight), source))
+    return tuple(terms)
+
+
+def describe_reward(reward: Reward) -> str:
+    """Return a reward as text for the configuration of the run. Its weights are not checked."""
+    if isinstance(reward, str) or not isinstance(reward, Sequence):
+        return name_of(reward)
+    pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, 1) for each in reward]
+    return " + ".join(f"{weight} * {name_of(function)}" for function, weight in pairs)
+
+
+def name_of(function: RewardFunction | str) -> str:
+    """Return the name of a reward function: letters, digits and _."""
+    if isinstance(function, str):
+        path, _, name = function.rpartition(":")
+        return name if path else re.sub(r"\W+", "_", function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return re.sub(r"\W+", "_", name).strip("_") or "reward"
+
+
+def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSource:
+    name = name_of(function)
+    # Only for the errors: the pickle is not there yet.
+    where = f"reward function {name!r}"
+    reward_type = _reward_type(function, kwargs, where=where)
+    try:
+        pickled = cloudpickle.dumps((function, reward_type))
+    # Whatever the __reduce__ of an object raises; the pickle module lists no errors.
+    except Exception as error:
+        path, found = _find_unpicklable(function, name, _MAX_DEPTH)
+        raise RewardError(
+            f"{where} cannot be sent to the reward workers: {path}, a {_type_name(found)}, cannot be pickled "
+            f"({type(error).__name__}: {error}). Make it inside of the function, at its first call, or put the "
+            "function into a file, and give reward='file.py:function'"
+        ) from error
+    if len(pickled) > MAX_PICKLE_BYTES:
+        raise RewardError(
+            f"{where} has {len(pickled) / 2**20:,.0f} MiB with the variables that it uses, and each reward worker "
+            f"loads them; at most {MAX_PICKLE_BYTES >> 20} MiB are sent. Load large objects inside of the function"
+        )
+    return RewardSource(file="", module="", function=name, pickled=base64.b64encode(pickled).decode())
+
+
+def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> str | None:
+    """Return "batch", "sequential", or None for the legacy contract, which the signature shows.
+
+    REWARD_TYPE is that of the function or of its module.
+    """
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    declared = getattr(inner, "REWARD_TYPE", getattr(inner, "__globals__", {}).get("REWARD_TYPE"))
+    if declared is None and _says_nothing(function, kwargs):
+        return "sequential"
+    contract = detect_contract(function, declared, kwargs, where=where)
+    return None if contract == "legacy" else contract
+
+
+def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function has one required argument without a known name or an annotation."""
+    if inspect.iscoroutinefunction(function):
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    required = [parameter for parameter in required if parameter.name not in kwargs]
+    if len(required) != 1:
+        return False
+    [parameter] = required
+    return parameter.annotation is parameter.empty and parameter.name not in ("reward_input", "reward_inputs")
+
+
+def _find_unpicklable(value: object, path: str, depth: int) -> tuple[str, object]:
+    """Return the innermost part of a value that cannot be pickled, with its path from the value."""
+    if depth > 0:
+        for name, part in _parts(value):
+            if not _can_pickle(part):
+                return _find_unpicklable(part, f"{path}{name}", depth - 1)
+    return path, value
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what pickling a value pickles with it, and the name of each."""
+    if isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield from ((f"'s argument {number}", each) for number, each in enumerate(value.args))
+        yield from ((f"'s argument {name!r}", each) for name, each in value.keywords.items())
+    elif inspect.ismethod(value):
+        yield ".__self__", value.__self__
+    elif inspect.isfunction(value):
+        closure = inspect.getclosurevars(value)
+        for variables in (closure.nonlocals, closure.globals):
+            yield from ((f"'s variable {name!r}", each) for name, each in variables.items())
+        yield from (("'s default argument", each) for each in (value.__defaults__ or ()))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{number}]", each) for number, each in enumerate(value))
+    else:
+        yield from ((f".{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+
+
+def _can_pickle(value: object) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001 - see _pickled
+        return False
+    return True
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
