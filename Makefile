@@ -5,6 +5,7 @@
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_LOGGERS ?= .venv-loggers
 PYTEST = bin/python -m pytest
 # The tests of a file run in one process, since they share models and engines. At most four
 # processes: each needs some GB of memory.
@@ -12,7 +13,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup smollm2 quickstart gpu-check test test-all test-unit test-oldest bench docs lint format clean
+.PHONY: help setup smollm2 quickstart gpu-check test test-all test-unit test-oldest test-loggers bench docs lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -43,6 +44,9 @@ test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported trans
 	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL) -m "not alone"
 	$(VENV_OLDEST)/$(PYTEST) -m alone
 
+test-loggers: $(VENV_LOGGERS)/.ready ## the loggers with their libraries, which need an environment of their own (one minute)
+	TRIGON_TEST_LOGGERS=1 $(VENV_LOGGERS)/bin/python -m pytest tests/loggers
+
 bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (20 minutes on 2 idle cores)
 	$(VENV)/bin/python benchmarks/bench.py
 
@@ -59,7 +63,7 @@ format: $(VENV)/.ready ## apply ruff's fixes and formatting
 	$(VENV)/bin/ruff format
 
 clean: ## remove the environments and the tools' caches; keep runs and checkpoints
-	rm -rf $(VENV) $(VENV_OLDEST) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # The stamp file marks an environment as complete, and up to date with its pins.
 $(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh
@@ -75,4 +79,8 @@ $(VENV)/.smollm2: $(VENV)/.ready
 
 $(VENV_OLDEST)/.ready: constraints/cpu-oldest.txt pyproject.toml scripts/setup.sh
 	scripts/setup.sh $(VENV_OLDEST) constraints/cpu-oldest.txt
+	@touch $@
+
+$(VENV_LOGGERS)/.ready: $(VENV)/.ready constraints/loggers.txt scripts/setup_loggers.sh
+	scripts/setup_loggers.sh $(VENV_LOGGERS) $(VENV)
 	@touch $@

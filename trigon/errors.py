@@ -9,7 +9,8 @@
     |-- EngineError        an engine violated its protocol
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
-    `-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
+    |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
+    `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
 
 Every message says what was wrong, gives the value, and says what to do.
 """
@@ -55,3 +56,7 @@ class WorkerError(EngineError):
 
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
+
+
+class PushError(TrigonError):
+    """A model cannot be pushed to the Hugging Face Hub."""

@@ -45,6 +45,7 @@ class Intervals:
 
     The last step validates if validate_last, and always saves. validate_only: validate the loaded
     weights, and make no step. generations_shown: completions printed per validation.
+    train_samples_every: when the loggers get completions of a step.
     """
 
     validate_first: bool
@@ -53,6 +54,7 @@ class Intervals:
     validate_last: bool
     save_every: int
     generations_shown: int
+    train_samples_every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
                 phase=run.report.phase,
             )
             scored = score_tokens(run, batch.groups)
-        record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored)
+        shows = is_due(step, run.intervals.train_samples_every)
+        record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
         metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
@@ -200,10 +203,15 @@ def record_rollouts(
     *,
     learned: Sequence[TrainGroup] | None,
     scored: Sequence[Sequence[TokenLogprobs]],
+    shows: bool = False,
 ) -> None:
-    """Write the rollouts of a step into the run folder, before the update, which may fail."""
+    """Write the rollouts of a step into the run folder, before the update, which may fail.
+
+    shows: pass the first group to the loggers.
+    """
+    shown = len(groups[0].rollouts) if shows else 0
     read_images = training_prompts(run).image_files
-    run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images)
+    run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
 
 
 def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:

@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import torch
+import yaml
 from torch import Tensor
 
 from support.builders import make_builder
@@ -55,6 +56,7 @@ INTERVALS = Intervals(
     validate_last=False,
     save_every=0,
     generations_shown=0,
+    train_samples_every=0,
 )
 
 
@@ -322,3 +324,19 @@ def mixed_by_prompt(prompt: Prompt, version: int, seed: int) -> str:
 def surplus_settings(steps: int) -> dict[str, Any]:
     group_filter = replace(FILTER, prompts_per_round=7, keep_surplus=True)
     return full_settings(steps) | {"group_filter": group_filter, "complete": mixed_by_prompt}
+
+
+def config_text(values: dict[str, Any]) -> str:
+    """Return the config.yaml of a run with these options, by dotted names, and the defaults.
+
+    Nothing is checked, so that files and models need not exist.
+    """
+    tree = Config().model_dump()
+    for name, value in values.items():
+        *path, key = name.split(".")
+        section = tree
+        for part in path:
+            section = section[part]
+        assert key in section, name
+        section[key] = value
+    return yaml.safe_dump(tree, sort_keys=False)

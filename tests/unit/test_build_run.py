@@ -1,4 +1,4 @@
-"""The parts of a run that need no model: tracker settings, the evaluator, early errors."""
+"""The parts of a run that need no model: what loggers are told, the evaluator, early errors."""
 
 import io
 import json
@@ -10,29 +10,28 @@ import datasets
 import pytest
 
 from trigon.build.data import open_evaluator
-from trigon.build.run import TrackerEnvironment, announce_downloads, make_tracker_settings, run_training
+from trigon.build.run import announce_downloads, describe_run, run_training
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 from trigon.report.console import Console
+from trigon.report.loggers.protocol import LoggerEnvironment
 
 
-def test_trackers_get_the_resolved_configuration():
-    environment = TrackerEnvironment(Path("/tb"), None, "offline", "secret")
-    config = Config(trainer={"project_name": "p", "experiment_name": "e"})
-    settings = make_tracker_settings(config, environment, Path("/runs/x"), None)
-    assert (settings.project, settings.experiment, settings.folder) == ("p", "e", Path("/runs/x"))
-    assert settings.config == config.model_dump()
-    assert (settings.tensorboard_dir, settings.swanlab_mode) == (Path("/tb"), "offline")
+def test_loggers_get_the_resolved_configuration():
+    config = Config(trainer={"project_name": "p", "experiment_name": "e", "logger": ("console",)})
+    run = describe_run(config, Path("/runs/x"), None)
+    assert (run.project, run.experiment, run.folder) == ("p", "e", Path("/runs/x"))
+    assert run.config["trainer"]["logger"] == ["console"]  # of JSON types
+    assert json.loads(json.dumps(run.config, allow_nan=False)) == run.config
 
 
 @pytest.mark.parametrize(("val_only", "resumed", "first_step"), [(False, 8, 9), (False, None, 0), (True, 8, None)])
-def test_trackers_are_told_from_which_step_a_run_reports(val_only, resumed, first_step):
-    environment = TrackerEnvironment(None, None, None, None)
+def test_loggers_are_told_from_which_step_a_run_reports(val_only, resumed, first_step):
     checkpoint = None if resumed is None else Checkpoint(resumed, Path(f"/runs/x/global_step_{resumed}"), {}, None)
     config = Config(trainer={"val_only": val_only})
-    assert make_tracker_settings(config, environment, Path("/runs/x"), checkpoint).first_step == first_step
+    assert describe_run(config, Path("/runs/x"), checkpoint).first_step == first_step
 
 
 def test_without_validation_prompts_there_is_no_evaluator():
@@ -65,7 +64,7 @@ def start_run(folder: Path, *, model: Path, reward: str) -> None:
     run_training(
         load_config(None, overrides).config,
         warnings=(),
-        trackers=TrackerEnvironment(None, None, None, None),
+        logger_environment=LoggerEnvironment(),
         should_stop=lambda: False,
         defer_interrupts=nullcontext,
         export_to=None,
@@ -122,11 +121,10 @@ def run(tiny_vlm, tmp_path, monkeypatch):
             },
             trainer={"save_checkpoint_path": str(tmp_path / "run"), "device": "cpu", "val_freq": -1},
         )
-        environment = TrackerEnvironment(None, None, None, None)
         run_training(
             config,
             warnings=(),
-            trackers=environment,
+            logger_environment=LoggerEnvironment(),
             should_stop=lambda: True,
             defer_interrupts=nullcontext,
             export_to=None,

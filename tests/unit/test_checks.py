@@ -1,9 +1,43 @@
 """`trigon check`: each planted fault is named, and nothing else; a good run has no problem."""
 
+import contextlib
+import copy
+import ctypes
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
-from support.planted import FAULTS, TOGETHER, good_run
+import trigon.tiny
+from support.images import png
+from support.planted import FAULTS, GIB, MACHINE, TOGETHER, good_run
+from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.checks.catalogue import CHECKS, check_run
+from trigon.checks.completions import asked_formats, final_answer
+from trigon.checks.machine import (
+    Gpu,
+    check_devices,
+    check_loggers,
+    check_memory,
+    check_network,
+    count_checkpoints,
+)
+from trigon.checks.model import find_missing_header
+from trigon.checks.result import KINDS
+from trigon.checks.rows import _ADVICE
+from trigon.checks.subject import Subject, no_progress
+from trigon.config.load import inspect_config, load_config, split_arguments
+from trigon.data.bad_rows import Reason
+from trigon.tiny.drawings import make_dataset
+
+QUICKSTART = Path(trigon.tiny.__file__).with_name("quickstart.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +87,278 @@ def test_all_faults_of_a_dataset_are_named_at_once(run):
     report = check(run)
     assert found(report) == {FAULTS[name][0] for name in TOGETHER}, shown(report)
     assert report.would_fail
+
+
+def test_every_kind_of_problem_is_planted_or_has_a_test():
+    planted = {kind for kind, _ in FAULTS.values()}
+    with_tests = {"devices.used", "network.loopback", "loggers.package", "memory.tight"}
+    videos = {kind for kind in KINDS if kind.startswith("rows.video_")}  # as images, by the code of a run
+    assert planted | with_tests | videos == set(KINDS)
+    assert len(planted) >= 40
+
+
+def test_each_reason_to_skip_a_row_has_a_kind_and_an_advice():
+    reasons = set(get_args(Reason)) - {"overlong"}
+    assert set(_ADVICE) == reasons
+    assert {f"rows.{reason}" for reason in reasons} == {k for k in KINDS if k.startswith("rows.")} - {
+        "rows.blank_image"
+    }
+
+
+def test_severity_depends_on_how_many_rows_are_lost(run):
+    FAULTS["some long prompts"][1](run)
+    some = check(run)
+    assert some.result("lengths").status == "warning"
+    FAULTS["many long prompts"][1](run)
+    many = check(run)
+    assert many.result("lengths").status == "fail"
+    assert many.would_fail
+
+
+@pytest.mark.parametrize("name", ["some long prompts", "large images"])
+def test_the_advice_on_lengths_makes_all_rows_fit(run, name):
+    FAULTS[name][1](run)
+    (problem,) = check(run).result("lengths").findings.problems
+    values = dict(re.findall(r"(data\.max_\w+) to (\d+)", problem.advice))
+    if name == "large images":
+        assert problem.advice.startswith("lower data.max_pixels")
+        assert set(values) == {"data.max_pixels", "data.max_prompt_length"}
+    else:
+        assert problem.advice.startswith("raise data.max_prompt_length")
+    for key, value in values.items():
+        options = run.options
+        run.options = options | {key: value, "data.max_response_length": 16}
+        report = check(run)
+        run.options = options
+        assert found(report) == set(), (key, value, shown(report))
+
+
+def test_an_invalid_option_skips_only_the_checks_that_read_it(run):
+    run.options["data.max_prompt_length"] = "many"
+    run.options["trainer.save_freq"] = "often"
+    run.options["worker.actor.global_batch_size"] = 3
+    report = check(run)
+    invalid = [problem.message for problem in report.problems]
+    assert len(invalid) == 3
+    assert found(report) == {"configuration.invalid"}
+    reason = "data.max_prompt_length is invalid, see the check 'configuration'"
+    assert report.result("rows").reason == reason
+    assert report.result("model").status == report.result("devices").status == "pass"
+
+
+def test_a_model_that_cannot_be_had_skips_what_needs_it(run):
+    run.options["worker.actor.model.model_path"] = "no program/nothing"
+    report = check(run)
+    assert found(report) == {"model.unusable"}, shown(report)
+    assert report.result("rows").reason == report.result("memory").reason == "see the check 'model'"
+
+
+def test_no_weights_are_read(run, tiny_vlm, tmp_path):
+    """Watch the file of the weights, which has no valid content, with inotify."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_vlm, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"no weights")
+    run.options["worker.actor.model.model_path"] = model
+    with opened(weights) as number_of_openings:
+        assert found(check(run)) == set()
+        assert number_of_openings() == 0
+        weights.read_bytes()
+        assert number_of_openings() == 1  # the watch works
+
+
+@contextlib.contextmanager
+def opened(path):
+    """Count how often a file is opened, by inotify."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK)
+    if descriptor < 0:
+        pytest.skip("inotify is not available")
+    assert libc.inotify_add_watch(descriptor, os.fsencode(path), 0x20) >= 0  # IN_OPEN
+
+    def count():
+        try:
+            return len(os.read(descriptor, 4096)) // 16  # an event of a file without a name has 16 bytes
+        except BlockingIOError:
+            return 0
+
+    try:
+        yield count
+    finally:
+        os.close(descriptor)
+
+
+def subject_of(run, **machine):
+    inspected = inspect_config(None, run.write())
+    return Subject(inspected, replace(MACHINE, **machine), no_progress)
+
+
+def kinds_of(findings):
+    return [problem.kind for problem in findings.problems]
+
+
+def test_a_gpu_that_another_process_uses(run):
+    run.options |= {"worker.rollout.name": "vllm", "trainer.device": "auto"}
+    gpus = (Gpu("a GPU", 80 * GIB, 79 * GIB), Gpu("a GPU", 80 * GIB, 20 * GIB))
+    run.options["trainer.n_gpus_per_node"] = 2
+    findings = check_devices(subject_of(run, gpus=gpus))
+    assert kinds_of(findings) == ["devices.used"]
+    assert findings.problems[0].message.startswith("GPU 1 (a GPU) has 20.0 of 80.0 GiB free")
+    assert kinds_of(check_devices(subject_of(run, gpus=(gpus[0],) * 2))) == []
+
+
+def test_gpus_of_a_cluster_are_not_compared_with_those_of_this_machine(run):
+    run.options |= {"trainer.device": "auto", "trainer.n_gpus_per_node": 8}
+    assert kinds_of(check_devices(subject_of(run, has_cluster=True))) == []
+
+
+def test_a_tracker_that_is_not_installed(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run.options["trainer.logger"] = "[console, wandb]"
+    assert kinds_of(check_loggers(subject_of(run))) == ["loggers.package"]
+
+
+def test_workers_that_cannot_connect(run, monkeypatch):
+    run.options["trainer.n_gpus_per_node"] = 2
+    assert kinds_of(check_network(subject_of(run))) == []
+
+    def refuse(*arguments, **options):
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    assert kinds_of(check_network(subject_of(run))) == ["network.loopback"]
+
+
+def test_tight_memory(run):
+    summary = check_memory(subject_of(run)).summary
+    gib = float(re.search(r"at most ([\d.]+) GiB", summary)[1])
+    assert kinds_of(check_memory(subject_of(run, host_bytes=int(gib * GIB)))) == ["memory.tight"]
+
+
+def test_the_checkpoints_that_are_kept(run):
+    def count(**options):
+        config = inspect_config(None, run.write()).loaded.config
+        trainer = config.trainer.model_copy(update=options)
+        return count_checkpoints(config.model_copy(update={"trainer": trainer}), total_steps=100)
+
+    assert count() == 1  # after the last step
+    assert count(save_freq=10) == 10
+    assert count(save_freq=30) == 4
+    assert count(save_freq=10, save_limit=3) == 5  # the newest three, the best, and one that is written
+
+
+HEADED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "missing"),
+    [
+        (HEADED, "<|assistant|>"),
+        (HEADED + "{% if add_generation_prompt %}<|assistant|>{% endif %}", None),
+        # As Mistral's, whose assistant has no header.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
+            "</s>{% endif %}{% endfor %}",
+            None,
+        ),
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_a_missing_generation_prompt_is_recognized(processors, template, missing):
+    tokenizer = copy.deepcopy(processors.tokenizer)
+    tokenizer.chat_template = template
+    assert find_missing_header(tokenizer) == missing
+
+
+@pytest.mark.parametrize(
+    ("instructions", "first", "number"),
+    [
+        (r"Answer in \boxed{}.", r"\boxed{7}", 2),
+        (r"Think between <think> and </think>, then \boxed{}.", r"<think>...</think> \boxed{7}", 1),
+        ("Write it between <answer> and </answer>.", "<answer>7</answer>", 2),
+        (r"Put \boxed{} between <answer> and </answer>.", r"<answer>\boxed{7}</answer>", 2),
+        ('Finish with a line "Answer: ...".', "Answer: 7", 2),
+        ("End with #### and the number.", "#### 7", 2),
+        ("How many are there?", None, 0),
+        ("Think between <think> and </think>.", None, 0),
+    ],
+)
+def test_the_formats_that_a_prompt_asks_for(instructions, first, number):
+    asked = asked_formats(instructions)
+    assert len(asked) == number
+    if first is not None:
+        assert (
+            asked[0].write("7").replace("A made completion has no thoughts of its own.", "...").split() == first.split()
+        )
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "answer"),
+    [("3", "3"), (3, "3"), (2.5, "2.5"), ("<answer> 3 </answer>", "3"), (r"so \boxed{3}", "3"), ([1, 2], "[1, 2]")],
+)
+def test_a_ground_truth_becomes_a_final_answer(ground_truth, answer):
+    assert final_answer(ground_truth) == answer
+
+
+def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
+    # Reads a format that no program knows: only its shape is rewarded here.
+    run.reward = 'def score(predict_str, ground_truth):\n    return 0.5 * (f"@@{ground_truth}" in predict_str)\n'
+    report = check(run)
+    assert found(report) == {"reward.constant"}
+    assert not report.would_fail
+    assert report.result("ground truths").reason.startswith("cannot be judged")
+
+
+def test_the_data_of_the_quickstart_has_no_problem(tmp_path, tiny_vlm):
+    train, validation = make_dataset(tmp_path / "data", num_train=64, num_validation=16, seed=0)
+    overrides = [
+        f"data.train_files={train}",
+        f"data.val_files={validation}",
+        f"worker.actor.model.model_path={tiny_vlm}",
+        f"trainer.save_checkpoint_path={tmp_path / 'run'}",
+        "worker.rollout.name=transformers",
+    ]
+    report = check_run(QUICKSTART, overrides, machine=MACHINE)
+    assert found(report) == set(), shown(report)
+
+
+EXAMPLES_ROWS = {
+    "qwen2_5_vl_3b_geo3k_grpo": [("<image>Find x.", answer) for answer in ("48", r"\frac{1}{2}", "2.5", r"12\sqrt{3}")],
+    "qwen3_14b_dapo17k_dapo": [("What is half of it?", answer) for answer in ("48", "7", "-3", "1000")],
+    "baselines/qwen2_5_vl_3b_clevr": [("<image>How many?", answer) for answer in ("3", "5", "0", "10")],
+    "baselines/qwen2_5_vl_3b_geoqa8k": [("<image>What is it?", answer) for answer in ("145°", "10√3", "25π", "5 cm")],
+    "qwen2_5_vl_7b_multi_image": [("<image>\n<image>\nWhich?", answer) for answer in ("A", "two", "red", "no")],
+    "qwen2_5_vl_3b_android_gui_grpo": [("Open it.", box) for box in ([0.1, 0.2, 0.3, 0.4], [0.5, 0.5, 0.6, 0.6])],
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES_ROWS)
+def test_the_shipped_recipes_have_no_problem(name, tmp_path, tiny_vlm, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    questions = EXAMPLES_ROWS[name] * 8
+    given = arguments_of(EXAMPLES / f"{name}.sh", tmp_path / "recipe", environment={"DATA": str(tmp_path)})
+    config = load_config(*split_arguments([*given, "data.train_files=a/b", "data.val_files=a/b"])).config
+    files = []
+    for split, seed in (("train", 0), ("test", 1000)):
+        rows = []
+        for index, (text, answer) in enumerate(questions):
+            images = [f"{split}{index}_{number}.png" for number in range(max(1, text.count("<image>")))]
+            for number, image in enumerate(images):
+                (tmp_path / image).write_bytes(png(seed=seed + 2 * index + number))
+            row = {config.data.prompt_key: f"{text} ({split} {index})", config.data.answer_key: answer}
+            rows.append(row | ({config.data.image_key: images} if "dapo17k" not in name else {}))
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(tmp_path / f"{split}.jsonl")
+    small = [
+        f"data.train_files={files[0]}",
+        f"data.val_files={files[1]}",
+        f"worker.actor.model.model_path={tiny_vlm}",
+        *("data.max_prompt_length=1024", "data.max_response_length=512", "data.rollout_batch_size=8"),
+        *("worker.actor.global_batch_size=8", "data.mini_rollout_batch_size=8"),
+        f"trainer.save_checkpoint_path={tmp_path / 'run'}",
+        "worker.rollout.name=transformers",
+        "worker.rollout.tensor_parallel_size=1",
+    ]
+    gpus = (Gpu("a GPU", 80 * GIB, 80 * GIB),) * config.trainer.n_gpus_per_node
+    report = check_run(*split_arguments([*given, *small]), machine=replace(MACHINE, gpus=gpus))
+    assert found(report) - {"configuration.warning"} == set(), shown(report)

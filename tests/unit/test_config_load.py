@@ -150,7 +150,7 @@ def test_a_problem_is_reported_with_file_and_line(tmp_path):
 NUMBER = "a number, above 0 and at most 100"
 INTEGER = "an integer, at least 0 and at most 9,223,372,036,854,775,807"
 BETAS = "a list of 2, each a number, at least 0 and below 1"
-SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, wandb"
+SINKS = "a list, each one of console, file, mlflow, swanlab, tensorboard, trackio, wandb"
 
 
 @pytest.mark.parametrize(

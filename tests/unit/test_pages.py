@@ -282,3 +282,11 @@ def test_a_wrong_command_is_found(wrong: str, tmp_path, monkeypatch) -> None:
     block = Block("docs/quickstart.md", 1, "bash", wrong + "\n", "", "", "")
     with pytest.raises((AssertionError, ConfigError, SystemExit)):
         test_every_command_has_a_program_and_arguments_that_exist(block, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lists_look_the_same_on_the_site_as_on_github(page: str) -> None:
+    """The site needs four columns for a list in a list, and an empty line before a list."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*$", text, flags=re.MULTILINE) == []
+    assert re.findall(r"^(?![-*|<#>]|\d+\. | ).+\n(?:[-*]|\d+\.) .*$", text, flags=re.MULTILINE) == []

@@ -101,11 +101,11 @@ def test_the_gpu_pins_differ_from_the_cpu_pins_only_where_vllm_requires_it() -> 
     assert not {"flash-attn", "liger-kernel"} & gpu.keys()  # optional, and not tested with these versions
 
 
-def test_the_readme_states_the_disk_space_of_the_gpu_environment() -> None:
+def test_the_install_page_states_the_disk_space_of_the_gpu_environment() -> None:
     sizes = re.findall(r"([\d.]+) GB to download, ([\d.]+) GB installed", read("constraints/gpu.txt"))
     assert len(sizes) == 1
     [(packed, unpacked)] = sizes
-    assert f"{unpacked} GB for the packages ({packed} GB of downloads)" in " ".join(read("README.md").split())
+    assert f"{unpacked} GB for the packages ({packed} GB of downloads)" in " ".join(read("docs/install.md").split())
 
 
 def test_the_oldest_pins_are_the_lower_bound_of_transformers() -> None:
@@ -135,3 +135,8 @@ def test_a_shell_script_is_executable_and_stops_at_the_first_error(script: str) 
 
 def test_the_files_with_extended_tests_and_with_those_of_vllm_exist() -> None:
     assert [file for file in (*KEPT, *NEEDS_VLLM) if not (ROOT / "tests" / file).is_file()] == []
+
+
+def test_the_readme_is_short_and_says_that_no_gpu_has_run_it() -> None:
+    assert len(read("README.md").splitlines()) <= 100
+    assert "No GPU has run this version yet" in read("README.md")

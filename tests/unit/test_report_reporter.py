@@ -1,4 +1,4 @@
-"""The reporter: timings, throughput, trackers, validation and the summary."""
+"""The reporter: timings, throughput, loggers, validation and the summary."""
 
 import io
 import json
@@ -22,8 +22,8 @@ class Clock:
         return self.now
 
 
-class MemorySink:
-    """A tracker that stores its calls, or fails at each of them."""
+class MemoryLogger:
+    """A logger that stores its calls, or fails at each of them."""
 
     def __init__(self, name="memory", *, failing=False):
         self.name, self.failing = name, failing
@@ -33,14 +33,14 @@ class MemorySink:
         if self.failing:
             raise ConnectionError("no network")
 
-    def log(self, step, metrics):
+    def log_metrics(self, step, metrics):
         self._maybe_fail()
         self.logged.append((step, dict(metrics)))
 
-    def rollouts(self, step, rows, images):
+    def log_samples(self, step, split, samples):
         self._maybe_fail()
-        self.shown.append((step, [row.prompt_id for row in rows]))
-        self.sizes.append({prompt_id: [image.size for image in each] for prompt_id, each in images.items()})
+        self.shown.append((step, split, [sample.row.prompt_id for sample in samples]))
+        self.sizes.append([[image.size for image in sample.images] for sample in samples])
 
     def close(self):
         self._maybe_fail()
@@ -76,8 +76,8 @@ def folder(tmp_path):
         yield folder
 
 
-def reporter(folder, stream, clock, *sinks, **options):
-    return Reporter(folder, Console(stream=stream, clock=clock), sinks, clock=clock, **options)
+def reporter(folder, stream, clock, *loggers, **options):
+    return Reporter(folder, Console(stream=stream, clock=clock), loggers, clock=clock, **options)
 
 
 def test_mfu_is_the_work_of_the_updates_over_the_peak_of_all_devices(folder, stream, clock):
@@ -94,9 +94,9 @@ def test_mfu_is_the_work_of_the_updates_over_the_peak_of_all_devices(folder, str
     assert lines == [0.75, None, None, None, None]
 
 
-def test_a_step_is_reported_to_folder_console_and_trackers_with_its_timings(folder, stream, clock):
-    sink = MemorySink()
-    report = reporter(folder, stream, clock, sink, num_devices=2)
+def test_a_step_is_reported_to_folder_console_and_loggers_with_its_timings(folder, stream, clock):
+    logger = MemoryLogger()
+    report = reporter(folder, stream, clock, logger, num_devices=2)
     with report.phase("gen", total=8) as advance:
         advance(8)
         clock.now += 3.0
@@ -124,7 +124,8 @@ def test_a_step_is_reported_to_folder_console_and_trackers_with_its_timings(fold
         "timing_per_token_ms/update_actor": 0.125,
     }
     assert 0.01 < line.metrics["perf/cpu_memory_used_gb"] < 100
-    assert sink.logged == [(1, line.metrics)]
+    report.close()
+    assert logger.logged == [(1, line.metrics)]
     assert stream.getvalue().splitlines()[-1] == "step 1/5  reward 0.75  tokens/s 750  seconds 14  left 56.0 s"
 
 
@@ -194,19 +195,19 @@ def test_without_token_counts_no_throughput_is_reported(folder, stream, clock):
     assert "left" not in stream.getvalue()
 
 
-@pytest.mark.parametrize("call", ["log", "rollouts", "close"])
-def test_a_tracker_that_fails_is_reported_once_and_training_continues(folder, stream, clock, call):
-    bad, good = MemorySink("wandb", failing=True), MemorySink()
+@pytest.mark.parametrize("call", ["log_metrics", "log_samples", "close"])
+def test_a_logger_that_fails_is_reported_once_and_training_continues(folder, stream, clock, call):
+    bad, good = MemoryLogger("wandb", failing=True), MemoryLogger()
     report = reporter(folder, stream, clock, bad, good)
-    if call == "rollouts":
+    if call == "log_samples":
         report.validation(1, [group("val:1")], {}, shown=1, token_groups=0, read_images=read_images)
     if call != "close":
         report.step(1, 2, {"a": Mean(1.0)})
         report.step(2, 2, {"a": Mean(1.0)})
-        assert [step for step, _ in good.logged] == [1, 2]
     report.close()
+    assert [step for step, _ in good.logged] == ([] if call == "close" else [1, 2])
     assert good.closed
-    assert stream.getvalue().count("wandb failed and is no longer used: ConnectionError: no network") == 1
+    assert stream.getvalue().count("the logger wandb failed: ConnectionError: no network. It is no longer used") == 1
 
 
 def test_an_error_of_the_run_folder_stops_the_run(folder, stream, clock):
@@ -217,8 +218,8 @@ def test_an_error_of_the_run_folder_stops_the_run(folder, stream, clock):
 
 
 def test_all_validation_completions_are_written_and_the_first_are_shown(folder, stream, clock):
-    sink = MemorySink()
-    report = reporter(folder, stream, clock, sink)
+    logger = MemoryLogger()
+    report = reporter(folder, stream, clock, logger)
     metrics = {
         "val/reward_score": 0.9,
         "val/format_reward": 1.0,
@@ -226,10 +227,11 @@ def test_all_validation_completions_are_written_and_the_first_are_shown(folder, 
         "val_response_length/mean": 9,
     }
     report.validation(5, [group("val:1"), group("val:2")], metrics, shown=3, token_groups=0, read_images=read_images)
+    report.close()
     written = (folder.path / "rollouts" / "validation_000005.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt_id"] for line in written] == ["val:1", "val:1", "val:2", "val:2"]
-    assert sink.shown == [(5, ["val:1", "val:1", "val:2"])]
-    assert sink.sizes == [{"val:1": [(512, 128)], "val:2": [(512, 128)]}]  # reduced
+    assert logger.shown == [(5, "validation", ["val:1", "val:1", "val:2"])]
+    assert logger.sizes == [[[(512, 128)]] * 3]  # reduced
     assert stream.getvalue().count("How many?") == 3
     assert stream.getvalue().endswith("validation after step 5: 4 completions  accuracy 0.85  format 1  reward 0.9\n")
 

@@ -93,6 +93,7 @@ def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
         validate_last=can_validate,
         save_every=max(trainer.save_freq, 0),
         generations_shown=trainer.val_generations_to_log,
+        train_samples_every=max(trainer.train_samples_freq, 0),
     )
 
 

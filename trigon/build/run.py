@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -48,39 +47,33 @@ from trigon.models.load import Processors, model_folder
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
+from trigon.report.loggers.protocol import LoggedRun, Logger, LoggerEnvironment
+from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
-from trigon.report.sinks import TrackerSettings, check_sinks, open_sinks
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.training.checkpointing import check_lora_rank, read_updates
 
 
-@dataclass(frozen=True, slots=True)
-class TrackerEnvironment:
-    """Settings of trackers from environment variables; see TrackerSettings."""
-
-    tensorboard_dir: Path | None
-    swanlab_dir: Path | None
-    swanlab_mode: str | None
-    swanlab_api_key: str | None
-
-
 def run_training(
     config: Config,
     *,
     warnings: Sequence[str],
-    trackers: TrackerEnvironment,
+    logger_environment: LoggerEnvironment,
     should_stop: Callable[[], bool],
     defer_interrupts: Callable[[], AbstractContextManager[None]],
     export_to: Path | None,
+    loggers: Sequence[Logger] = (),
 ) -> None:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
     checkpoint and ends the run. defer_interrupts: see Run. export_to: folder in which the last
     checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
+    logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
+    this function opens.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -109,7 +102,8 @@ def run_training(
         for warning in find_device_warnings(config, device):
             console.warn(warning)
         rewards.ready()
-        report = stack.enter_context(open_reporter(config, folder, console, trackers, checkpoint, processors))
+        all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
+        report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint))
 
         builder = open_builder(config, processors)
         val_prompts, train_prompts = open_datasets(config, builder, report)
@@ -162,11 +156,11 @@ def run_training(
 
 
 def check_environment(config: Config) -> None:
-    """Raise ConfigError or ModelError if a tracker, the device or a kernel is not available.
+    """Raise ConfigError or ModelError if a logger, the device or a kernel is not available.
 
     The devices of several workers are checked when these have started.
     """
-    check_sinks(config.trainer.logger)
+    check_loggers(config.trainer.logger)
     if num_workers(config) == 1:
         device = choose_device(config)
         if device.type == "cuda" and config.worker.rollout.name == "vllm":
@@ -291,41 +285,36 @@ def open_reporter(
     config: Config,
     folder: RunFolder,
     console: Console,
-    trackers: TrackerEnvironment,
-    checkpoint: Checkpoint | None,
     processors: Processors,
+    loggers: Sequence[Logger],
+    checkpoint: Checkpoint | None,
 ) -> Reporter:
-    """Open the trackers of trainer.logger, and return the reporter."""
+    """Open the loggers, and return the reporter. checkpoint: from which the run resumes, if any."""
+    for place in open_loggers(loggers, describe_run(config, folder.path, checkpoint)):
+        console.print(f"logging to {place}")
     trainer = config.trainer
-    sinks = open_sinks(trainer.logger, make_tracker_settings(config, trackers, folder.path, checkpoint))
     return Reporter(
         folder,
         console,
-        sinks,
+        loggers,
         num_devices=num_workers(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
     )
 
 
-def make_tracker_settings(
-    config: Config, environment: TrackerEnvironment, folder: Path, checkpoint: Checkpoint | None
-) -> TrackerSettings:
-    """Return the settings of the trackers.
+def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) -> LoggedRun:
+    """Return what the loggers are told of the run.
 
     folder: the run folder. checkpoint: the one that the run resumes from, if any.
     """
     first_step = 0 if checkpoint is None else checkpoint.step + 1
-    return TrackerSettings(
+    return LoggedRun(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
-        config=config.model_dump(),
+        config=config.model_dump(mode="json"),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
-        tensorboard_dir=environment.tensorboard_dir,
-        swanlab_dir=environment.swanlab_dir,
-        swanlab_mode=environment.swanlab_mode,
-        swanlab_api_key=environment.swanlab_api_key,
     )
 
 

@@ -53,7 +53,7 @@ def check_lengths(subject: Subject) -> Findings:
     most = max(row.num_tokens for row in rows)
     summary = (
         f"median {median}, largest {most} of data.max_prompt_length={config.data.max_prompt_length} tokens; "
-        f"{share(num_lost, len(rows))} too long"
+        f"{share(num_lost, len(rows)) if num_lost else 'none is'} too long"
     )
     return Findings(summary, tuple(problems), histogram(rows, config.data.max_prompt_length))
 
@@ -131,7 +131,7 @@ def histogram(rows: Sequence[RowFacts], limit: int) -> str:
     lines = [f"{'tokens of a prompt':>20}  {'text':>8}  {'images':>8}  {'together':>8}"]
     text = sorted(row.num_tokens - row.media_tokens for row in rows)
     media, total = sorted(row.media_tokens for row in rows), sorted(row.num_tokens for row in rows)
-    for name, fraction in (("smallest", 0.0), ("median", 0.5), ("90 of 100", 0.9), ("largest", 1.0)):
+    for name, fraction in (("smallest", 0.0), ("median", 0.5), ("9 of 10 below", 0.9), ("largest", 1.0)):
         values = [numbers[min(len(rows) - 1, int(fraction * len(rows)))] for numbers in (text, media, total)]
         lines.append(f"{name:>20}  " + "  ".join(f"{value:>8,}" for value in values))
     width = _bucket_width(total[-1])

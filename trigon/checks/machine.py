@@ -179,12 +179,12 @@ def connect_to_self(num_ports: int) -> int:
 
 
 def check_loggers(subject: Subject) -> Findings:
-    """Return whether the trackers are installed."""
-    from trigon.report.sinks import check_sinks
+    """Return whether the loggers are installed."""
+    from trigon.report.loggers import registry
 
     names = subject.given.trainer.logger
     try:
-        check_sinks(names)
+        registry.check_loggers(names)
     except ConfigError as error:
         return Findings("", (Problem("loggers.package", True, str(error)),))
     return Findings(", ".join(names))

@@ -240,9 +240,14 @@ def _find_problems(
         return
     for name, others in (("a wrong", wrong), ("an empty", empty)):
         mean = sum(others) / len(others)
-        if mean >= judgement.right - _EPSILON and (name == "an empty" or is_text):
-            message = f"{name} completion scores {mean:.3g}, and a right one {judgement.right:.3g} ({judgement.best})"
-            yield Problem("reward.wrong", True, message, "correct the reward function: this is what would be learned")
+        if mean < judgement.right - _EPSILON or not is_text:
+            continue
+        is_certain = mean > judgement.right + _EPSILON or name == "an empty"
+        message = f"{name} completion scores {mean:.3g}, and a right one {judgement.right:.3g} ({judgement.best})"
+        advice = "correct the reward function: this is what would be learned"
+        if not is_certain:
+            advice = "make it tell right from wrong; if it reads a format that was not tried, nothing is wrong"
+        yield Problem("reward.wrong", is_certain, message, advice)
     if best_asked is not None and means[best_asked] < judgement.right - _EPSILON:
         message = (
             f"the prompt asks for {best_asked}, where a ground truth scores {means[best_asked]:.3g}, and the reward "

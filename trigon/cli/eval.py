@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from trigon.cli.parser import ArgumentParser
 from trigon.evaluation.answers import AnswerForm
-from trigon.evaluation.models import looks_like_model
+from trigon.evaluation.models import find_model, looks_like_model
 from trigon.names import SHIPPED_REWARDS
 from trigon.report.console import Console, format_number
 
@@ -32,10 +32,10 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+=")
 def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status; see trigon.cli.main."""
     parser = make_parser()
-    chosen = parser.parse_intermixed_args(arguments)
+    chosen = parser.parse_args(arguments)
     overrides = [argument for argument in chosen.arguments if _OVERRIDE.match(argument)]
     names = [argument for argument in chosen.arguments if not _OVERRIDE.match(argument)]
-    models, data = split_models(parser, names, chosen.data)
+    models, data = split_models(parser, names, chosen.data, chosen.config)
     console = Console(stream=sys.stderr if chosen.json else sys.stdout)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # see trigon.cli.train
     # Imported here, so that errors of the command line do not wait for heavy libraries.
@@ -73,14 +73,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def split_models(parser: ArgumentParser, names: Sequence[str], data: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the models and the datasets of the positional arguments and of --data."""
+def split_models(
+    parser: ArgumentParser, names: Sequence[str], data: Sequence[str], config: Path | None
+) -> tuple[list[str], list[str]]:
+    """Return the models and the datasets of the positional arguments and of --data.
+
+    config: of --config. Raises: ModelError.
+    """
     if not names:
         parser.error("name a model: trigon eval MODEL DATA")
     if data:
         return list(names), list(data)
     if len(names) == 1:
-        return list(names), []  # of a run, whose configuration names the data
+        # Of a run, the configuration names the data.
+        if config is None and find_model(names[0]).run_config is None:
+            parser.error(f"name the dataset: trigon eval {names[0]} DATA")
+        return list(names), []
     *models, last = names
     if looks_like_model(last):
         parser.error(
@@ -111,11 +119,17 @@ def make_parser() -> ArgumentParser:
         "same prompts.",
         epilog="Settings that are not given are those of the first MODEL that is a run, or the defaults of `trigon "
         "options`; key=value sets any of them. docs/evaluation.md explains every number.",
+        examples=[
+            ("trigon eval runs/quickstart", "the last checkpoint, on the run's validation data"),
+            ("trigon eval Qwen/Qwen2.5-VL-3B-Instruct test.jsonl --reward math -n 8", "pass@k and maj@k"),
+            ("trigon eval run/global_step_50 run/global_step_100 test.jsonl", "two checkpoints, compared"),
+            ("trigon eval runs/quickstart --blind", "with and without images"),
+        ],
     )
     parser.add_argument(
         "arguments",
         nargs="+",
-        metavar="MODEL ... DATA",
+        metavar="MODEL ... DATA [key=value ...]",
         help="models: Hugging Face folders, hub ids, run folders (their last checkpoint) or checkpoints "
         "(global_step_N); then the dataset: a hub id with @split, a file or a folder; of a run, its own by default",
     )
@@ -186,8 +200,8 @@ def show(evaluation: Evaluation, console: Console) -> None:
             for each in evaluation.comparisons
         ]
         console.table(
-            f"Accuracy above that of {names[0]}, on the same prompts",
-            ("", "difference", "p (paired permutation test, Holm)", "better / worse / prompts"),
+            f"Accuracy minus that of {names[0]}, paired by prompt",
+            ("", "difference", "p (permutation)", "better / worse / all"),
             comparisons,
         )
     for line in remarks(evaluation):
@@ -246,15 +260,13 @@ def show_blind(model: ModelEvaluation, console: Console) -> None:
     assert blind is not None
     difference = blind.difference
     console.table(
-        f"{short_name(model.model)}: does it need the images?",
-        ("accuracy with images", "with blank images", "difference", "p (paired permutation test)"),
+        "Does it need the images?",
+        ("", short_name(model.model)),
         [
-            (
-                show_estimate(model.summary.accuracy),
-                show_estimate(blind.summary.accuracy),
-                show_difference(difference),
-                show_p_value(difference.p_value),
-            )
+            ("accuracy with images", show_estimate(model.summary.accuracy)),
+            ("accuracy with blank images", show_estimate(blind.summary.accuracy)),
+            ("difference, paired by prompt", show_difference(difference)),
+            ("p (permutation test)", show_p_value(difference.p_value)),
         ],
     )
     if difference.low > 0:

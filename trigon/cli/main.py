@@ -24,10 +24,16 @@ COMMANDS = {
     "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
     "plot": ("trigon.cli.plot", "draw learning curves of runs, with bands over seeds"),
     "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
+    "view": (
+        "trigon.cli.view",
+        "show runs in a browser: curves, rollouts with images and tokens, times, configurations",
+    ),
     "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
     "eval": ("trigon.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
     "score": ("trigon.cli.score", "score stored rollouts again with one reward function, or compare two"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
+    "push": ("trigon.cli.push", "push a model with a card of how it was trained to the Hugging Face Hub"),
+    "completion": ("trigon.cli.completion", "print a script that completes commands and options in a shell"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
 }
 

@@ -112,6 +112,11 @@ def make_parser() -> ArgumentParser:
         description="Score stored rollouts with a reward function, in reward workers as in training. Prints the "
         "distribution, the failures and the slowest, and where the scores differ from the stored ones; with a second "
         "reward function, where the two differ.",
+        examples=[
+            ("trigon score runs/quickstart math", "the same scores again?"),
+            ("trigon score runs/quickstart reward.py:old reward.py:new", "where two functions differ"),
+            ("trigon score runs/quickstart math --split validation --steps 0-40", "some of the rollouts"),
+        ],
     )
     parser.add_argument("rollouts", metavar="ROLLOUTS", help="a run folder, or a file of its folder rollouts/")
     parser.add_argument(

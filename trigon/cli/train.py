@@ -127,12 +127,13 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
         # Read as torch is imported. vLLM's C++ code notes on which NUMA node its memory is.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported here, so that errors of the configuration do not wait for heavy libraries.
-    from trigon.build.run import TrackerEnvironment, run_training
+    from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings
+    from trigon.report.loggers.protocol import LoggerEnvironment
 
     ignore_pillow_warnings()
 
-    trackers = TrackerEnvironment(
+    logger_environment = LoggerEnvironment(
         tensorboard_dir=read_path("TENSORBOARD_DIR"),
         swanlab_dir=read_path("SWANLAB_DIR"),
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
@@ -144,7 +145,7 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
             run_training(
                 loaded.config,
                 warnings=loaded.warnings,
-                trackers=trackers,
+                logger_environment=logger_environment,
                 should_stop=stop.requested,
                 defer_interrupts=lambda: stop.handled(signal.SIGINT),
                 export_to=export_to,

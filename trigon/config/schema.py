@@ -68,7 +68,7 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of environment variables. A single one may be written without the brackets of a list."""
 
-Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "wandb"]
+Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
 class DataConfig(Section):
@@ -642,13 +642,14 @@ class TrainerConfig(Section):
     """Number of training steps, which overrides total_epochs; null: as many as the epochs have."""
 
     project_name: str = Field(default="easy_r1", min_length=1)
-    """Project name in trackers and in the checkpoint path."""
+    """Project name in the loggers and in the checkpoint path."""
 
     experiment_name: str = Field(default="demo", min_length=1)
     """Name of the run. A run started again under the same name resumes."""
 
     logger: Annotated[tuple[Sink, ...], BeforeValidator(_as_tuple)] = ("console", "file")
-    """Where metrics are written. EasyR1's default is console and wandb, which needs an account."""
+    """Where metrics are written, see docs/loggers.md.
+    EasyR1's default is console and wandb, which needs an account."""
 
     nnodes: int = Field(default=1, ge=1, le=10_000)
     """Machines; above 1, those of an existing Ray cluster."""
@@ -691,12 +692,16 @@ class TrainerConfig(Section):
 
     val_only: bool = False
     """Validate the weights of the model or checkpoint, and stop. Needs no train_files; the numbers
-    are in metrics.jsonl and the trackers.
+    are in metrics.jsonl and the loggers.
     """
 
     val_generations_to_log: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Completions shown at each validation, on the console and, with their images, in the trackers.
+    """Completions shown at each validation, on the console and, with their images, in the loggers.
     """
+
+    train_samples_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
+    """Steps between tables of training completions in the loggers: one group, with its images.
+    0 or -1: none. Trigon only."""
 
     save_images: bool = True
     """Store the images of the prompts in `images/` of the run folder, each distinct image once.

@@ -30,7 +30,7 @@ MAX_ASPECT_RATIO = 200
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 
 _DISPLAYED = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif"}
-"""The formats that browsers and trackers show, with their suffixes."""
+"""The formats that browsers and loggers show, with their suffixes."""
 
 # The errors of Pillow's decoders for damaged bytes. The decompression bombs are its own size
 # limits.

@@ -20,7 +20,14 @@ from trigon.build.engines import Engines, open_engines
 from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
 from trigon.build.options import make_validation_sampling_params
-from trigon.build.run import check_environment, check_rewards, check_run_memory, open_rewards, open_store
+from trigon.build.run import (
+    check_environment,
+    check_rewards,
+    check_run_memory,
+    open_reporter,
+    open_rewards,
+    open_store,
+)
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.plan import make_plan, num_workers
@@ -46,7 +53,7 @@ from trigon.evaluation.summary import (
 from trigon.json_files import write_json
 from trigon.metrics import values
 from trigon.models.dtypes import DTYPES
-from trigon.models.load import model_folder
+from trigon.models.load import Processors, model_folder
 from trigon.models.weight_files import stored_dtype
 from trigon.names import Dtype
 from trigon.records.rollouts import RolloutRow, rollout_rows
@@ -200,6 +207,18 @@ class _ModelResult:
     outcomes: list[PromptOutcome]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What samples and scores with one model. step: of its run."""
+
+    config: Config
+    processors: Processors
+    engines: Engines
+    rewards: RewardPool
+    step: int
+    request: _Request
+
+
 def evaluate_model(
     source: ModelSource, loaded: LoadedConfig, rewards: RewardPool, output: Path, request: _Request
 ) -> _ModelResult:
@@ -209,8 +228,8 @@ def evaluate_model(
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(output))
         folder.write_config(dump_config(config))
-        report = stack.enter_context(Reporter(folder, console))
         processors = open_processors(config)
+        report = stack.enter_context(open_reporter(config, folder, console, processors, (), None))
         worker_group = None
         check_hardware = partial(check_run_memory, config, console)
         if num_workers(config) > 1:
@@ -228,15 +247,12 @@ def evaluate_model(
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos)
         else:
             engines = open_workers(config, plan, worker_group, store, report, shows_videos=prompts.shows_videos)
+        parts = _Parts(config, processors, engines, rewards, source.step, request)
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
-            rows = sample(config, prompts, engines, rewards, report, source.step)
+            rows = sample(parts, prompts, report)
             accuracy = accuracy_name(rows)
             outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
-            without = None
-            if request.blind:
-                without = evaluate_blind(
-                    config, prompts, engines, rewards, outcomes, output / BLIND, source.step, request, accuracy
-                )
+            blind = evaluate_blind(parts, prompts, outcomes, output / BLIND, accuracy) if request.blind else None
     columns = (*request.by, "dataset") if len(data.val_files) > 1 and "dataset" not in request.by else request.by
     evaluation = ModelEvaluation(
         model=source.spec,
@@ -245,7 +261,7 @@ def evaluate_model(
         folder=output,
         summary=summarize(outcomes, accuracy=accuracy),
         by={column: summarize_by(outcomes, column, accuracy=accuracy) for column in columns},
-        blind=without,
+        blind=blind,
         num_rows=prompts.num_rows,
         skipped={str(reason): count for reason, count in prompts.num_skipped.items()},
         num_not_sampled=len(prompts) - len(outcomes),
@@ -253,53 +269,49 @@ def evaluate_model(
     return _ModelResult(evaluation, outcomes)
 
 
-def sample(
-    config: Config, prompts: Prompts, engines: Engines, rewards: RewardPool, report: Reporter, step: int
-) -> list[RolloutRow]:
+def sample(parts: _Parts, prompts: Prompts, report: Reporter) -> list[RolloutRow]:
     """Sample and score all prompts, and write and return the rollouts. The engine must be awake."""
-    evaluator = open_evaluator(config, prompts, report)
+    evaluator = open_evaluator(parts.config, prompts, report)
     assert evaluator is not None
     report.begin()
     groups: list[RolloutGroup] = []
-    for batch in evaluator.sample_batches(engines.rollout, rewards, phase=report.phase):
+    for batch in evaluator.sample_batches(parts.engines.rollout, parts.rewards, phase=report.phase):
         # Without the pixels, which may be more than memory holds.
         groups += [replace(group, prompt=replace(group.prompt, vision=None)) for group in batch]
     metrics = describe_validation(groups)
     report.validation(
-        step,
+        parts.step,
         groups,
         values(metrics),
         shown=0,
-        token_groups=config.trainer.rollout_tokens,
+        token_groups=parts.config.trainer.rollout_tokens,
         read_images=evaluator.image_files,
     )
-    report.record(step, metrics)
+    report.record(parts.step, metrics)
     return rollout_rows(groups)
 
 
 def evaluate_blind(
-    config: Config,
+    parts: _Parts,
     prompts: PromptSet | MixedPrompts,
-    engines: Engines,
-    rewards: RewardPool,
     outcomes: Sequence[PromptOutcome],
     output: Path,
-    step: int,
-    request: _Request,
     accuracy: str,
 ) -> Blind | None:
     """Evaluate the prompts again with blank images; None if no prompt has any.
 
     outcomes: with images. output: the run folder for the rollouts without.
     """
+    config, request = parts.config, parts.request
     num_with_images = sum(bool(outcome.rows[0].images) for outcome in outcomes)
     if not num_with_images:
         request.console.warn("no prompt has an image or a video: there is no evaluation without images")
         return None
     request.console.print("the same prompts with blank images:")
-    with RunFolder(output) as folder, Reporter(folder, request.console) as report:
+    with RunFolder(output) as folder:
         folder.write_config(dump_config(config))
-        rows = sample(config, with_blank_media(prompts), engines, rewards, report, step)
+        with open_reporter(config, folder, request.console, parts.processors, (), None) as report:
+            rows = sample(parts, with_blank_media(prompts), report)
     blind = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
     return Blind(
         summary=summarize(blind, accuracy=accuracy),

@@ -127,7 +127,7 @@ def score(
         )
     names = name_rewards(rewards)
     summaries = tuple(
-        summarize_reward(completions, number, spec=names[number], kwargs=each_kwargs[number])
+        summarize_reward(completions, number, spec=rewards[number], kwargs=each_kwargs[number])
         for number in range(len(rewards))
     )
     comparisons = tuple(

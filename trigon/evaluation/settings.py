@@ -16,13 +16,14 @@ from typing import Literal
 
 from trigon.config.load import LoadedConfig, load_config
 from trigon.cpus import count_usable_cpus
+from trigon.errors import ConfigError
 from trigon.names import Dtype
 
 MAX_RESPONSE_TOKENS = 2048
 """Default of data.max_response_length in evaluations, or half of the model's context."""
 
-MAX_SEQUENCE_TOKENS = 8192
-"""Default of prompt and completion together, or the model's context."""
+MAX_PROMPT_TOKENS = 6144
+"""Default of data.max_prompt_length, or what a completion leaves of the model's context."""
 
 PROMPTS_PER_CALL = 256
 """Default of data.val_batch_size: prompts whose pixels are in memory at a time."""
@@ -113,13 +114,19 @@ def load_settings(
     """
     first: list[str] = []
     if base is None:
-        context = context or MAX_SEQUENCE_TOKENS
+        context = context or MAX_PROMPT_TOKENS + max(MAX_RESPONSE_TOKENS, options.max_tokens or 0)
         response = options.max_tokens or min(MAX_RESPONSE_TOKENS, context // 2)
-        prompt = max(1, min(MAX_SEQUENCE_TOKENS, context) - response)
+        if response >= context:
+            raise ConfigError(
+                f"a completion may have {response} tokens, but the models take {context}, prompt included; lower "
+                "--max-tokens"
+            )
+        prompt = min(MAX_PROMPT_TOKENS, context - response)
         first += [
             f"data.max_response_length={response}",
             f"data.max_prompt_length={prompt}",
             f"data.val_batch_size={PROMPTS_PER_CALL}",
+            f"worker.rollout.max_num_batched_tokens={max(8192, prompt + response)}",
             "worker.rollout.gpu_memory_utilization=0.9",
             f"worker.reward.num_cpus={count_usable_cpus()}",
         ]

@@ -90,8 +90,9 @@ def estimate_mean(groups: Sequence[Sequence[float]]) -> Estimate:
     error = math.sqrt(variance * num_groups / (num_groups - 1)) if num_groups > 1 else math.nan
     if all(0 <= value <= 1 for group in groups for value in group):
         spread = mean * (1 - mean)
-        effective = num_groups if spread <= 0 else min(spread / variance, count) if variance else count
-        if count > num_groups > 1:  # then the variance within groups is estimated
+        effective = float(num_groups if spread <= 0 else spread / variance if variance else count)
+        is_plain = count == num_groups and all(group[0] in (0, 1) for group in groups)
+        if not is_plain and num_groups > 1:  # then the variance is estimated, and not m(1 - m)
             z, t = NormalDist().inv_cdf(_UPPER), student_quantile(_UPPER, num_groups - 1)
             effective *= (z / t) ** 2
         low, high = wilson_interval(mean, effective)

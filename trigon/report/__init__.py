@@ -1,1 +1,1 @@
-"""Reports a run: on the console, in the run folder and to trackers."""
+"""Reports a run: on the console, in the run folder and to loggers."""

@@ -17,7 +17,7 @@ from trigon.report.image_store import ImageStore
 from trigon.report.run_folder import RunFolder
 
 ReadImages = Callable[[str], Sequence[bytes]]
-"""Returns the images of a prompt, by its id, as encoded files. Called from other threads."""
+"""Returns the images of a prompt, by its id, as encoded files. Called from several threads."""
 
 MAX_PENDING = 4
 IMAGE_THREADS = 4

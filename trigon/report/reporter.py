@@ -1,4 +1,4 @@
-"""Reports metrics, rollouts and progress to the run folder, the console and the trackers.
+"""Reports metrics, rollouts and progress to the run folder, the console and the loggers.
 
 Measures the wall-clock time of each phase and the peak memory. These are the only numbers that
 differ between equal runs; their keys start with timing_s/, timing_per_token_ms/ or perf/. All other
@@ -13,22 +13,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from PIL import Image
-
-from trigon.data.images import open_image
-from trigon.errors import BadRow
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.console import Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
+from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
+from trigon.report.loggers.protocol import Logger
+from trigon.report.loggers.samples import make_samples
 from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
-from trigon.report.sinks import Sink, Trackers
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
 
 NOT_TRAINING = ("validation", "save_checkpoint")
@@ -41,7 +40,7 @@ PER_RESPONSE_TOKEN = ("gen", "reward")
 class Reporter:
     """Reports a run.
 
-    sinks: the trackers; one that fails is reported once and not used again.
+    loggers: opened; the reporter closes them. One that fails is reported once and not used again.
     num_devices: divisor of perf/throughput. images: where the prompts' images are stored; None:
     they are not. token_texts: decodes token by token; needed to write tokens.
     clock: seconds, for tests.
@@ -51,7 +50,7 @@ class Reporter:
         self,
         run_folder: RunFolder,
         console: Console,
-        sinks: Sequence[Sink] = (),
+        loggers: Sequence[Logger] = (),
         *,
         num_devices: int = 1,
         images: ImageStore | None = None,
@@ -60,7 +59,7 @@ class Reporter:
     ) -> None:
         self._folder = run_folder
         self._console = console
-        self._trackers = Trackers(sinks, warn=self.warn)
+        self._loggers = Deliveries(loggers, warn=self.warn)
         self._recorder = RolloutRecorder(run_folder, images=images, token_texts=token_texts, warn=self.warn)
         self._num_devices = num_devices
         self._clock = clock
@@ -118,7 +117,7 @@ class Reporter:
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
         self._folder.append_metrics(step, plain)
-        self._trackers.log(step, plain)
+        self._loggers.metrics(step, plain)
         self.begin()
         return plain
 
@@ -165,12 +164,14 @@ class Reporter:
         learned: Sequence[TrainGroup] | None,
         scored: Sequence[Sequence[TokenLogprobs]],
         read_images: ReadImages,
+        shown: int = 0,
     ) -> None:
         """Write the rollouts of a step into the run folder.
 
         learned: what the update learns from, for each group; None if the step ends before it.
         scored: the trainer's outputs of the first groups, whose tokens are written too.
-        read_images: of the prompts. Raises: OSError if an earlier file could not be written.
+        read_images: of the prompts. shown: number of first rollouts that the loggers get.
+        Raises: OSError if an earlier file could not be written.
         """
         rows = rollout_rows(groups, learned=learned)
         first = groups[: len(scored)]
@@ -179,6 +180,8 @@ class Reporter:
             rows[:num_rows], first, learned=None if learned is None else learned[: len(first)], scored=scored
         )
         self._recorder.write(step, "train", [*with_values, *rows[num_rows:]], read_images)
+        if shown:
+            self._loggers.samples(step, "train", partial(make_samples, rows[:shown], read_images, warn=self.warn))
 
     def filtered_rollouts(self, step: int, rows: Sequence[RolloutRow], *, read_images: ReadImages) -> None:
         """Write what was sampled for a step, and no step learns from, into the run folder."""
@@ -208,24 +211,10 @@ class Reporter:
         shown_rows = rows[:shown]
         if shown_rows:
             self._console.completions(f"validation after step {step}", shown_rows)
-            if self._trackers.any():
-                prompt_ids = list(dict.fromkeys(row.prompt_id for row in shown_rows))
-                self._trackers.rollouts(
-                    step, shown_rows, {each: self._images(each, read_images) for each in prompt_ids}
-                )
+            make = partial(make_samples, shown_rows, read_images, warn=self.warn)
+            self._loggers.samples(step, "validation", make)
         figures = "  ".join(f"{_short_name(key)} {format_number(value)}" for key, value in _validation_metrics(metrics))
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
-
-    def _images(self, prompt_id: str, read_images: ReadImages) -> list[Image.Image]:
-        """Return the decoded images of a prompt; none, with a warning, if they cannot be read."""
-        try:
-            return [
-                open_image(encoded, where=prompt_id, image_dir=None, max_pixels=sys.maxsize)
-                for encoded in read_images(prompt_id)
-            ]
-        except BadRow as error:
-            self.warn(f"the trackers do not get the images of {prompt_id}: {error}")
-            return []
 
     def flush(self) -> None:
         """Wait until all rollouts are on disk. Raises: OSError if they could not be written."""
@@ -296,15 +285,15 @@ class Reporter:
         if next_steps:
             self._console.print("\n".join(("next:", *(f"  {line}" for line in next_steps))))
 
-    def close(self) -> None:
-        """Write pending rollouts, and close the trackers. The run folder is closed by its owner.
+    def close(self, *, after_error: bool = False) -> None:
+        """Write pending rollouts, and close the loggers. The run folder is closed by its owner.
 
-        Raises: OSError if the rollouts could not be written.
+        after_error: give the loggers less time. Raises: OSError if rollouts could not be written.
         """
         try:
             self._recorder.close()
         finally:
-            self._trackers.close()
+            self._loggers.close(seconds=CLOSE_SECONDS_AFTER_ERROR if after_error else CLOSE_SECONDS)
 
     def __enter__(self) -> Reporter:
         return self
@@ -312,7 +301,7 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(after_error=error is not None)
 
 
 def _validation_metrics(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -57,14 +57,14 @@ def _distinct_rows(rng: random.Random) -> Iterator[tuple[bytes, int]]:
         areas = list(range(1, NUM_ANSWERS + 1))
         rng.shuffle(areas)
         for area in areas:
-            png = _png(_draw(rng, area))
+            png = _png(draw(rng, area))
             while png in seen:
-                png = _png(_draw(rng, area))
+                png = _png(draw(rng, area))
             seen.add(png)
             yield png, area
 
 
-def _draw(rng: random.Random, area: int) -> Image.Image:
+def draw(rng: random.Random, area: int) -> Image.Image:
     """Draw a square of cells, `area` of them shaded, with random positions and colours."""
     paper = tuple(rng.randint(215, 255) for _ in range(3))
     ink = tuple(rng.randint(0, 110) for _ in range(3))

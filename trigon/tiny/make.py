@@ -55,6 +55,17 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     console = Console()
     folder: Path = chosen.folder
+    if not make(folder, chosen, console):
+        return 1
+    console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
+    return 0
+
+
+def make(folder: Path, chosen: Namespace, console: Console) -> bool:
+    """Make the model and the data in a folder. False if a process failed, which has printed why.
+
+    chosen: the arguments of the command, see default_arguments.
+    """
     # Renamed at the end, so that an interrupted command leaves no incomplete model folder.
     temporary = folder / ".making_model"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -65,14 +76,18 @@ def main(arguments: Sequence[str]) -> int:
 
         make_tiny(temporary, model_type=chosen.model_type, seed=chosen.seed)
         if drawing.wait():
-            return 1  # the process has printed why
+            return False
     train = folder / "data" / TRAIN
     if chosen.skill > 0 and chosen.max_updates > 0:
         warm_up(temporary, train, chosen, console)
     shutil.rmtree(folder / "model", ignore_errors=True)
     temporary.rename(folder / "model")
-    console.print(f"model: {folder / 'model'}\ndata:  {folder / 'data'}")
-    return 0
+    return True
+
+
+def default_arguments() -> Namespace:
+    """Return the arguments of the command where none is given."""
+    return Namespace(model_type="qwen2_5_vl", seed=0, skill=WARM_START_ACCURACY, max_updates=WARM_START_UPDATES)
 
 
 def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> None:

@@ -1,0 +1,152 @@
+"""The command line of trigon eval: its grammar, its errors, and its tables."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trigon.cli.eval import make_parser, show, split_models
+from trigon.cli.main import main
+from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
+from trigon.evaluation.statistics import compare_pairs
+from trigon.evaluation.summary import outcomes_of, summarize, summarize_by
+from trigon.records.rollouts import RolloutRow
+from trigon.report.console import Console
+
+HOSTILE = "\x1b[2J\u202e"
+
+
+def make_rows(n: int = 4) -> list[RolloutRow]:
+    """Return n completions of 20 prompts; in each group the first ones are right."""
+    return [
+        RolloutRow(
+            prompt_id=f"val:{prompt}",
+            sample=sample,
+            prompt="<image>?",
+            response=rf"\boxed{{{int(sample < prompt % 5)}}}",
+            reward=float(sample < prompt % 5),
+            parts={"overall": float(sample < prompt % 5), "accuracy": float(sample < prompt % 5), HOSTILE: 0.5},
+            outcome="ok",
+            error="",
+            finish_reason="length" if sample == 0 else "stop",
+            num_tokens=20,
+            policy_version=3,
+            images=("val/images/0",),
+            ground_truth="1",
+            ground_truth_type="str",
+            row={"level": f"{HOSTILE}{prompt % 2}"},
+            filtered="",
+            num_prompt_tokens=9,
+        )
+        for prompt in range(20)
+        for sample in range(n)
+    ]
+
+
+def make_evaluation() -> Evaluation:
+    outcomes = outcomes_of(make_rows(), accuracy="accuracy", form="auto", ks=(1, 2, 4))
+    summary = summarize(outcomes, accuracy="accuracy")
+    difference = compare_pairs([each.accuracy for each in outcomes], [0.0] * 20, unit=0.25)
+    model = ModelEvaluation(
+        model=f"runs/{HOSTILE}a",
+        path="model",
+        step=3,
+        folder=Path("out/1-a"),
+        summary=summary,
+        by={"level": summarize_by(outcomes, "level", accuracy="accuracy")},
+        blind=Blind(summary, difference, 20, Path("out/1-a/blind")),
+        num_rows=25,
+        skipped={"overlong": 5},
+        num_not_sampled=0,
+    )
+    other = replace(model, model="b", blind=None)
+    settings = {
+        "data": ["val.jsonl"],
+        "reward_function": "math",
+        "n": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_tokens": 20,
+        "seed": 1,
+        "answers": "auto",
+    }
+    return Evaluation((model, other), (Comparison("b", "runs/a", difference, 0.02),), settings, Path("out"))
+
+
+def test_the_tables_have_every_number_and_no_control_characters():
+    stream = io.StringIO()
+    show(make_evaluation(), Console(stream=stream))
+    text = stream.getvalue()
+    for expected in ("accuracy", "pass@4", "maj@4", "score overall", "cut at the limit", "25.0%", "20 / 80"):
+        assert expected in text
+    assert "accuracy with blank images" in text
+    assert "It needs them: 100% of its accuracy is lost" in text
+    assert "5 of 25 rows are not in it (5 overlong)" in text
+    assert "raise --max-tokens" in text
+    assert "0.0200" in text, "the adjusted p-value"
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_an_evaluation_is_written_as_json():
+    content = json.loads(json.dumps(make_evaluation().to_json(), allow_nan=False))
+    summary = content["models"][0]["summary"]
+    assert summary["accuracy"]["value"] == pytest.approx(0.5)
+    assert summary["pass_at"]["4"]["value"] == pytest.approx(0.8)
+    assert content["models"][0]["blind"]["difference"]["num_prompts"] == 20
+    assert content["models"][0]["folder"] == "out/1-a"
+
+
+def test_the_last_name_is_the_dataset_unless_it_is_given_as_an_option():
+    parser = make_parser()
+    assert split_models(parser, ["a", "b", "c"], [], None) == (["a", "b"], ["c"])
+    assert split_models(parser, ["a", "b"], ["c", "d"], None) == (["a", "b"], ["c", "d"])
+    assert split_models(parser, ["run"], [], Path("a.yaml")) == (["run"], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "MODEL ... DATA"),
+        (["./missing"], "there is no model folder"),
+        (["owner/model"], "name the dataset: trigon eval owner/model DATA"),
+        (["worker.rollout.n=3"], "name a model"),
+        (["owner/model", "{folder}"], "is a model or a run; name the dataset after the models, or with --data"),
+        (["owner/model", "data.jsonl", "-n", "0"], "invalid whole number of at least 1 value: '0'"),
+        (["owner/model", "data.jsonl", "--engine", "sglang"], "invalid choice: 'sglang'"),
+    ],
+)
+def test_wrong_usage_is_an_error_that_says_what_to_do(arguments, message, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    try:
+        status = main(["eval", *(argument.format(folder=tmp_path) for argument in arguments)])
+    except SystemExit as ending:
+        status = ending.code
+    assert status in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{model}", "{data}"], "worker.reward.reward_function is not set"),
+        (["{model}", "{data}", "--reward", "math", "--k", "3"], "pass@3 needs at least 3 completions"),
+        (["{model}", "{data}", "--reward", "math", "worker.rollot.n=3"], "did you mean worker.rollout.n"),
+        (["{model}", "{data}", "--reward", "mth"], "there is no mth"),
+        (["{model}", "missing.jsonl", "--reward", "math"], "data.val_files: there is no missing.jsonl"),
+        (["{model}", "{data}", "--reward", "math", "--output", "{folder}"], "is no earlier evaluation"),
+    ],
+)
+def test_errors_come_before_a_model_is_loaded(arguments, message, capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
+    places = {"model": tmp_path / "model", "data": tmp_path / "data.jsonl", "folder": tmp_path}
+    output = ["--output", str(tmp_path / "out")] if "--output" not in arguments else []
+    assert main(["eval", *(argument.format(**places) for argument in arguments), *output]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

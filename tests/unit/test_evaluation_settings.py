@@ -1,0 +1,143 @@
+"""Where models are found, and the configuration of an evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trigon.config.load import dump_config, load_config
+from trigon.errors import ConfigError, ModelError
+from trigon.evaluation.models import context_length, exported_folder, find_model, looks_like_model
+from trigon.evaluation.settings import EvaluationOptions, load_settings
+
+ROOT = Path(__file__).parents[2]
+REWARD_AND_DATA = EvaluationOptions(data=("owner/set@test",), reward="math")
+
+
+def no_export(text: str) -> None:
+    pytest.fail(text)
+
+
+def settings(base=None, options=REWARD_AND_DATA, overrides=(), **changes):
+    arguments = {"model_path": "owner/model", "folder": Path("out"), "context": None, "weight_dtype": None} | changes
+    return load_settings(base, options, overrides, **arguments).config
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run folder with its configuration and two checkpoints, in a folder of its own."""
+    folder = tmp_path / "quick" / "run"
+    for step in (4, 12):
+        (folder / f"global_step_{step}" / "actor").mkdir(parents=True)
+    config = load_config(
+        ROOT / "trigon" / "tiny" / "quickstart.yaml",
+        [
+            "worker.actor.model.model_path=owner/base",
+            "worker.actor.model.lora.rank=8",
+            "data.train_files=owner/set@train",
+            "data.val_files=owner/set@validation",
+            "data.train_weights=[2]",
+            "trainer.n_gpus_per_node=4",
+            "worker.rollout.tensor_parallel_size=2",
+            "worker.rollout.val_override_config.temperature=0.6",
+        ],
+    )
+    (folder / "config.yaml").write_text(dump_config(config.config))
+    return folder
+
+
+def test_a_model_is_a_folder_a_hub_id_a_checkpoint_or_a_run(run, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    folder = find_model(str(tmp_path / "model"))
+    assert (folder.kind, folder.step, folder.run_config) == ("folder", 0, None)
+    assert find_model("Qwen/Qwen2.5-VL-3B-Instruct").kind == "hub"
+    for spec, step in ((run, 12), (run.parent, 12), (run / "global_step_4", 4), (run / "global_step_4" / "actor", 4)):
+        found = find_model(str(spec))
+        assert found.kind == "checkpoint"
+        assert found.step == step
+        assert Path(found.path).name == f"global_step_{step}"
+        assert found.run_config is not None
+        assert found.run_config.samefile(run / "config.yaml")
+
+
+def test_what_is_no_model_is_an_error_that_says_so(run, tmp_path):
+    with pytest.raises(ModelError, match=r"there is no model folder .*; did you mean .*quick"):
+        find_model(str(tmp_path / "quik"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="neither a Hugging Face model"):
+        find_model(str(tmp_path / "empty"))
+    for step in (4, 12):
+        (run / f"global_step_{step}" / "actor").rmdir()
+        (run / f"global_step_{step}").rmdir()
+    with pytest.raises(ModelError, match="has no checkpoint yet"):
+        find_model(str(run))
+
+
+def test_models_and_datasets_are_told_apart(run, tmp_path):
+    (tmp_path / "data.jsonl").write_text("{}")
+    assert looks_like_model(str(run))
+    assert looks_like_model(str(run / "global_step_4"))
+    assert not looks_like_model(str(tmp_path / "data.jsonl"))
+    assert not looks_like_model("owner/set@test")
+
+
+def test_an_earlier_export_of_the_same_step_is_used_again(run):
+    exported = run / "global_step_12" / "huggingface_model"
+    exported.mkdir()
+    (exported / "trigon_export.json").write_text(json.dumps({"step": 12}))
+    said = []
+    path = exported_folder(find_model(str(run)), Path("unused"), warn=no_export, on_progress=said.append)
+    assert Path(path).samefile(exported)
+    assert "exported earlier" in said[0]
+
+
+def test_settings_of_a_run_are_kept_but_for_its_machines_and_its_adapters(run):
+    config = settings(run / "config.yaml", EvaluationOptions())
+    assert config.data.val_files == ("owner/set@validation",)
+    assert config.data.prompt_key == "problem"
+    assert config.worker.reward.reward_function == "math"
+    assert config.worker.rollout.val_override_config.temperature == 0.6
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (128, 24)
+    assert config.trainer.n_gpus_per_node == config.worker.rollout.tensor_parallel_size == 1
+    assert config.worker.actor.model.lora.rank == 0
+    assert config.worker.actor.model.model_path == "owner/model"
+    assert config.trainer.val_only
+    assert config.trainer.save_checkpoint_path == "out"
+
+
+def test_options_are_above_the_run_and_overrides_above_options(run):
+    options = EvaluationOptions(
+        data=("a {b}: c.jsonl", "d@test"), n=4, temperature=0.0, max_tokens=16, format_prompt="{{ content }}: go"
+    )
+    with pytest.raises(ConfigError, match=r"data.val_files\[0\]: there is no a \{b\}: c.jsonl"):
+        settings(run / "config.yaml", options)
+    options = EvaluationOptions(data=("d@test",), n=4, temperature=0.0, format_prompt="{{ content }}: go")
+    config = settings(run / "config.yaml", options, ["worker.rollout.val_override_config.n=8"])
+    assert config.data.val_files == ("d@test",)
+    assert config.worker.rollout.val_override_config.n == 8
+    assert config.worker.rollout.val_override_config.temperature == 0
+    assert config.data.format_prompt == "{{ content }}: go"
+
+
+def test_without_a_run_the_lengths_follow_the_models_context():
+    assert settings().data.max_prompt_length + settings().data.max_response_length == 8192
+    short = settings(context=1000).data
+    assert (short.max_prompt_length, short.max_response_length) == (500, 500)
+    long = settings(options=EvaluationOptions(data=("a/b",), reward="math", max_tokens=6000), context=100_000).data
+    assert (long.max_prompt_length, long.max_response_length) == (6144, 6000)
+
+
+def test_no_reward_function_is_an_error_that_names_the_option():
+    with pytest.raises(ConfigError, match=r"worker\.reward\.reward_function is not set"):
+        settings(options=EvaluationOptions(data=("a/b",)))
+
+
+def test_the_context_is_that_of_the_language_model(tmp_path):
+    config = {"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4096}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_length(tmp_path) == 4096
+    (tmp_path / "config.json").write_text("{}")
+    assert context_length(tmp_path) is None

@@ -1,0 +1,122 @@
+"""Summaries of rollouts: their means, what is left out, and columns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import isnan
+
+import pytest
+
+from trigon.errors import DataError
+from trigon.evaluation.results import to_plain
+from trigon.evaluation.summary import (
+    accuracy_name,
+    compare_outcomes,
+    default_ks,
+    outcomes_of,
+    summarize,
+    summarize_by,
+)
+from trigon.records.rollouts import RolloutRow
+
+
+def make_row(prompt: int, sample: int, accuracy: float | None, **changes) -> RolloutRow:
+    """Return a rollout; accuracy None: its scoring failed."""
+    scored = accuracy is not None
+    row = RolloutRow(
+        prompt_id=f"val:{prompt}",
+        sample=sample,
+        prompt="?",
+        response=rf"\boxed{{{'right' if accuracy == 1 else f'wrong {sample}'}}}",
+        reward=0.9 * accuracy if scored else 0.0,
+        parts={"overall": 0.9 * accuracy, "accuracy": accuracy} if scored else {},
+        outcome="ok" if scored else "failed",
+        error="" if scored else "ValueError: no",
+        finish_reason="stop",
+        num_tokens=10 + sample,
+        policy_version=0,
+        images=(),
+        ground_truth="right",
+        ground_truth_type="str",
+        row={"level": prompt % 2, "meta": {"topic": "area"}},
+        filtered="",
+        num_prompt_tokens=5,
+    )
+    return replace(row, **changes)
+
+
+def outcomes(rows, ks=(1, 2)):
+    return outcomes_of(rows, accuracy="accuracy", form="auto", ks=ks)
+
+
+ROWS = [make_row(0, 0, 1.0), make_row(0, 1, 0.0), make_row(1, 0, 1.0), make_row(1, 1, 1.0), make_row(2, 0, 0.0)]
+
+
+def test_means_are_over_completions_and_pass_at_k_over_prompts():
+    summary = summarize(outcomes([*ROWS, make_row(2, 1, 0.0, finish_reason="length")]), accuracy="accuracy")
+    assert summary.accuracy.value == 0.5
+    assert summary.parts["overall"].value == pytest.approx(0.45)
+    assert summary.pass_at[1].value == 0.5
+    assert summary.pass_at[2].value == pytest.approx(2 / 3)
+    assert summary.majority_at[2].value == pytest.approx((0.5 + 1 + 0) / 3)
+    assert (summary.num_prompts, summary.num_completions) == (3, 6)
+    assert summary.length.value == 10.5
+    assert summary.max_length == 11
+    assert summary.cut.value == pytest.approx(1 / 6)
+    assert summary.prompt_length == 5
+
+
+def test_with_equal_numbers_of_completions_pass_at_1_is_the_accuracy_with_its_interval():
+    summary = summarize(outcomes([*ROWS, make_row(2, 1, 0.0)]), accuracy="accuracy")
+    assert summary.pass_at[1].value == pytest.approx(summary.accuracy.value)
+    assert summary.pass_at[1].low == pytest.approx(summary.accuracy.low)
+
+
+def test_completions_that_were_not_scored_are_counted_and_in_no_mean():
+    failed = make_row(2, 1, None)
+    summary = summarize(outcomes([*ROWS, failed, make_row(3, 0, None), make_row(3, 1, None)]), accuracy="accuracy")
+    assert summary.num_failed == 3
+    assert summary.accuracy.value == pytest.approx(3 / 5)
+    assert summary.pass_at[2].num_prompts == 2, "two prompts have fewer than 2 scored completions"
+    assert summary.num_prompts == 4
+
+
+def test_nothing_at_all_is_no_error():
+    summary = summarize([], accuracy="accuracy")
+    assert isnan(summary.accuracy.value)
+    assert json.loads(json.dumps(to_plain(summary), allow_nan=False))["accuracy"]["value"] is None
+
+
+def test_summaries_by_column():
+    found = summarize_by(outcomes(ROWS), "level", accuracy="accuracy")
+    assert {value: summary.num_prompts for value, summary in found.items()} == {"0": 2, "1": 1}
+    assert list(summarize_by(outcomes(ROWS), "meta.topic", accuracy="accuracy")) == ["area"]
+    assert list(summarize_by(outcomes(ROWS), "dataset", accuracy="accuracy")) == ["val"]
+
+
+def test_rows_without_the_column_are_shown_as_such_and_an_unknown_column_is_an_error():
+    rows = [*ROWS, make_row(9, 0, 1.0, row={})]
+    assert "(none)" in summarize_by(outcomes(rows), "level", accuracy="accuracy")
+    with pytest.raises(DataError, match="no column 'lvel'; did you mean level"):
+        summarize_by(outcomes(ROWS), "lvel", accuracy="accuracy")
+
+
+def test_without_an_accuracy_the_overall_score_is_it():
+    rows = [replace(row, parts={"overall": row.parts["overall"]}) for row in ROWS]
+    assert accuracy_name(rows) == "overall"
+    assert accuracy_name(ROWS) == "accuracy"
+
+
+def test_models_are_compared_on_the_prompts_that_both_have():
+    second = [replace(row, parts={"overall": 0.0, "accuracy": 0.0}) for row in ROWS if row.prompt_id != "val:2"]
+    difference = compare_outcomes(outcomes(ROWS), outcomes(second))
+    assert difference.num_prompts == 2
+    assert difference.value == pytest.approx((0.5 + 1.0) / 2)
+    assert difference.num_better == 2
+
+
+def test_k_is_a_power_of_two_or_n():
+    assert default_ks(1) == (1,)
+    assert default_ks(6) == (1, 2, 4, 6)
+    assert default_ks(8) == (1, 2, 4, 8)

@@ -1,0 +1,302 @@
+"""The loggers: which are known, how calls reach them, and what TensorBoard gets."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from support.samples import HOSTILE, ROW, SAMPLES, logged_run
+from trigon.errors import BadRow, ConfigError
+from trigon.installation import install_command
+from trigon.report.loggers.delivery import Deliveries
+from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
+from trigon.report.loggers.samples import as_html, escaped, image_strip, make_samples
+
+
+class Recorder:
+    """A logger that keeps its calls, and may wait or fail in them."""
+
+    name = "recorder"
+
+    def __init__(self, *, error: Exception | None = None, wait: threading.Event | None = None) -> None:
+        self.calls: list[tuple] = []
+        self.error, self.wait = error, wait
+
+    def _call(self, *call: object) -> None:
+        if self.wait is not None:
+            self.wait.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.calls.append(call)
+
+    def log_metrics(self, step, metrics):
+        self._call("metrics", step, metrics)
+
+    def log_samples(self, step, split, samples):
+        self._call("samples", step, split, samples)
+
+    def close(self):
+        self._call("close")
+
+
+class TwoMethods:
+    """The least that a logger can be."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log_metrics(self, step, metrics):
+        self.steps.append(step)
+
+    def log_samples(self, step, split, samples):
+        pass
+
+
+def opened(names, run, environment=LoggerEnvironment()):  # noqa: B008
+    loggers = make_loggers(names, environment)
+    open_loggers(loggers, run)
+    return loggers
+
+
+# Which are known
+
+
+def test_console_and_file_need_no_logger():
+    assert make_loggers(["console", "file"], LoggerEnvironment()) == []
+
+
+def test_the_error_of_an_unknown_logger_lists_the_known_ones():
+    with pytest.raises(
+        ConfigError, match=r"names 'wandbb'; it takes console, file, mlflow, swanlab, tensorboard, trackio, wandb"
+    ):
+        check_loggers(["console", "wandbb"])
+
+
+NOT_INSTALLED = [name for name in ("mlflow", "swanlab", "trackio", "wandb") if find_spec(name) is None]
+
+
+@pytest.mark.parametrize("name", NOT_INSTALLED)
+def test_the_error_of_a_logger_that_is_not_installed_names_the_extra(name):
+    with pytest.raises(ConfigError, match=re.escape(install_command(name))):
+        check_loggers(["console", name])
+
+
+def test_a_logger_that_fails_to_open_is_a_config_error_and_the_others_are_closed(tmp_path):
+    (tmp_path / "file").write_text("a file, not a folder")
+    [tensorboard] = make_loggers(["tensorboard"], LoggerEnvironment(tensorboard_dir=tmp_path / "file"))
+    first = Recorder()
+    with pytest.raises(ConfigError, match=r"names tensorboard, which failed to open: .*TENSORBOARD_DIR"):
+        open_loggers([first, tensorboard], logged_run(tmp_path))
+    assert first.calls == [("close",)]
+
+
+def test_libraries_are_not_imported_unless_chosen():
+    script = """
+import sys
+import trigon.report.reporter
+from trigon.report.loggers.registry import check_loggers
+check_loggers(["console", "file", "tensorboard"])
+assert not {"wandb", "swanlab", "mlflow", "trackio", "tensorboard", "torch"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# How calls reach them
+
+
+def test_calls_arrive_in_order_and_samples_are_made_once_in_another_thread():
+    made = []
+
+    def make():
+        made.append(threading.current_thread())
+        return SAMPLES
+
+    recorder, other = Recorder(), Recorder()
+    warned = []
+    deliveries = Deliveries([recorder, other], warn=warned.append)
+    deliveries.samples(1, "train", make)
+    deliveries.metrics(1, {"a": 1.0})
+    deliveries.metrics(2, {"a": 2.0})
+    deliveries.close()
+    expected = [
+        ("samples", 1, "train", SAMPLES),
+        ("metrics", 1, {"a": 1.0}),
+        ("metrics", 2, {"a": 2.0}),
+        ("close",),
+    ]
+    assert recorder.calls == other.calls == expected
+    assert warned == []
+    assert len(made) == 1
+    assert made[0] is not threading.current_thread()
+
+
+def test_a_logger_needs_two_methods_only():
+    logger, warned = TwoMethods(), []
+    deliveries = Deliveries([logger], warn=warned.append)
+    deliveries.metrics(1, {})
+    deliveries.close()
+    assert (logger.steps, warned) == ([1], [])
+
+
+def test_a_logger_that_fails_is_reported_once_and_the_others_go_on():
+    warned = []
+    bad, good = Recorder(error=ConnectionError("no network")), Recorder()
+    deliveries = Deliveries([bad, good], warn=warned.append)
+    for step in (1, 2, 3):
+        deliveries.metrics(step, {})
+    deliveries.close()
+    assert [call[0] for call in good.calls] == ["metrics", "metrics", "metrics", "close"]
+    assert len(warned) == 1
+    assert warned[0].startswith("the logger recorder failed: ConnectionError: no network. It is no longer used")
+
+
+def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run():
+    warned, release = [], threading.Event()
+    slow = Recorder(wait=release)
+    deliveries = Deliveries([slow], warn=warned.append)
+    start = time.monotonic()
+    for step in range(50):
+        deliveries.metrics(step, {})
+    deliveries.close(seconds=0.2)
+    assert time.monotonic() - start < 5
+    assert len(warned) == 1
+    assert "has not finished 0.2 s after the end of the run" in warned[0]
+    release.set()
+
+
+def test_a_logger_is_given_up_when_too_many_reports_wait_for_it():
+    warned, release = [], threading.Event()
+    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append, max_pending=3)
+    for step in range(10):
+        deliveries.metrics(step, {})
+    assert len(warned) == 1
+    assert "is 3 reports behind" in warned[0]
+    release.set()
+    deliveries.close()
+
+
+def test_a_logger_is_given_up_when_a_call_takes_too_long():
+    warned, release = [], threading.Event()
+    deliveries = Deliveries([Recorder(wait=release)], warn=warned.append, call_seconds=0.05)
+    deliveries.metrics(1, {})
+    time.sleep(0.3)
+    deliveries.metrics(2, {})
+    assert len(warned) == 1
+    assert "has not returned from a call for 0.05 s" in warned[0]
+    release.set()
+    deliveries.close()
+
+
+# Samples
+
+
+def png(size):
+    stream = io.BytesIO()
+    Image.new("RGB", size, "red").save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_samples_have_the_images_of_their_prompts_reduced():
+    rows = [ROW, replace(ROW, sample=1), replace(ROW, prompt_id="val:4", images=())]
+    read = []
+
+    def read_images(prompt_id):
+        read.append(prompt_id)
+        return [png((2048, 1024)), png((10, 10))]
+
+    samples = make_samples(rows, read_images, warn=pytest.fail)
+    assert [[image.size for image in sample.images] for sample in samples] == [[(512, 256), (10, 10)]] * 2 + [[]]
+    assert read == ["val:3"]
+
+
+def test_a_sample_whose_images_are_gone_has_none():
+    def read_images(prompt_id):
+        raise BadRow("the file is gone")
+
+    warned = []
+    assert [sample.images for sample in make_samples([ROW], read_images, warn=warned.append)] == [()]
+    assert warned == ["the loggers do not get the images of val:3: the file is gone"]
+
+
+def test_several_images_become_one_side_by_side():
+    assert image_strip([]) is None
+    strip = image_strip(SAMPLES[0].images)
+    assert strip.size == (6 + 4 + 8, 8)
+    assert (strip.getpixel((0, 0)), strip.getpixel((17, 7))) == ((255, 0, 0), (0, 0, 255))
+
+
+def test_html_escapes_what_models_write():
+    table = as_html(SAMPLES)
+    assert "<script>" not in table
+    assert "&lt;script&gt;alert(1)" in table
+    assert table.count("<img src='data:image/png;base64,") == 2
+    assert "\x1b" not in table
+
+
+def test_escaped_text_is_neither_markdown_nor_html():
+    text = escaped(HOSTILE + " `a` *b* _c_ $d$ [e](f) #g")
+    assert not set(re.sub(r"&#\d+;", "", text)) & set("<>![]()`*_$#&'\"\\")
+
+
+# TensorBoard
+
+
+def read_tensorboard(folder: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_tensorboard_gets_metrics_configuration_and_samples_as_plain_text(tmp_path):
+    [logger] = opened(["console", "tensorboard"], logged_run(tmp_path))
+    logger.log_metrics(1, {"reward/overall": 0.5, "actor/lr": 1e-6})
+    logger.log_metrics(2, {"reward/overall": 0.75})
+    logger.log_samples(2, "validation", SAMPLES)
+    logger.close()
+    events = read_tensorboard(tmp_path / "tensorboard")
+    assert [(event.step, event.value) for event in events.Scalars("reward/overall")] == [(1, 0.5), (2, 0.75)]
+    assert events.Scalars("actor/lr")[0].value == pytest.approx(1e-6)
+    (config,) = events.Tensors("config/text_summary")
+    assert "    trainer.max_steps: 3" in config.tensor_proto.string_val[0].decode().split("\n")
+    (text,) = events.Tensors("samples/validation/text_summary")
+    lines = text.tensor_proto.string_val[0].decode().split("\n")
+    assert r"    response: ![pixel](http://evil/x.png)\x1b[2J" in lines
+    assert all(line.startswith("    ") for line in lines)  # a Markdown code block, in which nothing is rendered
+    assert "\x1b" not in "".join(lines)
+    assert events.Tags()["images"] == ["samples/validation/val-3"]
+    [image] = events.Images("samples/validation/val-3")
+    with Image.open(io.BytesIO(image.encoded_image_string)) as strip:
+        assert strip.convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+        assert strip.size == (18, 8)
+
+
+def test_two_experiments_have_their_own_folders_in_the_configured_one(tmp_path):
+    environment = LoggerEnvironment(tensorboard_dir=tmp_path / "all")
+    for name, reward in (("a", 0.25), ("b", 0.75)):
+        [logger] = opened(["tensorboard"], logged_run(tmp_path, experiment=name), environment)
+        logger.log_metrics(1, {"reward": reward})
+        logger.close()
+    read = {name: read_tensorboard(tmp_path / "all" / "easy_r1" / name).Scalars("reward") for name in "ab"}
+    assert {name: [event.value for event in events] for name, events in read.items()} == {"a": [0.25], "b": [0.75]}
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path):
+    for first_step, steps in ((0, (1, 2, 3, 4)), (3, (3,))):
+        [logger] = opened(["tensorboard"], logged_run(tmp_path, first_step=first_step))
+        for step in steps:
+            logger.log_metrics(step, {"reward": 10.0 * first_step + step})
+        logger.close()
+        time.sleep(1.1)  # the names of event files have whole seconds, and are read in their order
+    events = read_tensorboard(tmp_path / "tensorboard").Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 33.0)]

@@ -1,0 +1,226 @@
+"""Stored rollouts are scored again in real reward workers, and scores are compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from trigon.cli.main import main
+from trigon.cli.score import draw, read_ranges
+from trigon.errors import ConfigError, DataError, RewardError
+from trigon.evaluation.score import score
+from trigon.evaluation.score_results import Bin, distribution
+from trigon.records.rollouts import RolloutRow, row_to_line
+from trigon.report.run_folder import RunFolder
+
+HOSTILE = "\x1b]0;title\x07[/bold]\u202e"
+LENIENT = """
+REWARD_TYPE = "sequential"
+
+def main(reward_input, bonus=0.0):
+    response = reward_input["response"]
+    if response.endswith("raise"):
+        raise ValueError(f"cannot read {len(response)}")
+    if response.endswith("hang"):
+        while True:
+            pass
+    return {"overall": float(reward_input["ground_truth"] in response) + bonus, "words": len(response.split())}
+"""
+
+
+def make_row(prompt: int, sample: int, response: str, reward: float = 0.0, **changes) -> RolloutRow:
+    row = RolloutRow(
+        prompt_id=f"train:{prompt}",
+        sample=sample,
+        prompt="?",
+        response=response,
+        reward=reward,
+        parts={"overall": reward},
+        outcome="ok",
+        error="",
+        finish_reason="stop",
+        num_tokens=3,
+        policy_version=0,
+        images=(),
+        ground_truth="12",
+        ground_truth_type="str",
+        row={},
+        filtered="",
+    )
+    return replace(row, **changes)
+
+
+@pytest.fixture
+def lenient(tmp_path):
+    (tmp_path / "lenient.py").write_text(LENIENT)
+    return str(tmp_path / "lenient.py")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run folder with rollouts of two steps and of a validation."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_rollouts(1, "train", [make_row(0, 0, "it is 12", 1.0), make_row(0, 1, "it is 13")])
+        folder.write_rollouts(2, "train", [make_row(1, 0, r"\boxed{12}", 1.0), make_row(1, 1, "12 or so")])
+        folder.write_rollouts(2, "validation", [make_row(2, 0, f"{HOSTILE}12", 0.0)])
+        folder.write_config("worker: {reward: {reward_function: math, reward_function_kwargs: {format_weight: 0.5}}}\n")
+    return tmp_path / "run"
+
+
+def test_one_reward_function_is_compared_with_the_stored_scores(run, lenient):
+    result = score(run, lenient, num_workers=2)
+    [summary], [agreement] = result.rewards, result.with_stored
+    assert (summary.num_scored, summary.num_failed, summary.num_timeouts) == (5, 0, 0)
+    assert summary.parts["overall"].value == pytest.approx(4 / 5)
+    assert summary.parts["words"].num_values == 5
+    assert summary.distribution == (Bin(0.0, 0.0, 1), Bin(1.0, 1.0, 4))
+    assert agreement.agreement.value == pytest.approx(3 / 5)
+    assert (agreement.num_higher, agreement.num_lower) == (2, 0)
+    assert [each.place for each in agreement.disagreements] == ["step 2 train:1/1", "step 2 train:2/0"]
+    assert agreement.disagreements[0].line == 2
+    assert agreement.disagreements[0].file.endswith("step_000002.jsonl")
+    assert all(seconds > 0 for each in result.completions for seconds in each.seconds)
+
+
+def test_two_reward_functions_are_compared_with_each_other(run, lenient):
+    result = score(run, [lenient, "math"], num_workers=1)
+    assert result.between is not None
+    assert (result.between.first, result.between.second) == ("lenient.py", "math")
+    assert result.between.num_compared == 5
+    # math wants \boxed{}, and gives half of the score for the format.
+    assert result.rewards[1].kwargs == {"format_weight": 0.5}, "the run's arguments of its own reward function"
+    assert result.between.disagreements[0].difference == 1.0
+    assert result.between.num_higher == 4
+
+
+def test_splits_steps_and_limit_choose_the_rollouts(run, lenient):
+    assert len(score(run, lenient, splits=["validation"], num_workers=1).completions) == 1
+    assert len(score(run, lenient, steps=[1], num_workers=1).completions) == 2
+    assert [each.step for each in score(run, lenient, limit=3, num_workers=1).completions] == [1, 1, 2]
+    with pytest.raises(DataError, match="no rollouts of the chosen splits and steps; there are 3 files"):
+        score(run, lenient, steps=[7])
+
+
+def test_a_single_file_knows_its_step_and_rows_need_no_file(run, lenient):
+    [first, _] = score(run / "rollouts" / "step_000001.jsonl", lenient, num_workers=1).completions
+    assert (first.step, first.split, first.line) == (1, "train", 1)
+    [only] = score([make_row(0, 0, "12")], lenient, num_workers=1).completions
+    assert (only.file, only.step, only.place) == ("", None, "train:0/0")
+
+
+def test_failures_are_counted_by_cause_and_stop_nothing(lenient):
+    rows = [make_row(n, 0, "x" * n + " raise") for n in range(3)] + [make_row(5, 0, "hang"), make_row(6, 0, "12")]
+    result = score(rows, lenient, num_workers=1, timeout_seconds=0.5)
+    [summary] = result.rewards
+    assert (summary.num_scored, summary.num_failed, summary.num_timeouts) == (1, 3, 1)
+    raised, hung = summary.failures
+    assert (raised.count, raised.example) == (3, "train:0/0"), "messages differ in a number, the place is the same"
+    assert raised.error.startswith("ValueError: cannot read")
+    assert hung.outcome == "timeout"
+    assert summary.slowest[0].place == "train:5/0"
+    assert summary.slowest[0].seconds == pytest.approx(0.5)
+    assert result.with_stored[0].num_compared == 1
+    assert result.with_stored[0].num_only_one == 4
+
+
+def test_the_time_of_a_batch_function_is_shared_by_its_completions(tmp_path):
+    (tmp_path / "batch.py").write_text(
+        "import time\nREWARD_TYPE = 'batch'\n\n"
+        "def main(inputs):\n    time.sleep(0.05 * len(inputs))\n    return [{'overall': 1.0} for _ in inputs]\n"
+    )
+    result = score([make_row(n, 0, "12") for n in range(8)], str(tmp_path / "batch.py"), num_workers=1)
+    seconds = [each.seconds[0] for each in result.completions]
+    assert seconds[::2] == seconds[1::2], "chunks of two"
+    assert min(seconds) >= 0.05
+    assert min(seconds) < 0.1, "half of the time of a chunk"
+
+
+def test_wrong_arguments_are_errors(run, lenient, tmp_path):
+    with pytest.raises(ConfigError, match="takes one or two"):
+        score(run, [lenient] * 3)
+    with pytest.raises(DataError, match=r"there is no file or run .*rn; did you mean .*run"):
+        score(tmp_path / "rn", lenient)
+    with pytest.raises(DataError, match="no rollouts to score"):
+        score([], lenient)
+    with pytest.raises(RewardError, match="does not accept 'bonsu'"):
+        score(run, lenient, kwargs={"bonsu": 1.0})
+    (tmp_path / "text.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"text.jsonl, line 1 is not a rollout"):
+        score(tmp_path / "text.jsonl", lenient)
+
+
+def test_keyword_arguments_belong_to_the_functions_in_order(lenient):
+    result = score([make_row(0, 0, "12")], [lenient, lenient], kwargs=[{"bonus": 0.25}], num_workers=1)
+    assert [each.overall for each in result.completions[0].scores] == [1.25, 1.0]
+
+
+def test_many_different_scores_are_counted_in_bins():
+    bins = distribution([number / 100 for number in range(101)])
+    assert len(bins) == 10
+    assert sum(each.count for each in bins) == 101
+    assert (bins[0].low, bins[-1].high) == pytest.approx((0.0, 1.0))
+    assert bins[-1].count == 11, "the maximum is in the last bin"
+    assert distribution([]) == ()
+    assert [line.split()[-1] for line in draw(bins)] == [f"{each.count}" for each in bins]
+
+
+def test_the_command_prints_the_result_without_control_characters(run, lenient, capsys, tmp_path):
+    output = tmp_path / "scores.jsonl"
+    assert main(["score", str(run), lenient, "--workers", "1", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "5 scored, 0 failed" in out
+    assert "lenient.py and stored agree on 'overall' for 60.00%" in out
+    assert "\x1b" not in out
+    assert "\u202e" not in out
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(lines) == 5
+    assert lines[0]["scores"][0]["parts"] == {"overall": 1.0, "words": 3.0}
+
+
+def test_the_command_prints_json_alone(run, lenient, capsys):
+    arguments = ["--workers", "1", "--json", "--steps", "1-1", "--part", "words"]
+    assert main(["score", str(run), lenient, "math", *arguments]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["num_rollouts"] == 2
+    assert [each["reward"] for each in content["rewards"]] == [lenient, "math"]
+    assert content["between"]["num_compared"] == 0, "math has no such score"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["score"],
+        ["score", "run"],
+        ["score", "run", "a", "b", "c"],
+        ["score", "run", "math", "--steps", "x"],
+        ["score", "run", "math", "--kwargs", "[]"],
+        ["score", "run", "math", "--timeout", "0"],
+        ["score", "run", "math", "--limit", "0"],
+        ["score", "run", "math", "--split", "test"],
+    ],
+)
+def test_wrong_usage_has_exit_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    assert ending.value.code == 2
+    assert "trigon score: error: " in capsys.readouterr().err
+
+
+def test_steps_are_numbers_and_ranges():
+    assert read_ranges("0,10-20,7") == [(0, 0), (10, 20), (7, 7)]
+
+
+def test_rollouts_are_scored_without_torch(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(row_to_line(make_row(0, 0, "12")))
+    code = (
+        "import sys\nfrom trigon.cli.main import main\n"
+        f"assert main(['score', {str(tmp_path / 'a.jsonl')!r}, 'math', '--workers', '1']) == 0\n"
+        "print('LOADED', sorted({'torch', 'transformers', 'datasets', 'vllm', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED []"

@@ -1,0 +1,211 @@
+"""What a model card says of a run, and what it hides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from support.fake_runs import config_text
+from trigon.errors import DataError
+from trigon.records.rollouts import RolloutRow
+from trigon.records.run import RunRecord, open_run
+from trigon.report.run_folder import RunFolder
+from trigon.sharing.card import CURVES, model_card
+from trigon.sharing.facts import RunFacts, hub_id, read_facts
+from trigon.sharing.push import base_license
+from trigon.sharing.secrets import HIDDEN, hide
+
+ROW = RolloutRow(
+    prompt_id="geometry:0", sample=0, prompt="", response="", reward=0.0, parts={}, outcome="ok", error="",
+    finish_reason="stop", num_tokens=1, policy_version=0, images=(), ground_truth="", ground_truth_type="str", row={},
+    filtered="",
+)  # fmt: skip
+BASE = "Qwen/Qwen2.5-VL-3B-Instruct"
+SECRET = "hf_abcdefghij0123456789"
+OPTIONS = {
+    "data.train_files": ["hiyouga/geometry3k@train"],
+    "data.val_files": ["hiyouga/geometry3k@test"],
+    "worker.actor.model.model_path": BASE,
+    "worker.reward.reward_function": "/home/me/work/geometry.py:score",
+    "worker.reward.reward_function_kwargs": {
+        "judge": {"api_key": "plain", "url": "https://me:pw@judge.org/v1?key=5"},
+        "x": SECRET,
+    },
+    "worker.rollout.n": 4,
+    "algorithm.adv_estimator": "dr_grpo",
+    "algorithm.kl_coef": 0.02,
+    "trainer.save_checkpoint_path": "/home/me/work/runs/geo",
+}
+
+
+def write_run(folder: Path, **changed: Any) -> RunRecord:
+    """Write a run with OPTIONS. changed: other values, by the last parts of their names."""
+    names = {name.rpartition(".")[2]: name for name in OPTIONS} | {"system_prompt": "data.system_prompt"}
+    values = OPTIONS | {names[key]: value for key, value in changed.items()}
+    with RunFolder(folder) as run:
+        run.write_config(config_text(values))
+        for step, accuracy in ((0, 0.25), (10, 0.5), (20, 0.75), (30, 0.875)):
+            run.append_metrics(
+                step, {"val/accuracy_reward": accuracy, "val/reward_score": accuracy / 2, "val/overall_reward": 9.0}
+            )
+            rows = [replace(ROW, prompt_id=f"geometry:{n}", sample=k) for n in range(7) for k in range(2)]
+            run.write_rollouts(step, "validation", rows)
+    return open_run(folder)
+
+
+def facts_of(
+    run: RunRecord, exported: Path, *, step: int = 20, base: str | None = "Qwen/Qwen2.5-VL-3B-Instruct"
+) -> RunFacts:
+    exported.mkdir(exist_ok=True)
+    record = {"trigon_version": "0.1.0", "step": step, "dtype": "bfloat16"}
+    (exported / "trigon_export.json").write_text(json.dumps(record))
+    return read_facts(run, exported, base_model=base, has_vision=True, is_adapter=False)
+
+
+@pytest.fixture
+def facts(tmp_path):
+    return facts_of(write_run(tmp_path / "run"), tmp_path / "exported")
+
+
+def test_the_metadata_is_valid_and_complete(facts):
+    text = model_card(facts, "me/geo", license_id="apache-2.0", has_curves=True)
+    data = ModelCard(text).data  # raises for metadata that the hub does not accept
+    assert data.base_model == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert data.datasets == ["hiyouga/geometry3k"]
+    assert data.license == "apache-2.0"
+    assert data.library_name == "transformers"
+    assert data.pipeline_tag == "image-text-to-text"
+    assert data.tags == ["trigon", "reinforcement-learning", "dr-grpo"]
+    [result] = data.eval_results
+    assert (result.dataset_type, result.metric_type, result.metric_value) == ("hiyouga/geometry3k", "accuracy", 0.75)
+
+
+def test_the_card_says_how_the_model_was_trained(facts):
+    text = model_card(facts, "me/geo", license_id=None, has_curves=True)
+    assert "20 steps of dr_grpo on [hiyouga/geometry3k]" in text
+    assert "| accuracy | 0.250 | 0.750 | 7 |" in text
+    assert "| reward | 0.125 | 0.375 | 7 |" in text
+    assert "| before training | after step 20 | prompts |" in text
+    assert "| reward function | `geometry.py:score` |" in text
+    assert "| KL term | in the reward, coefficient 0.02 |" in text
+    assert "| completions per prompt | 4 |" in text
+    assert f"({CURVES})" in text
+    assert "Trigon 0.1.0" in text
+    assert CURVES not in model_card(facts, "me/geo", license_id=None, has_curves=False)
+
+
+def test_all_options_that_are_not_the_defaults_are_listed_and_no_others(facts):
+    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert listed["worker"]["rollout"] == {"n": 4}
+    assert listed["algorithm"] == {"adv_estimator": "dr_grpo", "kl_coef": 0.02}
+    assert "save_checkpoint_path" not in text
+
+
+def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
+    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    for part in (SECRET, "plain", ":pw@", "key=5", "/home/me", "/work"):
+        assert part not in text
+    listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert listed["worker"]["reward"]["reward_function_kwargs"] == {
+        "judge": {"api_key": HIDDEN, "url": f"https://{HIDDEN}@judge.org/v1"},
+        "x": HIDDEN,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "free", "expected"),
+    [
+        ("data.max_prompt_length", 5, False, 5),
+        ("worker.reward.skip_special_tokens", True, False, True),
+        ("data.answer_key", "answer", False, "answer"),
+        ("answer_key", "answer", True, HIDDEN),  # in a user's mapping a key may be a secret
+        ("hf_token", "x", True, HIDDEN),
+        ("password", 1234, True, HIDDEN),
+        ("password", None, True, None),
+        ("text", "use sk-abcdefgh1234 now", False, f"use {HIDDEN} now"),
+        ("text", "Authorization: Bearer abc.def", False, f"Authorization: Bearer {HIDDEN}"),
+        ("text", "AKIAABCDEFGHIJKLMNOP", False, HIDDEN),
+        ("text", "a" * 39 + "1", False, HIDDEN),  # 40 hexadecimal digits, as of wandb
+        ("text", "Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RFRg", True, HIDDEN),
+        ("model", "Qwen/Qwen2.5-VL-3B-Instruct", True, "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("files", ["/data/me/a.parquet", "b.parquet"], False, ["a.parquet", "b.parquet"]),
+        ("reward", "~/rewards/r.py:score", False, "r.py:score"),
+        ("url", "https://judge.org/v1?a=b", False, "https://judge.org/v1"),
+    ],
+)
+def test_what_is_hidden(name, value, free, expected):
+    assert hide(name, value, free=free) == expected
+
+
+def test_a_local_base_model_and_local_data_have_names_and_no_metadata(tmp_path):
+    run = write_run(
+        tmp_path / "run",
+        model_path="/models/mine/tiny",
+        train_files=["/data/a.parquet", "b/c.jsonl"],
+        val_files=["/data/Val_1.parquet"],
+    )
+    facts = facts_of(run, tmp_path / "exported", base=None)
+    text = model_card(facts, "me/tiny", license_id=None, has_curves=False)
+    data = ModelCard(text).data
+    assert (data.base_model, data.datasets, data.license) == (None, None, None)
+    assert "the local model `mine/tiny`" in text
+    assert "on `a.parquet`, `c.jsonl`" in text
+    assert (data.eval_results[0].dataset_type, data.eval_results[0].dataset_name) == ("val-1-parquet", "Val_1.parquet")
+    assert "/data/" not in text
+
+
+def test_several_validation_sets_have_rows_and_results_of_their_own(tmp_path):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        json.dumps({"step": 20, "metrics": {"val/a/accuracy_reward": 0.5, "val/geometry/accuracy_reward": 0.25}}) + "\n"
+    )
+    facts = facts_of(run, tmp_path / "exported")
+    text = model_card(facts, "me/geo", license_id=None, has_curves=False)
+    assert "| a | accuracy |  | 0.500 | unknown |" in text
+    assert "| geometry | accuracy |  | 0.250 | 7 |" in text
+    assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["a", "geometry"]
+
+
+def test_the_evaluation_is_that_of_the_pushed_step(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert [each.after for each in facts_of(run, tmp_path / "exported", step=15).validations] == [0.5, 0.25]
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    facts = facts_of(run, tmp_path / "exported")
+    assert facts.validations == ()
+    assert "## Evaluation" not in model_card(facts, "me/geo", license_id=None, has_curves=False)
+
+
+def test_texts_of_options_cannot_end_the_block_of_code(tmp_path):
+    run = write_run(tmp_path / "run", system_prompt="```\n# Other\n[x](javascript:y)")
+    text = model_card(facts_of(run, tmp_path / "exported"), "me/geo", license_id=None, has_curves=False)
+    assert text.count("```") == 4
+    assert "\n# Other" not in text
+
+
+def test_a_run_without_its_configuration_is_an_error(tmp_path):
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"has no config\.yaml"):
+        facts_of(open_run(tmp_path / "run"), tmp_path / "exported")
+
+
+def test_hub_ids_are_told_from_local_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local" / "model").mkdir(parents=True)
+    assert hub_id("Qwen/Qwen3-4B", "models") == "Qwen/Qwen3-4B"
+    assert hub_id("local/model", "models") is None
+    assert hub_id("data/train.parquet", "datasets") is None
+    assert hub_id("/a/models--Qwen--Qwen3-4B/snapshots/0a", "models") == "Qwen/Qwen3-4B"
+    assert hub_id("a/b/c", "models") is None
+
+
+def test_the_licence_is_that_of_the_base_models_card(tmp_path):
+    assert base_license(str(tmp_path)) is None
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    assert base_license(str(tmp_path)) == "mit"

@@ -1,0 +1,226 @@
+"""The index of `trigon view` finds what the rollouts files have, while they are written."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import fields, replace
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from support.view_runs import make_row, write_image, write_run, write_step
+from trigon.errors import DataError
+from trigon.records.rollouts import row_to_line
+from trigon.records.run import open_run
+from trigon.report.run_folder import RunFolder
+from trigon.view.filters import CHOICES, RolloutFilter, parse_filter
+from trigon.view.index import IndexedRun, index_path
+from trigon.view.runs import MetricsFile, flat, open_runs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "run", num_steps=2)
+    with RunFolder(folder) as run:
+        failed = replace(make_row("train:9", 0, nan, response="Die Größe ist 5%."), outcome="failed", error="boom")
+        cut = make_row("train:9", 1, 0.25, response="A long one " + "and on " * 20, finish_reason="length")
+        run.write_rollouts(2, "filtered", [replace(row, filtered="low", advantage=None) for row in (failed, cut)])
+        run.write_rollouts(2, "validation", [make_row("val:0", 0, 1.0), make_row("val:1", 0, 0.0)])
+    return folder
+
+
+def open_index(folder: Path, cache: Path) -> IndexedRun:
+    cache.mkdir(exist_ok=True)
+    record = open_run(folder)
+    index = IndexedRun(record, index_path(cache, record.path))
+    index.update()
+    return index
+
+
+def found(index: IndexedRun, **filters: str) -> list[tuple[str, int, str]]:
+    groups = index.summaries(index.find(parse_filter(filters)).ids)
+    return [(group["split"], group["step"], group["prompt_id"]) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"split": "validation"}, [("validation", 2, "val:0"), ("validation", 2, "val:1")]),
+        ({"solved": "some"}, [("train", 2, "train:1"), ("train", 1, "train:1")]),
+        ({"solved": "all", "split": "train"}, [("train", 2, "train:2"), ("train", 1, "train:2")]),
+        ({"solved": "none", "max_step": "1"}, [("train", 1, "train:0")]),
+        ({"filtered": "low"}, [("filtered", 2, "train:9")]),
+        ({"filtered": "no", "min_step": "2", "solved": "none"}, [("train", 2, "train:0"), ("validation", 2, "val:1")]),
+        ({"outcome": "not_ok"}, [("filtered", 2, "train:9")]),
+        ({"outcome": "timeout"}, []),
+        ({"finish_reason": "length"}, [("filtered", 2, "train:9")]),
+        ({"min_reward": "0.2", "max_reward": "0.9"}, [("filtered", 2, "train:9")]),
+        ({"min_tokens": "10"}, [("filtered", 2, "train:9")]),
+        ({"text": "DIE GRÖSSE ist 5%"}, [("filtered", 2, "train:9")]),
+        ({"text": "5_"}, []),  # % and _ are characters, not wildcards
+        ({"text": "in val:1?"}, [("validation", 2, "val:1")]),
+        ({"text": "\\"}, []),
+        ({"prompt_id": "train:0", "sort": "oldest"}, [("train", 1, "train:0"), ("train", 2, "train:0")]),
+    ],
+)
+def test_a_filter_finds_the_groups_that_it_describes(folder, tmp_path, filters, expected):
+    assert found(open_index(folder, tmp_path / "cache"), **filters) == expected
+
+
+def test_a_search_counts_the_completions_that_match(folder, tmp_path):
+    index = open_index(folder, tmp_path / "cache")
+    assert index.find(RolloutFilter(text="I count 3.")).num_rollouts == 6
+    assert index.find(RolloutFilter(min_reward=1.0, split="train")).num_rollouts == 2 * (2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("sort", "first"),
+    [("best", "train:2"), ("worst", "train:0"), ("spread", "train:1"), ("longest", "train:9"), ("mismatch", "train:0")],
+)
+def test_groups_are_sorted_as_asked(folder, tmp_path, sort, first):
+    index = open_index(folder, tmp_path / "cache")
+    rows = index.summaries(index.find(RolloutFilter(sort=sort, max_step=2)).ids)
+    assert rows[0]["prompt_id"] == first
+    assert len(rows) == 9
+
+
+def test_a_group_is_read_whole_from_its_file(folder, tmp_path):
+    index = open_index(folder, tmp_path / "cache")
+    rows = index.read_group("train", 2, 1)
+    assert [(row.prompt_id, row.sample, row.reward) for row in rows] == [("train:1", k, float(k % 2)) for k in range(4)]
+    assert rows[0].tokens.texts == ["I ", "count ", "0."]
+    assert index.read_group("train", 2, 7) is None
+    [summary] = [row for row in index.summaries(index.find(RolloutFilter()).ids) if row["prompt_id"] == "train:9"]
+    assert summary["rewards"] == [None, 0.25]
+    assert summary["mismatch"] == pytest.approx(0.01)
+
+
+def test_the_same_prompt_twice_in_a_step_is_two_groups(tmp_path):
+    with RunFolder(tmp_path / "run") as run:
+        run.write_rollouts(1, "train", [make_row("train:0", sample, 0.0) for sample in (0, 1, 0, 1)])
+    index = open_index(tmp_path / "run", tmp_path / "cache")
+    assert [(row["number"], row["num"]) for row in index.history("train:0")] == [(0, 2), (1, 2)]
+
+
+def test_the_index_follows_a_run_that_is_written_resumed_and_rewound(folder, tmp_path):
+    index = open_index(folder, tmp_path / "cache")
+    before = index.progress().version
+    index.update()
+    assert index.progress().version == before, "files that have not changed are not read again"
+    with RunFolder(folder) as run:
+        write_step(run, 3, write_image(folder, (0, 0, 0)))
+        index.update()
+        assert found(index, min_step="3") == [("train", 3, f"train:{k}") for k in range(3)]
+        run.write_rollouts(3, "train", [make_row("train:new", 0, 1.0)])
+        index.update()
+        assert found(index, min_step="3") == [("train", 3, "train:new")]
+        run.rewind(1)
+    index.update()
+    assert found(index) == [("train", 1, f"train:{k}") for k in range(3)]
+    assert found(index, text="train:new") == []
+
+
+def test_an_index_is_kept_between_starts_and_made_again_if_it_is_damaged(folder, tmp_path):
+    first = open_index(folder, tmp_path / "cache")
+    second = open_index(folder, tmp_path / "cache")
+    assert second.progress().version == first.progress().version
+    [path] = (tmp_path / "cache").iterdir()
+    path.write_bytes(b"not a database" * 1000)
+    assert len(found(open_index(folder, tmp_path / "cache"))) == 9
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    connection.close()
+    assert len(found(open_index(folder, tmp_path / "cache"))) == 9
+
+
+def test_nothing_is_written_to_the_run_folder(folder, tmp_path):
+    def content() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    before = content()
+    [run] = open_runs([folder], cache=tmp_path / "cache")
+    run.update()
+    assert run.state()["num_indexed"] == 4
+    assert content() == before
+
+
+def test_lines_that_are_no_rollouts_are_skipped_and_reported(folder, tmp_path):
+    path = folder / "rollouts" / "step_000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    wrong = json.loads(lines[3])
+    for changes in ({"response": 5}, {"reward": "high"}, {"image_files": [7]}, {"parts": []}):
+        lines.append(json.dumps(wrong | changes).encode() + b"\n")
+    path.write_bytes(b"".join(lines) + b'{"half a line')
+    index = open_index(folder, tmp_path / "cache")
+    assert len(found(index, max_step="1")) == 3
+    [problem] = index.problems()
+    assert "rollouts/step_000001.jsonl, line 13 is not a rollout" in problem
+    assert "3 more lines" in problem
+
+
+def test_lines_of_the_first_version_are_shown(folder, tmp_path):
+    path = folder / "rollouts" / "step_000001.jsonl"
+    row = json.loads(row_to_line(make_row("train:0", 0, 1.0)))
+    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens"):
+        del row[name]
+    path.write_text(json.dumps(row) + "\n")
+    index = open_index(folder, tmp_path / "cache")
+    assert found(index, max_step="1") == [("train", 1, "train:0")]
+    assert index.read_group("train", 1, 0)[0].tokens is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stepp": "1"}, r"there is no filter 'stepp'; did you mean (min_)?s\w+\?"),
+        ({"solved": "most"}, r"cannot be 'most'; it is one of none, some, all"),
+        ({"min_step": "1.5"}, r"min_step must be a whole number, not '1.5'"),
+        ({"max_reward": "nan"}, r"max_reward must be a finite number"),
+        ({"min_step": "9" * 30}, r"min_step must be a finite number"),
+        ({"text": "a" * 1001}, r"has 1,001 characters"),
+    ],
+)
+def test_a_wrong_filter_is_an_error(values, message):
+    with pytest.raises(DataError, match=message):
+        parse_filter(values)
+
+
+def test_every_choice_is_of_a_field():
+    assert CHOICES.keys() <= {field.name for field in fields(RolloutFilter)}
+
+
+def test_new_lines_of_metrics_are_read_and_all_of_a_file_that_replaced_it(folder):
+    file = MetricsFile(folder / "metrics.jsonl")
+    file.update()
+    first = file.columns(0)
+    assert first["metrics"]["reward/overall"] == pytest.approx([0.1, 0.2])
+    with (folder / "metrics.jsonl").open("ab") as lines:
+        lines.write(b'{"step": 3, "metrics": {"new": null}}\nno json\n{"step": 4, "met')
+    file.update()
+    assert file.columns(2)["steps"] == [3]
+    assert "no json" in file.problem
+    with RunFolder(folder) as run:
+        (folder / "metrics.jsonl").unlink()
+        run.append_metrics(1, {"reward/overall": 7.0})
+    file.update()
+    assert file.columns(0)["metrics"] == {"reward/overall": [7.0]}
+    assert file.version > first["version"]
+    assert file.problem == ""
+
+
+def test_runs_have_names_that_differ(tmp_path):
+    folders = [write_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")]
+    runs = open_runs([*folders, folders[0]], cache=tmp_path / "cache")
+    assert [run.name for run in runs] == ["a/run", "b/run"]
+
+
+def test_a_cache_that_cannot_be_made_is_an_error(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="choose another --cache"):
+        open_runs([folder], cache=tmp_path / "file" / "cache")
+
+
+def test_a_configuration_is_flat_with_dotted_keys():
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}

@@ -1,0 +1,76 @@
+"""Logs to MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from trigon.json_files import write_json
+from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.loggers.samples import COLUMNS, cells, flat, image_strip
+
+
+class MLflowLogger:
+    """Samples are a table with the images in it, an artifact for each step."""
+
+    name = "mlflow"
+
+    def __init__(self, environment: LoggerEnvironment) -> None:
+        self._mlflow: Any = None
+        self._client: Any = None
+        self._run_id = ""
+        self._suffix = ""  # of the names of tables
+
+    def open(self, run: LoggedRun) -> str:
+        """See protocol.py."""
+        import mlflow
+
+        self._mlflow = mlflow
+        # A client, since mlflow.log_metrics would belong to the run of the calling thread.
+        client = self._client = mlflow.MlflowClient()
+        uri = mlflow.get_tracking_uri()
+        # The id in the run folder lets a resumed run continue its curves.
+        record = run.folder / "mlflow.json"
+        server = hashlib.sha256(uri.encode()).hexdigest()  # the address may hold a password
+        saved = json.loads(record.read_text(encoding="utf-8")) if record.exists() and run.first_step != 0 else {}
+        if saved.get("server_sha256") == server:
+            self._run_id = saved["run_id"]
+            # log_table would append the samples of a repeated step to those of the earlier run.
+            self._suffix = f"_resumed_at_{run.first_step}"
+            client.update_run(self._run_id, status="RUNNING")  # its parameters cannot be changed
+        else:
+            experiment = client.get_experiment_by_name(run.project)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.project)
+            created = client.create_run(experiment_id, run_name=run.experiment)
+            self._run_id = created.info.run_id
+            write_json(record, {"run_id": self._run_id, "server_sha256": server})
+            parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
+            for start in range(0, len(parameters), 100):  # a server takes 100 at a time
+                client.log_batch(self._run_id, params=parameters[start : start + 100])
+        return f"run {self._run_id}"
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Logger."""
+        timestamp = self._mlflow.utils.time.get_current_time_millis()
+        entries = [self._mlflow.entities.Metric(key, value, timestamp, step) for key, value in metrics.items()]
+        for start in range(0, len(entries), 1000):
+            self._client.log_batch(self._run_id, metrics=entries[start : start + 1000])
+
+    def log_samples(self, step: int, split: SampleSplit, samples: Sequence[Sample]) -> None:
+        """See Logger."""
+        rows = [cells(sample) for sample in samples]
+        table: dict[str, list[Any]] = {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+        strips = [image_strip(sample.images) for sample in samples]
+        if any(strips):
+            # A column of images takes nothing else.
+            images = [self._mlflow.Image(strip or Image.new("RGB", (1, 1), "white")) for strip in strips]
+            table = {"images": images, **table}
+        self._client.log_table(self._run_id, table, f"samples/{split}_{step:06d}{self._suffix}.json")
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run_id)

@@ -1,0 +1,58 @@
+"""Logs to SwanLab."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.loggers.samples import as_html
+
+
+class SwanLabLogger:
+    """Samples are an HTML table with the images in it, since SwanLab's own tables take none."""
+
+    name = "swanlab"
+
+    def __init__(self, environment: LoggerEnvironment) -> None:
+        self._environment = environment
+        self._swanlab: Any = None
+        self._run: Any = None
+
+    def open(self, run: LoggedRun) -> None:
+        """See protocol.py. SwanLab itself prints where the results can be seen."""
+        import swanlab
+
+        environment = self._environment
+        if environment.swanlab_api_key is not None:
+            swanlab.login(environment.swanlab_api_key)
+        self._swanlab = swanlab
+        folder = environment.swanlab_dir or run.folder / "swanlab"
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        self._run = swanlab.init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            log_dir=str(folder),
+            mode=environment.swanlab_mode,
+        )
+        # SwanLab's own handler (0.8) would send its data before Ctrl-C could end the run.
+        signal.signal(signal.SIGINT, on_interrupt)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Logger."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, split: SampleSplit, samples: Sequence[Sample]) -> None:
+        """See Logger."""
+        self._run.log({f"samples/{split}": self._swanlab.Html(as_html(samples))}, step=step)
+
+    def close(self) -> None:
+        """Send what is pending."""
+        try:
+            self._run.finish()
+        except ValueError as error:
+            # At its end finish (0.8) restores SIGINT's handler, which only the main thread can.
+            if "main thread" not in str(error):
+                raise

@@ -1,0 +1,55 @@
+"""Logs to TensorBoard's event files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.loggers.samples import as_text, flat, one_per_prompt
+
+
+class TensorBoardLogger:
+    """Samples are text, which TensorBoard shows without images, and images beside it by prompt."""
+
+    name = "tensorboard"
+
+    def __init__(self, environment: LoggerEnvironment) -> None:
+        self._all_experiments = environment.tensorboard_dir
+        self._writer: Any = None
+
+    def open(self, run: LoggedRun) -> str:
+        """See protocol.py."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / "tensorboard"
+        if self._all_experiments is not None:
+            folder = self._all_experiments / run.project / run.experiment
+        # purge_step: TensorBoard hides earlier events from this step on.
+        self._writer = SummaryWriter(str(folder), purge_step=run.first_step)
+        self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in flat(run.config).items())), 0)
+        return str(folder)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Logger."""
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def log_samples(self, step: int, split: SampleSplit, samples: Sequence[Sample]) -> None:
+        """See Logger."""
+        self._writer.add_text(f"samples/{split}", _as_code(as_text(samples)), step)
+        for name, image in one_per_prompt(samples):
+            self._writer.add_image(f"samples/{split}/{name}", np.asarray(image), step, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._writer.close()
+
+
+def _as_code(text: str) -> str:
+    """Return text as a Markdown code block, so that links and images in it are not rendered."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))

@@ -1,0 +1,57 @@
+"""Logs to Weights & Biases."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
+from trigon.report.loggers.samples import COLUMNS, cells, image_strip
+
+
+class WandbLogger:
+    """Samples are a table with the images in it."""
+
+    name = "wandb"
+
+    def __init__(self, environment: LoggerEnvironment) -> None:
+        self._wandb: Any = None
+        self._run: Any = None
+
+    def open(self, run: LoggedRun) -> str | None:
+        """See protocol.py."""
+        import wandb
+
+        self._wandb = wandb
+        # The id depends on the run folder only, so that a resumed run continues its curves. Steps
+        # that it repeats have the same values, and wandb keeps the first. Console capture is off,
+        # since completions are on the console; silent, since the place is printed by the caller.
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            dir=str(run.folder),
+            id=hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16],
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        return str(self._run.dir if self._run.settings.mode == "offline" else self._run.url)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See Logger."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, split: SampleSplit, samples: Sequence[Sample]) -> None:
+        """See Logger."""
+        rows = [[self._image(sample), *cells(sample)] for sample in samples]
+        table = self._wandb.Table(columns=["images", *COLUMNS], data=rows)
+        self._run.log({f"samples/{split}": table}, step=step)
+
+    def _image(self, sample: Sample) -> Any:
+        strip = image_strip(sample.images)
+        return None if strip is None else self._wandb.Image(strip)
+
+    def close(self) -> None:
+        """Send what is pending."""
+        self._run.finish()

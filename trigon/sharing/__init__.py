@@ -1,0 +1,1 @@
+"""Publishes what a run learned: the exported model with a model card, on the Hugging Face Hub."""
