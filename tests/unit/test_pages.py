@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import trigon
 from support.pages import PAGES, ROOT, Block, blocks_of, sessions
 from support.recipes import arguments_of
 from trigon.cli.main import COMMANDS
@@ -30,7 +32,7 @@ from trigon.config.options import options
 from trigon.errors import ConfigError
 
 PROGRAMS = {
-    *("apt", "cd", "chmod", "curl", "docker", "echo", "export", "git", "head", "hf", "kubectl", "ls", "mkdir"),
+    *("apt", "cat", "cd", "chmod", "curl", "docker", "echo", "export", "git", "head", "hf", "kubectl", "ls", "mkdir"),
     *("nvidia-smi", "ray", "rm", "sbatch", "source", "ssh", "tail", "tar", "tee", "uv", "vllm", "wc"),
 }
 """Programs of others, whose arguments are not checked."""
@@ -140,7 +142,8 @@ def check_python(arguments: list[str], page: str) -> None:
     elif arguments[:1] == ["-m"]:
         assert importlib.util.find_spec(arguments[1]) is not None, arguments[1]
     elif arguments and arguments[0].endswith(".py"):
-        written = {block.value for block in blocks_of(page) if block.mark == "file"}
+        # Files of the page, and what `trigon init` writes.
+        written = {"reward.py", *(block.value for block in blocks_of(page) if block.mark == "file")}
         assert arguments[0] in written or (ROOT / arguments[0]).is_file(), arguments[0]
 
 
@@ -172,22 +175,32 @@ def test_python_and_json_can_be_read(block: Block) -> None:
         assert [json.loads(line) for line in block.text.splitlines()]
 
 
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "python" and "import trigon\n" in block.text], ids=str
+)
+def test_python_examples_use_names_and_arguments_that_exist(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="trigon"), attr=name):
+                assert name in trigon.__all__, f"trigon.{name}"
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="trigon"), attr=name), keywords=keywords):
+                taken = inspect.signature(getattr(trigon, name)).parameters
+                assert {keyword.arg for keyword in keywords if keyword.arg} <= taken.keys() | SECTIONS, f"trigon.{name}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/configuration.md"])
 def test_every_option_that_a_page_names_exists(page: str) -> None:
-    """A name with a * or in braces stands for several; names of verl and EasyR1 have other
-    sections, or are in the left column of a table about them.
-    """
-    text = (
-        re.sub(r"^\| [^|]*\|", "|", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE)
-        if "from-" in page
-        else (ROOT / page).read_text("utf-8")
-    )
+    """In the left column of a table, verl and EasyR1 have other names, and checks have codes."""
+    text = (ROOT / page).read_text("utf-8")
+    if "/from-" in page or page == "docs/check.md":
+        text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
     names = set(re.findall(r"`((?:data|algorithm|worker|trainer)\.[a-z_0-9.]*[a-z0-9])(?:=[^`]*)?`", text))
     named = {option.name for option in options().values()}
     sections = {name.rpartition(".")[0] for name in named}
     sections |= {section.rpartition(".")[0] for section in sections}
     known = {*named, *RENAMED, *IGNORED, *sections}
-    assert sorted(name for name in names if name not in known and not name.endswith(("_key", ".py"))) == []
+    assert sorted(name for name in names if name not in known and not name.endswith(("_key", ".py", ".jsonl"))) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
