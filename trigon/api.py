@@ -23,7 +23,6 @@ from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.suggestions import did_you_mean, nearest_key
 
 if TYPE_CHECKING:
-    import datasets
     import pandas
 
     from trigon.data.sources import Source
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
 
-    Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | datasets.Dataset
-    """A list of dicts, a datasets.Dataset, or files, folders and hub ids as in a YAML file."""
+    Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | Any
+    """Files, folders and hub ids as in a YAML file, a list of dicts, or a datasets.Dataset."""
 
 TRAIN = f"{PYTHON_PREFIX}train"
 """What data.train_files is in a run whose training data is a Python object."""
