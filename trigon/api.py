@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trigon.build.start import StopSignals, start_run
+from trigon.build.start import StopSignals, quiet_torch, start_run
 from trigon.config.load import LoadedConfig, inspect_config, load_config
 from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.schema import Config
-from trigon.errors import ConfigError
+from trigon.errors import CheckpointError, ConfigError
 from trigon.records.tables import RunTables, load_run
 from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.suggestions import did_you_mean, nearest_key
 
 if TYPE_CHECKING:
-    import datasets
     import pandas
 
     from trigon.data.sources import Source
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from trigon.rewards.load import RewardSource, RewardTerm
     from trigon.types import RolloutGroup
 
-    Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | datasets.Dataset
-    """A list of dicts, a datasets.Dataset, or files, folders and hub ids as in a YAML file."""
+    Data: TypeAlias = str | PurePath | Sequence[str | PurePath] | Sequence[Mapping[str, Any]] | Any
+    """Files, folders and hub ids as in a YAML file, a list of dicts, or a datasets.Dataset."""
 
 TRAIN = f"{PYTHON_PREFIX}train"
 """What data.train_files is in a run whose training data is a Python object."""
@@ -83,7 +82,7 @@ class TrainResult:
         from trigon.checkpoint.export import export_checkpoint
 
         if self.checkpoint is None:
-            raise ConfigError(f"the run in {self.folder} has no checkpoint: it ended before its first step")
+            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it ended before its first step")
         return export_checkpoint(self.checkpoint, None if folder is None else Path(folder), dtype=dtype)
 
     def load_model(self) -> Any:
@@ -155,6 +154,7 @@ def train(
     )
     sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
 
+    quiet_torch(given.loaded)
     from trigon.build.objects import RunObjects
     from trigon.loop import Hooks
 

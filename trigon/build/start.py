@@ -66,6 +66,15 @@ class StopSignals:
         os.write(_STDERR, text.encode())
 
 
+def quiet_torch(loaded: LoadedConfig) -> None:
+    """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
+
+    vLLM's notes on which NUMA node its memory is.
+    """
+    if loaded.config.trainer.device == "cpu":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported
+
+
 def start_run(
     loaded: LoadedConfig,
     *,
@@ -80,9 +89,7 @@ def start_run(
     Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
     KeyboardInterrupt.
     """
-    if loaded.config.trainer.device == "cpu":
-        # Read as torch is imported. vLLM's C++ code notes on which NUMA node its memory is.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quiet_torch(loaded)
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings
