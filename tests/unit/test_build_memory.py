@@ -29,9 +29,10 @@ PUBLISHED = {
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-14B": 14_768_307_200,
     "Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
 }
-"""The number of parameters that the hub shows for each model."""
+"""The number of parameters of each published model."""
 
 OFFLOAD = {"worker.actor.offload.offload_params": True, "worker.actor.offload.offload_optimizer": True}
 H100 = Hardware("cuda", 80 * GIB, 2000 * GIB)
