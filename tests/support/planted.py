@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -194,6 +195,13 @@ def _template(text: str) -> Callable[[PlantedRun], None]:
     return _option(data__override_chat_template=text)
 
 
+def _no_chat_template(run: PlantedRun) -> None:
+    model = run.folder / "model"
+    shutil.copytree(run.model, model)
+    (model / "chat_template.jinja").unlink()
+    run.options["worker.actor.model.model_path"] = model
+
+
 _NO_GENERATION_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
@@ -224,6 +232,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
         _option(worker__actor__model__override_config__hiden_size=3),
     ),
     "a template without the assistant": ("template.generation_prompt", _template(_NO_GENERATION_PROMPT)),
+    "no chat template": ("template.chat", _no_chat_template),
     "a template that is no template": ("template.chat", _template("{{ messages ** 3 }}")),
     "a format prompt of other columns": (
         "template.format_prompt",

@@ -41,7 +41,9 @@ class Check:
 _MODEL = ("worker.actor.model.",)
 _DATA = (*_MODEL, "data.", "worker.rollout.limit_images")
 _REWARD = (*_DATA, "worker.reward.")
-_SIZE = (*_MODEL, "worker.actor.", "trainer.n_gpus_per_node", "trainer.nnodes")
+_WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_SIZE = ("worker.actor.", *_WORKERS)
+_STEPS = (*_DATA, "worker.actor.", "trainer.max_steps", "trainer.total_epochs", "trainer.val_only")
 
 CHECKS = (
     Check("versions", "packages, and whether their versions fit", "machine.check_versions", "versions.package"),
@@ -50,9 +52,9 @@ CHECKS = (
         "GPUs that are missing, idle or used by others; kernels",
         "machine.check_devices",
         "devices.missing",
-        ("trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device", "worker.rollout."),
+        (*_WORKERS, "trainer.device", "worker.rollout."),
     ),
-    Check("network", "connections between workers", "machine.check_network", "network.loopback", ("trainer.",)),
+    Check("network", "connections between workers", "machine.check_network", "network.loopback", _WORKERS),
     Check("loggers", "trackers", "machine.check_loggers", "loggers.package", ("trainer.logger",)),
     Check("model", "config, tokenizer and processors; no weights", "model.check_model", "model.unusable", _MODEL),
     Check("memory", "whether the run fits", "machine.check_memory", "memory.too_little", ("data.", "worker.")),
@@ -65,7 +67,7 @@ CHECKS = (
     Check("answers", "the distribution of ground truths", "rows.check_answers", "data.unreadable", _DATA),
     Check("reward", "the reward function on made completions", "rewards.check_reward", "reward.unusable", _REWARD),
     Check("ground truths", "each against itself", "rewards.check_ground_truths", "reward.unusable", _REWARD),
-    Check("steps", "steps and updates of the run", "plan.check_steps", "steps.plan", (*_DATA, "trainer.")),
+    Check("steps", "steps and updates of the run", "plan.check_steps", "steps.plan", _STEPS),
     Check("disk", "space for checkpoints", "machine.check_disk", "disk.full", (*_SIZE, "trainer.save")),
 )
 """All checks but that of the configuration, which comes first."""
@@ -134,7 +136,7 @@ def run_check(check: Check, subject: Subject) -> Result:
 
     for option in sorted(subject.inspected.uncertain):
         if any(option == each or option.startswith(each) for each in check.reads):
-            return skipped(f"{option} is invalid, see the check {CONFIGURATION!r}")
+            return skipped(f"{option} is invalid or misspelt, see the check {CONFIGURATION!r}")
     module, _, name = check.function.rpartition(".")
     function: Callable[[Subject], Findings] = getattr(importlib.import_module(f"trigon.checks.{module}"), name)
     try:

@@ -66,12 +66,14 @@ def find_unusable_rows(config: Config, dataset: ScannedDataset) -> Iterator[Prob
             by_reason.setdefault(row.problem.reason, []).append(row)
     num_bad, num_rows = sum(map(len, by_reason.values())), len(dataset.rows)
     allowed = config.data.max_bad_row_fraction
-    is_fatal = num_bad > allowed * num_rows or num_bad == num_rows
+    is_fatal = num_bad > allowed * num_rows or not dataset.usable
+    limit = ""
+    if is_fatal:
+        together = f"{num_bad} for all reasons, and " if len(by_reason) > 1 else ""
+        limit = f"; {together}data.max_bad_row_fraction={allowed:g} allows {int(allowed * num_rows)}"
     for reason, rows in by_reason.items():
-        limit = ""
-        if is_fatal:
-            limit = f"; data.max_bad_row_fraction={allowed:g} allows {int(allowed * num_rows)} unusable rows"
         message = f"{dataset.spec}: {share(len(rows), num_rows)} cannot be used ({reason}){limit}"
+        limit = ""  # said once
         examples = tuple(str(row.problem) for row in rows[:MAX_EXAMPLES])
         yield Problem(f"rows.{reason}", is_fatal, message, _ADVICE[reason], examples)
 
