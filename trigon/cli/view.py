@@ -77,9 +77,10 @@ def _export(runs: Sequence[ViewedRun], options: Namespace, filters: RolloutFilte
     from trigon.view.export import export
 
     written = export(runs, options.export, max_rollouts=options.rollouts, filters=filters)
+    images = f"{written.num_images:,} image{'' if written.num_images == 1 else 's'}"
     print(
         f"wrote {sanitize(str(written.path), max_characters=1000)}: {written.num_bytes / 1e6:.1f} MB, "
-        f"{written.num_rollouts:,} of {written.num_matching:,} rollouts, images: {written.num_images:,}"
+        f"{written.num_rollouts:,} of {written.num_matching:,} rollouts, {images}"
     )
     return 0
 

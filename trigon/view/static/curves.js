@@ -116,7 +116,7 @@ export function curvesView() {
         traces.push({ x, y, mode, line: { color, width: 1 }, opacity: 0.28, hoverinfo: "skip" });
       }
       traces.push({
-        x, y: smoothed(y, smoothing), customdata: y, mode, line: { color, width: 2 }, marker: { color, size: 7 }, hovertemplate: hover,
+        x, y: smoothed(y, kept.length > 2 ? smoothing : 0), customdata: y, mode, line: { color, width: 2 }, marker: { color, size: 7 }, hovertemplate: hover,
         meta: run,
       });
     }
