@@ -21,4 +21,4 @@ def test_the_folder_of_init_passes_the_checks_and_trains(tmp_path):
     metrics = [json.loads(line)["metrics"] for line in lines]
     rewards = [each["reward/overall"] for each in metrics if "reward/overall" in each]
     assert len(rewards) == 2
-    assert all(reward > 0.1 for reward in rewards)  # the warm start has taught it the task in part
+    assert all(reward > 0.1 for reward in rewards)  # the warm start has trained it in part
