@@ -1,10 +1,11 @@
 """Times `trigon view` on a run of many rollouts: the index, filters, and the page in Chromium.
 
-    PYTHONPATH=tests .venv/bin/python benchmarks/view.py [--rollouts 100000] [--tokens] [--folder FOLDER]
+    PYTHONPATH=tests .venv/bin/python benchmarks/view.py [--rollouts 100000] [--tokens]
 
-Writes a run of synthetic rollouts (n = 8, 50 prompts a step) to a temporary folder, or uses the one
-in FOLDER again. --tokens: with per-token values, as runs store them. The page is timed in a headless
-Chromium, if there is one: from the request to the first rollouts on the screen.
+Writes a run of synthetic rollouts (n = 8, 50 prompts a step) to a temporary folder, or with
+--folder FOLDER uses the one in FOLDER again. --tokens: every rollout has per-token values, of which
+runs by default record those of two groups a step. The page is timed in a headless Chromium, if
+there is one: from the request to the first rollouts on the screen.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import textwrap
 
 from trigon.cli.main import COMMANDS, usage
 from trigon.cli.parser import MAX_COLUMNS, parser_of
@@ -59,11 +60,16 @@ mkdir -p ~/.config/fish/completions && trigon completion fish > ~/.config/fish/c
 def document() -> str:
     """Return the page."""
     os.environ["COLUMNS"] = str(MAX_COLUMNS)  # the width of help pages
-    parts = [INTRODUCTION, f"## trigon\n\n```text\n{usage()}\n```\n"]
+    parts = [INTRODUCTION, f"## trigon\n\n{as_code(usage())}\n"]
     for name, (module, _) in COMMANDS.items():
         parser = parser_of(importlib.import_module(module).main)
-        parts.append(f"## trigon {name}\n\n```text\n{parser.format_help().rstrip()}\n```\n")
+        parts.append(f"## trigon {name}\n\n{as_code(parser.format_help().rstrip())}\n")
     return "\n".join(parts)
+
+
+def as_code(text: str) -> str:
+    """Return text as a block of code: indented, as a fenced one is read as commands to run."""
+    return textwrap.indent(text, "    ")
 
 
 if __name__ == "__main__":

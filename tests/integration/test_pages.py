@@ -16,7 +16,7 @@ import pytest
 
 from support.pages import ROOT, Block, sessions
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(2700)]
 
 FOLDERS = ("examples", "scripts", "trigon")
 """Folders of the repository, from whose top the commands of the pages are run."""
@@ -25,7 +25,7 @@ LAST_LINES = {"docs/your-data.md ten-minutes": "\\boxed{"}
 """What the last line of a session's output contains."""
 
 UNTIL_IT_ANSWERS = """\
-for attempt in $(seq 120); do
+for attempt in $(seq 450); do
     if curl --silent --fail --output /dev/null {url}; then break; fi
     kill -0 $server || {{ cat background.log; exit 1; }}
     sleep 2

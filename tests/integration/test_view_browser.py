@@ -82,6 +82,8 @@ def test_completions_are_side_by_side_with_rewards_image_and_history(browser, pa
     browser.open(f"{page}#rollouts?run=0&solved=some")
     browser.wait(COMPLETIONS)
     assert rewards(browser) == ["0", "1", "0", "1"]
+    assert "null" not in browser.text("main")
+    assert "undefined" not in browser.text("main")
     first, second = browser.run("[...document.querySelectorAll('.completion')].slice(0, 2).map(e => e.offsetTop)")
     assert first == second
     assert browser.wait("document.querySelector('.image img').naturalWidth") == 64
@@ -197,8 +199,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RunFolder(folder) as run:
         run.write_config(f"trainer:\n  name: '{HOSTILE}'\n'{HOSTILE}': 1\n")
         for step in (1, 2, 3):
-            run.append_metrics(step, {f"reward/{HOSTILE}": 1.0, '<a href="javascript:window.hacked=1">x</a>': step, "__proto__": 1.0,
-                                      f"timing_s/{HOSTILE}": 1.0})  # fmt: skip
+            link = '<a href="javascript:window.hacked=1">x</a>'
+            names = (f"reward/{HOSTILE}", link, "__proto__", f"timing_s/{HOSTILE}")
+            run.append_metrics(step, {name: float(step) for name in names})
         names = ("../../secret.png", "images/../../x.png", "javascript:window.hacked=1", 'images/"><script>.png')
         row = make_row(
             HOSTILE, 0, 1.0, response=f"{HOSTILE} \u202e \x1b[31m", prompt=HOSTILE, ground_truth=HOSTILE,
@@ -276,7 +279,12 @@ def test_an_exported_file_shows_the_run_without_a_network(browser, folders, tmp_
 def test_a_phone_has_the_list_then_the_group_and_nothing_is_too_wide(browser, page, dark):
     browser.look(width=390, height=844, is_phone=True, dark=dark)
     try:
-        for view, shown in (("curves", CHARTS), ("time", "document.querySelector('.phases')"), ("configuration", "document.querySelector('.config')"), ("rollouts", "document.querySelector('.item')")):  # fmt: skip
+        for view, shown in (
+            ("curves", CHARTS),
+            ("time", "document.querySelector('.phases')"),
+            ("configuration", "document.querySelector('.config')"),
+            ("rollouts", "document.querySelector('.item')"),
+        ):
             browser.open(f"{page}#{view}")
             browser.wait(shown)
             assert browser.run("document.documentElement.scrollWidth") == 390, view
@@ -304,7 +312,8 @@ CONTRAST = """
     return e ? over(rgba(getComputedStyle(e).backgroundColor), b) : b; };
   const low = [];
   for (const e of document.querySelectorAll('body *')) {
-    if (!e.checkVisibility() || e.closest('svg, :disabled, select') || ![...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim())) continue;
+    if (!e.checkVisibility() || e.closest('svg, :disabled, select')) continue;
+    if (![...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim())) continue;
     const back = behind(e);
     const [a, b] = [light(over(rgba(getComputedStyle(e).color), back)), light(back)].sort((x, y) => y - x);
     const ratio = (a + 0.05) / (b + 0.05);
@@ -332,8 +341,8 @@ def test_text_has_contrast_and_controls_have_names(browser, page, dark):
                 browser.click("[aria-label='Colour of tokens'] [data-value=advantage]")
                 browser.wait("document.querySelector('.token')")
             assert browser.run(CONTRAST) == [], view
-            unnamed = """[...document.querySelectorAll('button, input, select, a, [role=img], img')].filter((e) =>
-                !e.textContent.trim() && !e.getAttribute('aria-label') && !e.closest('label') && !e.hasAttribute('alt'))"""
+            unnamed = """[...document.querySelectorAll('button, input, select, a, [role=img], img')].filter(
+                (e) => !e.textContent.trim() && !e.ariaLabel && !e.closest('label') && !e.hasAttribute('alt'))"""
             assert browser.run(f"{unnamed}.map((e) => e.outerHTML)") == [], view
     finally:
         browser.look(width=1280, height=800)

@@ -147,7 +147,7 @@ def test_trackio(tmp_path, monkeypatch):
     tables = [each["samples/validation"]["_value"] for _, each in logged if "samples/validation" in each]
     assert [len(table) for table in tables] == [2, 2, 2]
     assert [image["_type"] for image in tables[0][0]["images"]] == ["trackio.image"] * 2
-    assert "<script>" not in json.dumps(tables)
+    assert SENTENCE in tables[0][0]["response"]
     assert sizes(list((tmp_path / "trackio" / "media").rglob("*.png"))) == {(6, 4), (8, 8)}
 
 

@@ -73,10 +73,11 @@ class Browser:
                 self.requests.append(parameters["request"]["url"])
 
     def open(self, url: str) -> None:
-        """Open an address, and wait until the page is loaded. Emptied before: errors, requests."""
+        """Open an address, and wait until it is loaded. Forgets earlier errors and requests."""
+        self.call("Page.navigate", url="about:blank")
+        self.wait("location.href === 'about:blank'")
         self.errors.clear()
         self.requests.clear()
-        self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 

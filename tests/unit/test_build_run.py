@@ -90,7 +90,7 @@ def test_a_model_that_does_not_fit_is_an_error_before_it_is_loaded(tmp_path, dam
 
 def test_a_reward_function_that_fails_is_an_error_before_the_model_is_loaded(tmp_path, damaged_model):
     reward = "def compute_score(predict_str, ground_truth):\n    return None\n"
-    with pytest.raises(RewardError, match=r"no score for a dummy completion of rows:0, .*: returned None for"):
+    with pytest.raises(RewardError, match=r"no score for a dummy completion of rows:0, .*: returned None, expected"):
         start_run(tmp_path, model=damaged_model, reward=reward)
 
 

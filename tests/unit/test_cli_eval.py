@@ -147,6 +147,6 @@ def test_errors_come_before_a_model_is_loaded(arguments, message, capsys, tmp_pa
     (tmp_path / "data.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
     places = {"model": tmp_path / "model", "data": tmp_path / "data.jsonl", "folder": tmp_path}
     output = ["--output", str(tmp_path / "out")] if "--output" not in arguments else []
-    assert main(["eval", *(argument.format(**places) for argument in arguments), *output]) == 1
+    assert main(["eval", *(argument.format(**places) for argument in arguments), *output]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -135,6 +135,11 @@ def test_no_reward_function_is_an_error_that_names_the_option():
         settings(options=EvaluationOptions(data=("a/b",)))
 
 
+def test_a_reward_function_may_be_a_python_object_that_the_caller_has():
+    config = settings(options=EvaluationOptions(data=("a/b",), reward="python:mine"))
+    assert config.worker.reward.reward_function == "python:mine"
+
+
 def test_the_context_is_that_of_the_language_model(tmp_path):
     config = {"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4096}}
     (tmp_path / "config.json").write_text(json.dumps(config))

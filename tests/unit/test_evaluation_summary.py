@@ -98,6 +98,8 @@ def test_summaries_by_column():
 def test_rows_without_the_column_are_shown_as_such_and_an_unknown_column_is_an_error():
     rows = [*ROWS, make_row(9, 0, 1.0, row={})]
     assert "(none)" in summarize_by(outcomes(rows), "level", accuracy="accuracy")
+    nulls = [make_row(0, 0, 1.0, row={"meta": None}), *ROWS]
+    assert list(summarize_by(outcomes(nulls), "meta.topic", accuracy="accuracy")) == ["area", "(none)"]
     with pytest.raises(DataError, match="no column 'lvel'; did you mean level"):
         summarize_by(outcomes(ROWS), "lvel", accuracy="accuracy")
 

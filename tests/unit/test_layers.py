@@ -110,8 +110,6 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
-PRINT = ("cli/", "report/")
 SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py")
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 # starter/reward_template.py becomes a script of the user's own.

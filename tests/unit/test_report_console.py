@@ -106,11 +106,18 @@ def test_a_step_is_one_line_of_its_metrics(stream):
     )
 
 
-def test_filter_rounds_and_failed_rewards_are_in_the_line_of_a_step(stream):
+def test_filter_rounds_cut_completions_and_failed_rewards_are_in_the_line_of_a_step(stream):
     console = Console(stream=stream)
     console.step(1, 1, {"filter/rounds": 3.0, "grader/failed": 0.0, "grader/timeout": 2.0}, seconds_left=None)
     console.step(1, 1, {"grader/failed": 1.0, "grader/timeout": 0.0}, seconds_left=None)
-    assert stream.getvalue() == "step 1/1  filter rounds 3  rewards timed out 2\nstep 1/1  rewards failed 1\n"
+    console.step(1, 1, {"response_length/mean": 8.0, "response_length/clip_ratio": 0.25}, seconds_left=None)
+    console.step(1, 1, {"response_length/mean": 8.0, "response_length/clip_ratio": 0.0}, seconds_left=None)
+    assert stream.getvalue().splitlines() == [
+        "step 1/1  filter rounds 3  rewards timed out 2",
+        "step 1/1  rewards failed 1",
+        "step 1/1  length 8  cut 0.25",
+        "step 1/1  length 8",
+    ]
 
 
 def test_the_last_step_shows_no_time_left(stream):
@@ -133,6 +140,16 @@ def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(stream):
             clock.now += 0.5
             advance(1)
     assert stream.getvalue() == ("gen  20/100  2/s, 40.0 s left\ngen  40/100  2/s, 30.0 s left\ngen  done in 25.0 s\n")
+
+
+def test_the_total_of_a_phase_may_become_known_later(stream):
+    clock = Clock()
+    console = Console(stream=stream, clock=clock)
+    with console.progress("scan rows", None) as advance:
+        clock.now += 10
+        advance.set_total(40)
+        advance(10)
+    assert stream.getvalue().startswith("scan rows  10/40  1/s, 30.0 s left\n")
 
 
 def test_without_a_terminal_a_short_phase_prints_nothing(stream):
@@ -192,7 +209,7 @@ def test_completions_are_shown_with_prompt_ground_truth_and_reward(stream):
 ON_A_TERMINAL = """
     import time
     from trigon.report.console import Console
-    console = Console()
+    console = Console(bars_after_seconds=0.1)
     for _ in range(2):
         with console.progress("outer [red]", 4) as outer:
             with console.progress("inner", None) as inner:
@@ -223,6 +240,28 @@ def run_on_a_terminal(script: str, *, columns: int) -> str:
     os.close(master)
     assert process.wait() == 0, output.decode()
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
+
+
+SHORT_PHASE = """
+    import time
+    from trigon.report.console import Console
+    console = Console()
+    with console.progress("short", 4) as advance:
+        advance(2)
+        time.sleep(0.5)
+    with console.progress("scan /a/long/path/to/a/dataset/of/drawings/train.jsonl", 4) as advance:
+        advance(2)
+        time.sleep(2.5)
+    console.print("the end")
+"""
+
+
+def test_on_a_terminal_a_phase_has_a_bar_after_two_seconds():
+    plain = run_on_a_terminal(SHORT_PHASE, columns=100)
+    assert "short" not in plain
+    assert "scan .../dataset/of/drawings/train.jsonl" in plain
+    assert "2/4" in plain
+    assert plain.split()[-2:] == ["the", "end"]
 
 
 LONG_LINES = """

@@ -197,6 +197,14 @@ def test_a_restarted_run_sets_the_images_aside_with_the_rollouts(folder, recorde
     assert not (folder.path / "images").exists()
 
 
+def test_images_that_a_restarted_run_set_aside_are_stored_again(folder, recorder):
+    recorder.write(1, "train", rollout_rows([group("train:1")]), lambda _: [RED])
+    recorder.flush()
+    store = ImageStore(folder.path, max_side=64)  # as a run opens it, before it resumes
+    folder.rewind(0)
+    assert (folder.path / store.add(RED, where="x")).read_bytes() == RED
+
+
 def test_advantages_are_means_over_tokens_and_missing_where_nothing_is_learned():
     groups = [group("train:1", lengths=(3, 2))]
     rows = rollout_rows(groups, learned=[learned(groups[0], mask=(1.0, 0.0))])

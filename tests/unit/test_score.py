@@ -153,6 +153,16 @@ def test_wrong_arguments_are_errors(run, lenient, tmp_path):
         score(tmp_path / "text.jsonl", lenient)
 
 
+def test_a_reward_function_may_be_a_python_function():
+    def is_twelve(reward_input: dict) -> dict:
+        return {"overall": float("12" in reward_input["response"])}
+
+    result = score([make_row(0, 0, "12", 1.0), make_row(0, 1, "11")], [is_twelve, "math"], num_workers=1)
+    assert [each.scores[0].overall for each in result.completions] == [1.0, 0.0]
+    assert result.with_stored[0].agreement.value == 1.0
+    assert "is_twelve" in result.rewards[0].reward
+
+
 def test_keyword_arguments_belong_to_the_functions_in_order(lenient):
     result = score([make_row(0, 0, "12")], [lenient, lenient], kwargs=[{"bonus": 0.25}], num_workers=1)
     assert [each.overall for each in result.completions[0].scores] == [1.25, 1.0]

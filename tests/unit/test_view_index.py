@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         failed = replace(make_row("train:9", 0, nan, response="Die Größe ist 5%."), outcome="failed", error="boom")
         cut = make_row("train:9", 1, 0.25, response="A long one " + "and on " * 20, finish_reason="length")
         run.write_rollouts(2, "filtered", [replace(row, filtered="low", advantage=None) for row in (failed, cut)])
-        run.write_rollouts(2, "validation", [make_row("val:0", 0, 1.0), make_row("val:1", 0, 0.0)])
+        run.write_rollouts(2, "validation", [make_row("val:0", 0, 1.0), make_row("val:1", 0, 0.0, tokens=None)])
     return folder
 
 
@@ -62,6 +62,7 @@ def found(index: IndexedRun, **filters: str) -> list[tuple[str, int, str]]:
         ({"text": "5_"}, []),  # % and _ are characters, not wildcards
         ({"text": "in val:1?"}, [("validation", 2, "val:1")]),
         ({"text": "\\"}, []),
+        ({"tokens": "recorded", "split": "validation"}, [("validation", 2, "val:0")]),
         ({"prompt_id": "train:0", "sort": "oldest"}, [("train", 1, "train:0"), ("train", 2, "train:0")]),
     ],
 )
@@ -102,6 +103,16 @@ def test_the_same_prompt_twice_in_a_step_is_two_groups(tmp_path):
         run.write_rollouts(1, "train", [make_row("train:0", sample, 0.0) for sample in (0, 1, 0, 1)])
     index = open_index(tmp_path / "run", tmp_path / "cache")
     assert [(row["number"], row["num"]) for row in index.history("train:0")] == [(0, 2), (1, 2)]
+
+
+def test_the_history_of_a_prompt_has_its_other_occurrences(tmp_path):
+    with RunFolder(tmp_path / "run") as run:
+        run.write_rollouts(1, "train", [make_row("train:7", 0, 0.0), make_row("train:7#2", 0, 1.0)])
+        run.write_rollouts(2, "train", [make_row("train:71", 0, 0.0), make_row("train:7#3", 0, 1.0)])
+    index = open_index(tmp_path / "run", tmp_path / "cache")
+    ids = ["train:7", "train:7#2", "train:7#3"]
+    assert [group["prompt_id"] for group in index.history("train:7#2")] == ids
+    assert sorted(prompt_id for _, _, prompt_id in found(index, prompt_id="train:7")) == ids
 
 
 def test_the_index_follows_a_run_that_is_written_resumed_and_rewound(folder, tmp_path):
@@ -213,7 +224,11 @@ def test_new_lines_of_metrics_are_read_and_all_of_a_file_that_replaced_it(folder
 def test_runs_have_names_that_differ(tmp_path):
     folders = [write_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")]
     runs = open_runs([*folders, folders[0]], cache=tmp_path / "cache")
-    assert [run.name for run in runs] == ["a/run", "b/run"]
+    assert [run.name for run in runs] == ["a", "b"]
+    folders = [write_run(tmp_path / "c" / name, num_steps=1) for name in ("a", "b")]
+    runs = open_runs([tmp_path / "a" / "run", *folders], cache=tmp_path / "cache")
+    assert [run.name for run in runs] == ["run", "a", "b"]
+    assert [run.name for run in open_runs(folders[:1], cache=tmp_path / "cache")] == ["c/a"]
 
 
 def test_a_cache_that_cannot_be_made_is_an_error(folder, tmp_path):

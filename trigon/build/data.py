@@ -119,6 +119,7 @@ def scan_dataset(
 
         def on_progress(rows_done: int, rows: int) -> None:
             nonlocal done
+            advance.set_total(rows)
             advance(rows_done - done)
             done = rows_done
 

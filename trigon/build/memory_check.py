@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def check_memory(
     if not config.trainer.check_memory:
         return None
 
-    count = memory_counter(config, hardware)
+    count = MemoryCounter(config, hardware).count
     memory = count(config)
     worst = memory.worst(certain=True)
     if worst.certain > memory.capacity(worst):
@@ -91,26 +90,30 @@ def check_memory(
     return memory
 
 
-def memory_counter(config: Config, hardware: Hardware) -> Callable[[Config], RunMemory]:
-    """Return a function that counts the memory of this configuration with other options.
+class MemoryCounter:
+    """Counts the memory of a configuration with other options.
 
     It makes the model, without memory, once for each LoRA rank and kind of vision tower.
     """
 
-    @cache
-    def size_with_rank(rank: int, freezes_vision: bool) -> ModelSize:
-        changes = {
-            "worker.actor.model.lora.rank": rank,
-            "worker.actor.model.freeze_vision_tower": freezes_vision,
-        }
-        return size_of_model(with_options(config, changes))
+    def __init__(self, config: Config, hardware: Hardware) -> None:
+        self._config, self._hardware = config, hardware
+        self._sizes: dict[tuple[int, bool], ModelSize] = {}
 
-    def count(changed: Config) -> RunMemory:
+    def size(self, changed: Config) -> ModelSize:
+        """Return the sizes of the model."""
         model = changed.worker.actor.model
-        size = size_with_rank(model.lora.rank, model.freeze_vision_tower)
-        return count_memory(changed, size, hardware)
+        key = (model.lora.rank, model.freeze_vision_tower)
+        if key not in self._sizes:
+            changes = dict(
+                zip(("worker.actor.model.lora.rank", "worker.actor.model.freeze_vision_tower"), key, strict=True)
+            )
+            self._sizes[key] = size_of_model(with_options(self._config, changes))
+        return self._sizes[key]
 
-    return count
+    def count(self, changed: Config) -> RunMemory:
+        """Return the memory of a run."""
+        return count_memory(changed, self.size(changed), self._hardware)
 
 
 def find_remedies(

@@ -183,7 +183,7 @@ def show(evaluation: Evaluation, console: Console) -> None:
         f"tokens, seed {settings['seed']}"
     )
     rows = summary_rows([each.summary for each in models])
-    console.table("Evaluation (95 % confidence intervals, clustered by prompt)", ("", *names), rows)
+    console.table("Evaluation, with 95 % intervals by prompt", ("", *names), rows)
     for column in models[0].by:
         show_column(column, models, names, console)
     for each in models:
@@ -195,13 +195,15 @@ def show(evaluation: Evaluation, console: Console) -> None:
                 short_name(each.model),
                 show_difference(each.difference),
                 show_p_value(each.adjusted_p_value),
-                f"{each.difference.num_better} / {each.difference.num_worse} / {each.difference.num_prompts}",
+                f"{each.difference.num_better:,}",
+                f"{each.difference.num_worse:,}",
+                f"{each.difference.num_prompts:,}",
             )
             for each in evaluation.comparisons
         ]
         console.table(
-            f"Accuracy minus that of {names[0]}, paired by prompt",
-            ("", "difference", "p (permutation)", "better / worse / all"),
+            f"Accuracy minus that of {names[0]}, paired by prompt (permutation test)",
+            ("", "difference", "p", "better", "worse", "prompts"),
             comparisons,
         )
     for line in remarks(evaluation):
@@ -269,6 +271,8 @@ def show_blind(model: ModelEvaluation, console: Console) -> None:
             ("p (permutation test)", show_p_value(difference.p_value)),
         ],
     )
+    if blind.num_with_images < model.summary.num_prompts:
+        console.print(f"{blind.num_with_images:,} of {model.summary.num_prompts:,} prompts have images or videos.")
     if difference.low > 0:
         share = difference.value / model.summary.accuracy.value
         console.print(f"It needs them: {share:.0%} of its accuracy is lost without the images.")
@@ -298,8 +302,8 @@ def remarks(evaluation: Evaluation) -> list[str]:
             )
         if max(each.summary.majority_at, default=1) > 1 and each.summary.no_answer >= MIN_CUT_FRACTION:
             lines.append(
-                f"{name}: no answer was found in {each.summary.no_answer:.0%} of the completions, which do not vote "
-                f"in maj@k; --answers {evaluation.settings['answers']} says where it is"
+                f"{name}: {each.summary.no_answer:.0%} of the completions have no answer by --answers "
+                f"{evaluation.settings['answers']}, and do not vote in maj@k"
             )
     return lines
 

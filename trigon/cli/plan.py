@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.cli.parser import ArgumentParser
-from trigon.config.load import load_config, split_arguments
 from trigon.terminal import sanitize
 
 EXIT_DOES_NOT_FIT = 1
@@ -23,13 +22,14 @@ def main(arguments: Sequence[str]) -> int:
 
     EXIT_DOES_NOT_FIT: the run does not fit into the memory that is there.
     """
-    parser = make_parser()
-    given = parser.parse_args(arguments)
-    file, overrides = split_arguments(given.config)
-    loaded = load_config(file, overrides)
+    given = make_parser().parse_args(arguments)
+    # Imported here: a help page does not need pydantic.
+    from trigon.config.load import load_config, split_arguments
+
+    loaded = load_config(*split_arguments(given.config))
     for warning in loaded.warnings:
         print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
-    # Imported here, so that errors of the configuration do not wait for heavy libraries.
+    # And here, so that errors of the configuration do not wait for heavy libraries.
     from trigon.planning.lengths import LengthOptions
     from trigon.planning.plan import plan
     from trigon.planning.tables import as_json, as_text
@@ -60,10 +60,11 @@ def make_parser() -> ArgumentParser:
         prog="trigon plan",
         description="Plan a run: batches, memory, operations, time, bytes and disk. Needs neither a GPU nor the "
         "model's weights. Exit status 1: the run does not fit into memory.",
-        examples=[
-            ("trigon plan run.yaml", "on the GPUs of this machine"),
-            ("trigon plan run.yaml --gpus 8xH100-80G worker.rollout.n=16", "on others, with another option"),
-        ],
+        examples=(
+            ("trigon plan run.yaml", "on this machine"),
+            ("trigon plan run.yaml --gpus 8xH100-80G", "on other GPUs"),
+            ("trigon plan run.yaml --calibrate runs/first", "with the timings of a finished run"),
+        ),
     )
     parser.add_argument("config", nargs="*", metavar="CONFIG.yaml key=value", help="as for trigon train")
     parser.add_argument("--gpus", metavar="8xH100-80G", help="the GPUs; 2x8xH100-80G: two nodes; default: this machine")

@@ -218,8 +218,13 @@ def show_agreement(agreement: Agreement, console: Console, *, num_shown: int) ->
     rate = agreement.agreement
     console.print(
         f"\n{names} agree on {agreement.part!r} for {rate.value:.2%} [{rate.low:.2%}, {rate.high:.2%}] of "
-        f"{agreement.num_compared:,} completions; {agreement.first} is higher for {agreement.num_higher:,} and lower "
-        f"for {agreement.num_lower:,}, on average by {agreement.mean_difference:+.4f}"
+        f"{agreement.num_compared:,} completions"
+        + (
+            f"; {agreement.first} is higher for {agreement.num_higher:,} and lower for {agreement.num_lower:,}, on "
+            f"average by {agreement.mean_difference:+.4f}"
+            if agreement.disagreements
+            else ""
+        )
         + (f"; {agreement.num_only_one:,} are scored by one only" if agreement.num_only_one else "")
     )
     rows = [

@@ -7,15 +7,17 @@ import secrets
 import webbrowser
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from trigon.cli.parser import ArgumentParser
-from trigon.errors import ConfigError
+from trigon.errors import ConfigError, DataError
 from trigon.terminal import sanitize
 
 if TYPE_CHECKING:
+    from trigon.view.filters import RolloutFilter
     from trigon.view.runs import ViewedRun
 
 DEFAULT_PORT = 8420
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     # Imported here, so that errors of the command line do not wait for these libraries.
     try:
+        from trigon.view.filters import parse_filter
         from trigon.view.runs import open_runs
         from trigon.view.server import default_cache, is_loopback
     except ModuleNotFoundError as error:
@@ -37,9 +40,13 @@ def main(arguments: Sequence[str]) -> int:
             f"--host {options.host} would show the runs to other machines; add --open-to-network if they may see them "
             "with a token, or leave --host out and use ssh -L"
         )
+    try:
+        filters = parse_filter(dict(parse_qsl(options.select, keep_blank_values=True)))
+    except DataError as error:
+        parser.error(f"--select: {error}")
     cache = options.cache or default_cache(Path.home(), os.environ.get("XDG_CACHE_HOME"))
     runs = open_runs(options.run, cache=cache)
-    return _serve(runs, options) if options.export is None else _export(runs, options)
+    return _serve(runs, options) if options.export is None else _export(runs, options, filters)
 
 
 def _serve(runs: Sequence[ViewedRun], options: Namespace) -> int:
@@ -60,19 +67,19 @@ def _serve(runs: Sequence[ViewedRun], options: Namespace) -> int:
     print(f"trigon view: {shown}\n{url}   (Ctrl-C ends)", flush=True)
     if options.browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(url)
-    serve(runs, listening, host=options.host, token=token)
+    # Ctrl-C is how the page ends, and no failure.
+    with suppress(KeyboardInterrupt):
+        serve(runs, listening, host=options.host, token=token)
     return 0
 
 
-def _export(runs: Sequence[ViewedRun], options: Namespace) -> int:
+def _export(runs: Sequence[ViewedRun], options: Namespace, filters: RolloutFilter) -> int:
     from trigon.view.export import export
-    from trigon.view.filters import parse_filter
 
-    filters = parse_filter(dict(parse_qsl(options.select, keep_blank_values=True)))
     written = export(runs, options.export, max_rollouts=options.rollouts, filters=filters)
     print(
         f"wrote {sanitize(str(written.path), max_characters=1000)}: {written.num_bytes / 1e6:.1f} MB, "
-        f"{written.num_rollouts:,} of {written.num_matching:,} rollouts, {written.num_images:,} images"
+        f"{written.num_rollouts:,} of {written.num_matching:,} rollouts, images: {written.num_images:,}"
     )
     return 0
 

@@ -19,6 +19,7 @@ from trigon.build.data import open_builder, open_evaluator, open_processors, sca
 from trigon.build.engines import Engines, open_engines
 from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
+from trigon.build.objects import RunObjects
 from trigon.build.options import make_validation_sampling_params
 from trigon.build.run import (
     check_environment,
@@ -30,6 +31,7 @@ from trigon.build.run import (
 )
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.config.load import LoadedConfig, dump_config
+from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet
@@ -42,8 +44,10 @@ from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvalua
 from trigon.evaluation.settings import EvaluationOptions, load_settings
 from trigon.evaluation.statistics import CONFIDENCE, holm
 from trigon.evaluation.summary import (
+    DATASET,
     PromptOutcome,
     accuracy_name,
+    check_columns,
     compare_outcomes,
     default_ks,
     outcomes_of,
@@ -61,6 +65,7 @@ from trigon.records.run import is_run
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.statistics import describe_validation
 from trigon.types import RolloutGroup
@@ -74,7 +79,7 @@ def evaluate(
     models: str | Path | Sequence[str | Path],
     data: str | Path | Sequence[str | Path] = (),
     *,
-    reward: str | None = None,
+    reward: Reward | None = None,
     format_prompt: str | None = None,
     prompt_key: str | None = None,
     answer_key: str | None = None,
@@ -105,6 +110,7 @@ def evaluate(
             max_tokens, seed, engine: options of the configuration by a shorter name; see
             EvaluationOptions. None: as in the configuration of the first model that is a run, or
             its default.
+            reward may be a Python function as well, or a weighted sum, as for trigon.train.
         limit: use the first rows of each dataset only, so many.
         by: columns of the dataset, for each value of which there is a summary as well.
         k: of pass@k and maj@k; empty: powers of two up to n.
@@ -128,7 +134,7 @@ def evaluate(
         console.print(f"settings: {base}, and the options of this evaluation")
     options = EvaluationOptions(
         data=(str(data),) if isinstance(data, str | Path) else tuple(str(each) for each in data),
-        reward=reward,
+        reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
         format_prompt=format_prompt,
         prompt_key=prompt_key,
         answer_key=answer_key,
@@ -160,10 +166,13 @@ def evaluate(
     request = _Request(by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console)
     results: list[_ModelResult] = []
     with ExitStack() as stack:
-        rewards = open_rewards(early)
+        source = None
+        if reward is not None and not isinstance(reward, str):
+            source = reward_source(reward, kwargs=early.worker.reward.reward_function_kwargs)
+        rewards = open_rewards(early, RunObjects(reward=source))
         stack.callback(rewards.close)
-        for number, (source, path) in enumerate(zip(sources, paths, strict=True), start=1):
-            model_output = folder if len(sources) == 1 else folder / label(number, source)
+        for number, (model, path) in enumerate(zip(sources, paths, strict=True), start=1):
+            model_output = folder if len(sources) == 1 else folder / label(number, model)
             loaded = load_settings(
                 base,
                 options,
@@ -177,8 +186,8 @@ def evaluate(
                 for warning in loaded.warnings:
                     console.warn(warning)
             if len(sources) > 1:
-                console.print(f"model {number} of {len(sources)}: {source.spec}")
-            results.append(evaluate_model(source, loaded, rewards, model_output, request))
+                console.print(f"model {number} of {len(sources)}: {model.spec}")
+            results.append(evaluate_model(model, loaded, rewards, model_output, request))
     evaluation = Evaluation(
         models=tuple(result.evaluation for result in results),
         comparisons=compare_models(results),
@@ -242,6 +251,7 @@ def evaluate_model(
             config, data.val_files, (), open_builder(config, processors), report, max_rows=request.limit
         )
         check_rewards(rewards, prompts)
+        check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:
             engines = open_engines(config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos)
@@ -253,7 +263,7 @@ def evaluate_model(
             accuracy = accuracy_name(rows)
             outcomes = outcomes_of(rows, accuracy=accuracy, form=request.form, ks=request.ks)
             blind = evaluate_blind(parts, prompts, outcomes, output / BLIND, accuracy) if request.blind else None
-    columns = (*request.by, "dataset") if len(data.val_files) > 1 and "dataset" not in request.by else request.by
+    columns = (*request.by, DATASET) if len(data.val_files) > 1 and DATASET not in request.by else request.by
     evaluation = ModelEvaluation(
         model=source.spec,
         path=str(config.worker.actor.model.model_path),

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trigon.config.paths import nearest_path
 from trigon.cpus import count_usable_cpus
@@ -22,8 +22,12 @@ from trigon.records.rollouts import RolloutRow, Split, find_rollouts, read_rollo
 from trigon.records.run import RunRecord, is_run, open_run
 from trigon.report.console import Console
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
 from trigon.types import Score
+
+if TYPE_CHECKING:
+    from trigon.rewards.callables import RewardFunction
 
 WINDOW = 4096
 """Rollouts that are read, scored and forgotten at a time, but for their scores."""
@@ -48,7 +52,7 @@ class _Stored:
 
 def score(
     rollouts: str | Path | Iterable[RolloutRow],
-    reward: str | Sequence[str],
+    reward: str | RewardFunction | Sequence[str | RewardFunction],
     *,
     kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     splits: Collection[Split] = SPLITS,
@@ -65,8 +69,8 @@ def score(
 
     Args:
         rollouts: a run folder, a rollouts file, or rows that were read or made.
-        reward: `file.py:function` or a shipped name; or two of them, which are compared. One is
-            compared with the stored scores.
+        reward: `file.py:function`, a shipped name or a function; or two of them, which are
+            compared. One is compared with the stored scores.
         kwargs: keyword arguments of each reward function. None: those of the run's configuration,
             where it has the same reward function.
         splits, steps: of a run folder, which of its rollouts; None: of all steps.
@@ -81,9 +85,10 @@ def score(
     out for many completions in a row.
     """
     console = console or Console()
-    rewards = [reward] if isinstance(reward, str) else list(reward)
-    if not 1 <= len(rewards) <= 2:
-        raise ConfigError(f"{len(rewards)} reward functions are given; score takes one or two")
+    given = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+    if not 1 <= len(given) <= 2:
+        raise ConfigError(f"{len(given)} reward functions are given; score takes one or two")
+    rewards = [each if isinstance(each, str) else describe_function(each) for each in given]
     record = None
     if isinstance(rollouts, str | Path):
         record, stored = open_rollouts(Path(rollouts), splits=splits, steps=steps)
@@ -93,9 +98,9 @@ def score(
     completions: list[ScoredCompletion] = []
     with ExitStack() as stack:
         pools = []
-        for spec, arguments in zip(rewards, each_kwargs, strict=True):
+        for function, arguments in zip(given, each_kwargs, strict=True):
             pool = RewardPool(
-                spec,
+                function if isinstance(function, str) else pickled_source(function, arguments),
                 kwargs=arguments,
                 num_workers=num_workers or count_usable_cpus(),
                 timeout_seconds=timeout_seconds,
@@ -139,6 +144,20 @@ def score(
         between=between,
         completions=tuple(completions),
     )
+
+
+def describe_function(function: RewardFunction) -> str:
+    """Return the name of a reward function that is a Python object."""
+    from trigon.rewards.callables import describe_reward
+
+    return describe_reward(function)
+
+
+def pickled_source(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSource | Sequence[RewardTerm]:
+    """Return what a reward pool takes for a Python function. Raises: as reward_source."""
+    from trigon.rewards.callables import reward_source  # imports cloudpickle
+
+    return reward_source(function, kwargs=kwargs)
 
 
 def open_rollouts(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from trigon.config.load import LoadedConfig, load_config
+from trigon.config.paths import is_python_object
 from trigon.cpus import count_usable_cpus
 from trigon.errors import ConfigError
 from trigon.names import Dtype
@@ -141,4 +142,5 @@ def load_settings(
     ]
     if weight_dtype is not None:
         forced.append(f"worker.actor.fsdp.torch_dtype={weight_dtype}")
-    return load_config(base, [*first, *options.overrides(), *overrides, *forced])
+    objects = [options.reward] if options.reward is not None and is_python_object(options.reward) else []
+    return load_config(base, [*first, *options.overrides(), *overrides, *forced], python_objects=objects)

@@ -76,7 +76,7 @@ def estimate_mean(groups: Sequence[Sequence[float]]) -> Estimate:
     Graubard, 1998; Franco et al., 2019): it stays within [0, 1] and is not empty where all values
     are equal. For one value of 0 or 1 in each group it is Wilson's interval itself. Otherwise it is
     the mean plus or minus Student's quantile times the standard error, which is that of Liang and
-    Zeger (1986).
+    Zeger (1986); not below 0 if no value is.
     Args: groups: the values of each prompt; empty ones are left out.
     """
     groups = [group for group in groups if group]
@@ -92,13 +92,14 @@ def estimate_mean(groups: Sequence[Sequence[float]]) -> Estimate:
         spread = mean * (1 - mean)
         effective = float(num_groups if spread <= 0 else spread / variance if variance else count)
         is_plain = count == num_groups and all(group[0] in (0, 1) for group in groups)
-        if not is_plain and num_groups > 1:  # then the variance is estimated, and not m(1 - m)
+        if spread > 0 and not is_plain and num_groups > 1:  # then the variance is estimated, and not m(1 - m)
             z, t = NormalDist().inv_cdf(_UPPER), student_quantile(_UPPER, num_groups - 1)
             effective *= (z / t) ** 2
         low, high = wilson_interval(mean, effective)
     elif num_groups > 1:
         half = student_quantile(_UPPER, num_groups - 1) * error
-        low, high = mean - half, mean + half
+        smallest = min(value for group in groups for value in group)
+        low, high = max(mean - half, 0.0 if smallest >= 0 else -math.inf), mean + half
     else:
         low, high = -math.inf, math.inf
     return Estimate(mean, low, high, error, num_groups, count)

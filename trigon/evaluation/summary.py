@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from trigon.data.columns import column_names, column_value, has_column
 from trigon.errors import DataError
 from trigon.evaluation.answers import AnswerForm, number_answers
 from trigon.evaluation.results import Summary
@@ -19,6 +21,9 @@ from trigon.suggestions import did_you_mean
 ACCURACY = "accuracy"
 MISSING = "(none)"
 """The value of rows that lack a column."""
+
+DATASET = "dataset"
+"""A column that every row has: the name of its dataset, unless the dataset has such a column."""
 
 MAX_VALUE_CHARACTERS = 100
 
@@ -124,41 +129,38 @@ def summarize(outcomes: Sequence[PromptOutcome], *, accuracy: str) -> Summary:
 def summarize_by(outcomes: Sequence[PromptOutcome], column: str, *, accuracy: str) -> dict[str, Summary]:
     """Return a summary for each value of a column of the dataset, the most frequent first.
 
-    column: a name in RolloutRow.row; dots reach into structs. "dataset" is the dataset's name where
-    there is no such column.
+    column: a name in RolloutRow.row; dots reach into structs; or DATASET.
     Raises: DataError if no row has the column.
     """
+    if outcomes:
+        check_columns([outcome.rows[0].row for outcome in outcomes], [column])
     groups: dict[str, list[PromptOutcome]] = {}
-    found = False
     for outcome in outcomes:
-        value = column_value(outcome.rows[0], column)
-        found = found or value is not None
-        groups.setdefault(MISSING if value is None else value, []).append(outcome)
-    if outcomes and not found:
-        known = sorted({name for outcome in outcomes for name in outcome.rows[0].row})
-        raise DataError(
-            f"the rows have no column {column!r}{did_you_mean(column, known)}; they have "
-            f"{', '.join(known) or 'none'}, and dataset"
-        )
+        groups.setdefault(_value_of(outcome.rows[0], column), []).append(outcome)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     return {value: summarize(group, accuracy=accuracy) for value, group in ordered}
 
 
-def column_value(row: RolloutRow, column: str) -> str | None:
-    """Return the value of a column of the dataset as text; None if the row lacks it."""
-    value: object = row.row
-    rest = column
-    while rest:
-        if not isinstance(value, Mapping):
-            return None
-        if rest in value:
-            value, rest = value[rest], ""
-            continue
-        key, _, following = rest.partition(".")
-        if key not in value or not following:
-            return row.prompt_id.rpartition(":")[0] if column == "dataset" else None
-        value, rest = value[key], following
-    return None if value is None else str(value)[:MAX_VALUE_CHARACTERS]
+def check_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Raise DataError, with the existing columns, if one of these is in none of the rows.
+
+    rows: RolloutRow.row or Prompt.row of each prompt.
+    """
+    for column in columns:
+        if column != DATASET and not any(has_column(row, column) for row in rows):
+            known = {name for row in rows for name in column_names(row)}
+            raise DataError(
+                f"the rows have no column {column!r}{did_you_mean(column, known)}; they have "
+                f"{', '.join(sorted(known)) or 'none'}, and {DATASET}"
+            )
+
+
+def _value_of(row: RolloutRow, column: str) -> str:
+    """Return the value of a column of the dataset as text."""
+    if column == DATASET and column not in row.row:
+        return row.prompt_id.rpartition(":")[0]
+    value = column_value(row.row, column)
+    return MISSING if value is None else str(value)[:MAX_VALUE_CHARACTERS]
 
 
 def compare_outcomes(first: Sequence[PromptOutcome], second: Sequence[PromptOutcome]) -> Difference:

@@ -12,7 +12,7 @@ from statistics import median
 
 from trigon.errors import DataError
 from trigon.planning.lengths import LengthOptions
-from trigon.planning.timing import PHASES
+from trigon.planning.timing import NOT_COUNTED, PHASES
 from trigon.records.metrics import StepMetrics
 
 _WARM_UP = 1
@@ -104,7 +104,7 @@ def calibrate(observed: Observed, predicted: Mapping[str, float], *, completions
     return Calibration(
         source=source,
         factors={name: factor for name, factor in counted.items() if factor > 0},
-        per_completion={name: observed.seconds[name] / completions for name in PHASES if predicted[name] == 0},
+        per_completion={name: observed.seconds[name] / completions for name in NOT_COUNTED},
         lengths=observed.lengths,
         learned_share=observed.learned_share,
     )

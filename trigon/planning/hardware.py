@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from trigon.build.memory_table import GIB
 from trigon.errors import ConfigError
 from trigon.models.flops import peak_tflops
-from trigon.suggestions import did_you_mean
+from trigon.suggestions import nearest
 
 NETWORK_GBPS = 400.0
 """Assumed network of each GPU between nodes, in Gbit/s in each direction: one NDR InfiniBand port.
@@ -118,7 +118,7 @@ def parse_gpus(text: str, *, nodes: int, gpus_per_node: int) -> Cluster:
     nodes, gpus_per_node: for a text without numbers, such as H200.
     Raises: ConfigError for an unknown GPU, with the nearest known one.
     """
-    written = re.fullmatch(r"(?:([1-9]\d{0,4})[xX*])?(?:([1-9]\d{0,4})[xX*])?([A-Za-z0-9][\w -]*)", text.strip())
+    written = re.fullmatch(r"(?:([1-9]\d{0,4})[xX*])?(?:([1-9]\d{0,4})[xX*])?([A-Za-z][\w -]*|4090)", text.strip())
     if written is None:
         raise ConfigError(f"cannot read the GPUs {text!r}: write 8xH100-80G, or 2x8xH100-80G for two nodes")
     accelerator = find_accelerator(written[3])
@@ -139,10 +139,12 @@ def find_accelerator(text: str) -> Accelerator:
     name = f"RTX{name}" if name.startswith("4090") else name
     matching = [each for each in ACCELERATORS.values() if each.name == name or each.name.partition("-")[0] == name]
     if not matching:
-        known = ", ".join(ACCELERATORS)
+        short = {each.partition("-")[0]: each for each in ACCELERATORS}
+        near = nearest(name.partition("-")[0], short)
+        hint = "" if near is None else f"; did you mean {short[near]}?"
         raise ConfigError(
-            f"unknown GPU {text!r}{did_you_mean(name, ACCELERATORS)}\n"
-            f"known: {known}. Another one of the same speed and memory gives the same plan"
+            f"unknown GPU {text!r}{hint}\nknown are {', '.join(ACCELERATORS)}; one of the same speed and memory "
+            "has the same plan"
         )
     return max(matching, key=lambda each: each.memory_bytes)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.build.data import open_builder
-from trigon.config.paths import DATASET_SUFFIXES, local_path, read_template, split_dataset
+from trigon.config.paths import DATASET_SUFFIXES, local_path, path_exists, read_template, split_dataset
 from trigon.config.schema import Config
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.sources import open_source
@@ -118,7 +118,7 @@ def find_lengths(
         reason = "given"
     if measured is not None:
         prompts, num_prompts, num_rows = measured
-        part = "" if num_rows <= MAX_MEASURED_ROWS else f" ({len(prompts):,} of its {num_rows:,} rows)"
+        part = "" if num_rows <= MAX_MEASURED_ROWS else f" (a sample of its {num_rows:,} rows)"
         sources.append(("prompts", f"measured in {', '.join(config.data.train_files)}{part}"))
     else:
         prompt, source = _assumed_prompt(config, dimensions_of(hf_config), options, observed, reason)
@@ -199,6 +199,9 @@ def _measure(config: Config, *, download: bool) -> tuple[tuple[list[PromptLength
     remote = [spec for spec in data.train_files if not _is_local(spec)]
     if remote and not download:
         return None, f"{remote[0]} is on the hub (--download reads it)"
+    missing = [spec for spec in data.train_files if _is_local(spec) and not path_exists(split_dataset(spec)[0])]
+    if missing:
+        return None, f"{missing[0]} is not on this machine"
     assert model.model_path is not None
     folder = processor_folder(model.tokenizer_path or model.model_path, download=download)
     if folder is None:
@@ -226,7 +229,7 @@ def _measure(config: Config, *, download: bool) -> tuple[tuple[list[PromptLength
                 usable.append(PromptLengths(*here.measure(source.rows[index], f"{source.name}:{index}")))
             except UnusableRow:
                 continue
-        prompts += usable
+        prompts += usable * max(1, round(weight))
         drawn += weight * rows * len(usable) / len(chosen)
         num_rows += rows
     if not prompts:

@@ -5,6 +5,7 @@ It needs the configuration and the model's config.json: neither weights, nor a G
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,12 @@ def plan(
     """
     if config.trainer.val_only:
         raise ConfigError("trainer.val_only=true makes no training step; plan the run that trains")
+    lengths = lengths or LengthOptions()
     place = _find_place(config, gpus, host_memory)
     config = _on(config, place)
-    calibration = None if calibrate_with is None else _calibration(calibrate_with, gpus, model_config)
-    return Planner(config, place, model_config, lengths or LengthOptions(), calibration, download, trainer).plan()
+    raise_problems(find_problems(config))
+    calibration = None if calibrate_with is None else _calibration(calibrate_with, gpus, model_config, lengths)
+    return Planner(config, place, model_config, lengths, calibration, download=download, trainer=trainer).plan()
 
 
 def _find_place(config: Config, gpus: str | None, host_memory: int | None) -> Place:
@@ -80,28 +83,30 @@ def _find_place(config: Config, gpus: str | None, host_memory: int | None) -> Pl
 
 
 def _on(config: Config, place: Place) -> Config:
-    """Return the configuration with the devices of a place.
-
-    Raises: ConfigError if it cannot run.
-    """
+    """Return the configuration with the devices of a place."""
     changes: dict[str, Any] = {
         "trainer.nnodes": place.cluster.nodes,
         "trainer.n_gpus_per_node": place.cluster.gpus_per_node,
     }
     if place.device == "cuda":
         changes["trainer.device"] = "cuda"
-    config = with_options(config, changes)
-    raise_problems(find_problems(config))
-    return config
+    return with_options(config, changes)
 
 
-def _calibration(folder: Path, gpus: str | None, model_config: Path | None) -> Calibration:
-    """Return the factors of a finished run: its timings, divided by its own plan."""
+def _calibration(folder: Path, gpus: str | None, model_config: Path | None, given: LengthOptions) -> Calibration:
+    """Return the factors of a finished run: its timings, divided by its own plan.
+
+    The run's data need not be there any more, but its model's config.json.
+    given: lengths of the plan, of which those of images hold for both.
+    """
     run = open_run(folder)
     config = Config.model_validate(run.config())
     groups = config.data.rollout_batch_size * config.worker.actor.ppo_epochs
     observed = observe(run.metrics(), str(folder), groups_per_step=groups)
     place = _find_place(config, gpus, None)
-    planner = Planner(_on(config, place), place, model_config, observed.lengths, None, False, TRIGON)
+    own = replace(observed.lengths, num_prompts=groups, prompt_tokens=None)
+    if given.prompt_tokens is not None or given.image_tokens is not None:  # else they are measured in its data
+        own = replace(own, prompt_tokens=observed.lengths.prompt_tokens, image_tokens=given.image_tokens)
+    planner = Planner(_on(config, place), place, model_config, own, None, observed=observed.lengths)
     seconds, completions = planner.uncalibrated(learned_share=observed.learned_share)
     return calibrate(observed, seconds, completions=completions, source=str(folder))

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trigon.build.memory import size_of_model
-from trigon.build.memory_check import TIGHT, Remedy, find_remedies, memory_counter, with_options
-from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory
+from trigon.build.memory_check import TIGHT, MemoryCounter, Remedy, find_remedies, with_options
+from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.build.options import make_loss_terms, needs_old_logprobs, needs_reference
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_weight_dtype
-from trigon.config.plan import make_plan, num_workers
+from trigon.config.plan import context_length, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.dimensions import dimensions_of
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import load_hf_config
-from trigon.models.memory import ModelSize
 from trigon.names import DeviceType
 from trigon.planning.calibration import Calibration
 from trigon.planning.hardware import Cluster
@@ -29,7 +28,7 @@ from trigon.planning.lengths import LengthOptions, find_lengths
 from trigon.planning.model import open_model_config
 from trigon.planning.result import Disk, RunPlan, Verdict
 from trigon.planning.timing import StepTime, Timing
-from trigon.planning.work import Ledger, Trainer, count_flops, make_ledger
+from trigon.planning.work import TRIGON, Ledger, Trainer, count_flops, make_ledger
 from trigon.training.budget import HEADROOM
 from trigon.training.optim import state_bytes
 
@@ -39,8 +38,9 @@ KEEP_RATE = 0.5
 _MOST_CHANGES = 6  # that are combined
 _NUMBER_BYTES = 4  # of a token id or a float between driver and workers
 _UNKNOWN_HOST = 2**60  # bytes of host memory that is not known: no limit
-_ROLLOUT_BYTES = 600  # of a line in rollouts/, without its tokens
-_ROLLOUT_TOKEN_BYTES = 5  # of the text of a token
+_ROLLOUT_BYTES = 600  # of a line in rollouts/, without its texts
+_TEXT_BYTES = 5  # of a token
+_TOKEN_RECORD_BYTES = 65  # of a token whose numbers are stored (trainer.rollout_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ class Planner:
         model_config: Path | None,
         options: LengthOptions,
         calibration: Calibration | None,
-        download: bool,
-        trainer: Trainer,
+        *,
+        observed: LengthOptions | None = None,
+        download: bool = False,
+        trainer: Trainer = TRIGON,
     ) -> None:
         self._config, self._place, self._trainer = config, place, trainer
         self._options, self._calibration = options, calibration
@@ -80,10 +82,13 @@ class Planner:
             self._hf_config: Any = load_hf_config(
                 folder, trust_remote_code=actor.trust_remote_code, override_config=actor.override_config
             )
-            self._count = memory_counter(self._sized, place.hardware)
-            self._size: ModelSize = size_of_model(self._sized)
+            counter = MemoryCounter(self._sized, place.hardware)
+            self._count, self._size = counter.count, counter.size(self._sized)
             self._memory = self._count(self._sized)
             self._verdict, worst = _judge(self._memory)
+            self._problem = self._engine_problem()
+            if self._problem is not None:
+                self._verdict = "does not fit"
             self._remedies: tuple[Remedy, ...] = ()
             self._combination: dict[str, Any] | None = None
             if worst is not None:
@@ -91,7 +96,7 @@ class Planner:
                 self._remedies = tuple(found)
                 self._combination = self._combine()
             self._budgets = self._find_budgets()
-        observed = None if calibration is None else calibration.lengths
+        observed = observed if calibration is None else calibration.lengths
         self._lengths = find_lengths(config, self._hf_config, options, observed=observed, download=download)
         self._plan = make_plan(config, num_train_prompts=self._lengths.num_prompts or config.data.rollout_batch_size)
 
@@ -135,6 +140,7 @@ class Planner:
             memory=self._memory,
             knows_host_memory=self._place.host_bytes is not None,
             verdict=self._verdict,
+            problem=self._problem,
             remedies=self._remedies,
             combination=self._combination,
             flops=flops,
@@ -211,6 +217,36 @@ class Planner:
         used = max(each.expected for each in memory.phases if (each.phase, each.pool) == (phase, "GPU"))
         return used <= (1 - HEADROOM) * memory.hardware.device_bytes
 
+    def _engine_problem(self) -> str | None:
+        """Return why vLLM's share of a GPU cannot hold its weights and one sequence, or None."""
+        rollout, hardware = self._config.worker.rollout, self._place.hardware
+        if hardware.device == "cpu" or rollout.name != "vllm":
+            return None
+        all_, itemsize = self._size.all, DTYPES[rollout.dtype].itemsize
+        cache = context_length(self._config) * self._size.key_values * itemsize
+        weights = (all_.frozen + all_.trained) * itemsize
+
+        def needed(parallel: int) -> float:
+            return weights / parallel + cache / min(parallel, self._size.key_heads)
+
+        share = rollout.gpu_memory_utilization * hardware.device_bytes
+        if needed(rollout.tensor_parallel_size) <= share:
+            return None
+        ways = []
+        ranks = num_workers(self._config)
+        fitting = [parallel for parallel in (2, 4, 8, 16) if ranks % parallel == 0 and needed(parallel) <= share]
+        if fitting:
+            ways.append(f"worker.rollout.tensor_parallel_size={fitting[0]}")
+        enough = ceil(10 * needed(rollout.tensor_parallel_size) / hardware.device_bytes) / 10
+        if enough < 1:
+            ways.append(f"worker.rollout.gpu_memory_utilization={enough}")
+        return (
+            f"vLLM gets {format_gib(int(share))} of each GPU (worker.rollout.gpu_memory_utilization="
+            f"{rollout.gpu_memory_utilization}), and its weights with one sequence of maximum length need "
+            f"{format_gib(int(needed(rollout.tensor_parallel_size)))}: "
+            f"{'set ' + ' or '.join(ways) if ways else 'use larger GPUs, or more of them'}"
+        )
+
     def _combine(self) -> dict[str, Any] | None:
         """Return changes with which the run fits: each time the one that helps most."""
         changes: dict[str, Any] = {}
@@ -265,7 +301,9 @@ class Planner:
             saves = -(-steps // trainer.save_freq)
         kept = min(saves, trainer.save_limit + 1) if trainer.save_limit > 0 else saves
         tokens = self._lengths.response_tokens + min(200, self._lengths.mean_prompt)
-        text = ledger.sampled * (_ROLLOUT_BYTES + _ROLLOUT_TOKEN_BYTES * tokens)
+        text = ledger.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens)
+        recorded = min(trainer.rollout_tokens, ledger.prompts) * ledger.completions * self._lengths.response_tokens
+        text += _TOKEN_RECORD_BYTES * recorded
         return Disk(stored + (0 if trainer.save_model_only else states), kept, round(text))
 
     def _states(self) -> int:

@@ -44,6 +44,7 @@ class RunPlan:
     not known. lengths, ledger: of prompts, completions, and a step.
     memory: by phase, of each GPU and of a machine. verdict: "does not fit" if a phase needs more
     than there is, "tight" above 95 % of it. remedies: changes that help most, if it does not fit;
+    problem: why vLLM cannot start with its share of the GPU, if it cannot.
     combination: several with which it fits; None if none was found.
     sent_bytes: between driver and workers in a step, without images; 0 with one worker.
     flops, time, moved: of a step; None for a family whose operations are not counted. time: None as
@@ -67,6 +68,7 @@ class RunPlan:
     memory: RunMemory
     knows_host_memory: bool
     verdict: Verdict
+    problem: str | None
     remedies: tuple[Remedy, ...]
     combination: Mapping[str, Any] | None
     flops: StepFlops | None

@@ -34,7 +34,7 @@ def as_text(plan: RunPlan, *, width: int | None = None) -> str:
     sections = [
         _wrap(f"{plan.model} on {plan.devices}: {_verdict(plan)}", width),
         _section("Batches of a step", _pairs(_batches(plan), width)),
-        _section("Memory", [*_memory(plan, width), *_changes(plan, width)]),
+        _section("Memory", [*_memory(plan, width - 2), *_changes(plan, width)]),
         _section("Work and time of a step", _work(plan)),
         _section("The run", _pairs(_run(plan), width)),
         _section("Moved and written", _pairs(_moved(plan), width)),
@@ -58,6 +58,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "needed_bytes": worst.expected,
             "capacity_bytes": _capacity(plan, worst),
         },
+        "problem": plan.problem,
         "changes": [
             {"options": dict(each.changes), "saved_bytes": each.saved_bytes, "fits": each.fits}
             for each in plan.remedies
@@ -111,6 +112,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
 
 
 def _verdict(plan: RunPlan) -> str:
+    if plan.problem is not None:
+        return f"{plan.verdict}; {plan.problem}"
     worst = plan.memory.worst(certain=False)
     where = "on each GPU" if worst.pool == "GPU" else "of a machine's memory"
     capacity = _capacity(plan, worst)
@@ -176,6 +179,8 @@ def _memory(plan: RunPlan, width: int) -> list[str]:
 def _changes(plan: RunPlan, width: int) -> list[str]:
     if plan.fits:
         return []
+    if plan.problem is not None and not plan.remedies:
+        return []
     lines = ["", "What helps most:" if plan.remedies else "No single change of the configuration helps."]
     lines += [line for each in plan.remedies for line in _item(str(each), width)]
     if plan.combination is not None and not any(each.fits for each in plan.remedies):
@@ -208,7 +213,10 @@ def _work(plan: RunPlan) -> list[str]:
     rows.append(("a step", _flops(plan.flops.total), *_share(total if seconds else None, total)))
     lines = _table(rows if seconds else [row[:2] for row in rows], right=(1, 2, 3))
     lines.append(f"sampling: {_flops(plan.flops.prefill)} of prompts, {_flops(plan.flops.decode)} of completions")
-    lines.append(f"update: {_flops(plan.flops.computed)} with what is computed again for gradient checkpointing")
+    if plan.flops.computed > plan.flops.update:
+        lines.append(f"update: {_flops(plan.flops.computed)} with what gradient checkpointing computes again")
+    elif plan.flops.computed < plan.flops.update:
+        lines.append(f"update: {_flops(plan.flops.computed)} without the gradients that LoRA does not need")
     return lines
 
 
@@ -300,7 +308,9 @@ def _item(text: str, width: int) -> list[str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration: 0.42 s, 53 s, 12.5 min, 3.2 h, 2.1 days."""
+    """Return a duration: 4 ms, 0.42 s, 53.0 s, 12.5 min, 3.2 h, 2.1 days."""
+    if seconds < 0.0095:
+        return f"{1000 * seconds:.1f} ms"
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             number = seconds / divisor

@@ -27,6 +27,9 @@ from trigon.planning.work import TRIGON, Ledger, StepFlops, Trainer
 PHASES = ("data", "weights", "gen", "reward", "parity", "old", "ref", "update_actor", "other")
 """The phases of a step, by the names of timing_s/ in the metrics, in their order."""
 
+NOT_COUNTED = ("data", "reward", "parity", "other")
+"""Those that depend on the host and on user code; 0 unless a run calibrates the plan."""
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
@@ -133,15 +136,12 @@ class Timing:
         if score["ref"] and not self._size.has_adapters and self._reference_is_offloaded():
             score["ref"] += 2 * reference / self._host_rate
         return {
-            "data": 0.0,
+            **dict.fromkeys(NOT_COUNTED, 0.0),
             "weights": self._sync_seconds(moved),
             "gen": self._sampling_seconds(ledger.sampled_prompts * ledger.completions, flops.prefill, flops.decode),
-            "reward": 0.0,
-            "parity": 0.0,
             "old": score["old"],
             "ref": score["ref"],
             "update_actor": update + ledger.updates * self._optimizer_seconds() + self._offload() / self._host_rate,
-            "other": 0.0,
         }
 
     def validation_seconds(self, num_prompts: int) -> float:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isfinite
 from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +29,12 @@ from trigon.terminal import sanitize
 SECONDS_BETWEEN_LINES = 10.0
 """Interval of a phase's progress lines when the output is not a terminal."""
 
-_SHOWN_ABOVE_ZERO = ("grader/failed", "grader/timeout")
+SECONDS_BEFORE_BAR = 2.0
+"""Age of a phase from which its bar is shown on a terminal: short phases would only flicker."""
+
+MAX_NAME_CHARACTERS = 40
+
+_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout")
 
 # The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -36,6 +43,7 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("validation accuracy", ("val/accuracy_reward",)),
     ("validation reward", ("val/reward_score",)),
     ("length", ("response_length/mean",)),
+    ("cut", ("response_length/clip_ratio",)),
     ("KL", ("actor/kl_loss", "actor/kl_penalty")),
     ("entropy", ("actor/entropy", "actor/entropy_loss")),
     ("grad norm", ("actor/grad_norm",)),
@@ -48,11 +56,27 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Advances the progress of a phase: advance(k) when k more are done. From any thread.
+
+    set_total: for a phase whose total was not known when it began.
+    """
+
+    advance: Callable[[int], None]
+    set_total: Callable[[int], None]
+
+    def __call__(self, k: int) -> None:
+        """Count k more as done."""
+        self.advance(k)
+
+
 class Console:
     """Prints to a terminal or another text stream.
 
     stream: default standard output. progress: show the progress of phases. step_lines: print a line
-    per step; tables and warnings are always printed. clock: seconds, for tests.
+    per step; tables and warnings are always printed. bars_after_seconds: age of a phase from which
+    a terminal shows its bar. clock: seconds, for tests.
     """
 
     def __init__(
@@ -61,6 +85,7 @@ class Console:
         stream: TextIO | None = None,
         progress: bool = True,
         step_lines: bool = True,
+        bars_after_seconds: float = SECONDS_BEFORE_BAR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stream = stream or sys.stdout
@@ -79,7 +104,7 @@ class Console:
         self._progress_on = progress
         self._step_lines = step_lines
         self._clock = clock
-        self._bars = Progress(
+        self._bars = _Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             _Count(),
@@ -87,30 +112,31 @@ class Console:
             console=self._rich,
             transient=True,
         )
+        self._bars.hidden_seconds = bars_after_seconds
 
     @contextmanager
-    def progress(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        """Show the progress of a phase, and yield advance(k), which may be called from any thread.
+    def progress(self, name: str, total: int | None) -> Iterator[Advance]:
+        """Show the progress of a phase, and yield what advances it, from any thread.
 
         total: None if unknown.
         """
         if not self._progress_on:
-            yield _ignore
+            yield Advance(_ignore, _ignore)
         elif self._rich.is_terminal:
             with self._bar(name, total) as advance:
                 yield advance
         else:
             lines = _Lines(name, total, self.print, self._clock)
-            yield lines.advance
+            yield Advance(lines.advance, lines.set_total)
             lines.finish()
 
     @contextmanager
-    def _bar(self, name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
         # One display for all bars: phases can be nested, live displays of rich cannot.
-        task = self._bars.add_task(sanitize(name, max_characters=40), total=total)
+        task = self._bars.add_task(_shortened(sanitize(name, max_characters=500)), total=total)
         self._bars.start()
         try:
-            yield lambda k: self._bars.advance(task, k)
+            yield Advance(lambda k: self._bars.advance(task, k), lambda number: self._bars.update(task, total=number))
         finally:
             self._bars.remove_task(task)
             if not self._bars.tasks:
@@ -190,6 +216,27 @@ class Console:
         self._rich.print(text, soft_wrap=True)
 
 
+class _Bars(Progress):
+    """Bars of the phases that have taken longer than hidden_seconds."""
+
+    hidden_seconds = SECONDS_BEFORE_BAR
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is shown now; called at each refresh."""
+        shown = [task for task in self.tasks if (task.elapsed or 0.0) >= self.hidden_seconds]
+        if shown:
+            yield self.make_tasks_table(shown)
+
+
+def _shortened(name: str) -> str:
+    """Return the name of a phase with its start and its end, such as those of a long path."""
+    if len(name) <= MAX_NAME_CHARACTERS:
+        return name
+    start = name.find(" ") + 1
+    start = start if 0 < start <= 12 else 0
+    return f"{name[:start]}...{name[-(MAX_NAME_CHARACTERS - 3 - start) :]}"
+
+
 class _Lines:
     """The progress of a phase as plain lines, for an output that is not a terminal."""
 
@@ -207,6 +254,9 @@ class _Lines:
             self._last = now
             pace = _pace(self._done, self._total, now - self._start)
             self._print(f"{self._name}  {_count(self._done, self._total)}  {pace}")
+
+    def set_total(self, total: int) -> None:
+        self._total = total
 
     def finish(self) -> None:
         seconds = self._clock() - self._start
@@ -289,5 +339,5 @@ def _looks_numeric(cell: str) -> bool:
     return bool(re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?( ?(%|s|min|GiB|MiB))?|", cell))
 
 
-def _ignore(k: int) -> None:
-    """Do nothing: the advance of a phase whose progress is not shown."""
+def _ignore(number: int) -> None:
+    """Do nothing: for a phase whose progress is not shown."""

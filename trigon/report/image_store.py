@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 from trigon.data.images import file_for_display
@@ -27,14 +28,8 @@ class ImageStore:
     def __init__(self, run_folder: Path, *, max_side: int) -> None:
         self._folder = run_folder / IMAGES
         self._max_side = max_side
-        self._names: dict[str, str] = {}  # of the stored files, by hash
-        if self._folder.is_dir():
-            self._names = {
-                # A file is empty where the machine, not only the process, stopped.
-                Path(entry.name).stem: entry.name
-                for entry in os.scandir(self._folder)
-                if not entry.name.startswith(".") and entry.stat().st_size > 0
-            }
+        self._listed: dict[str, str] | None = None
+        self._lock = threading.Lock()
 
     def add(self, encoded: bytes, *, where: str) -> str:
         """Store an image unless it is there, and return its path below the run folder.
@@ -43,7 +38,8 @@ class ImageStore:
         Raises: UnusableRow if it cannot be decoded; OSError if the file cannot be written.
         """
         digest = hashlib.sha256(encoded).hexdigest()
-        if digest not in self._names:
+        names = self._names()
+        if digest not in names:
             content, suffix = file_for_display(encoded, max_bytes=MAX_BYTES, max_side=self._max_side, where=where)
             self._folder.mkdir(exist_ok=True)
             name = f"{digest}{suffix}"
@@ -51,5 +47,21 @@ class ImageStore:
             temporary = self._folder / f".{name}.{os.urandom(4).hex()}"
             temporary.write_bytes(content)
             os.replace(temporary, self._folder / name)
-            self._names[digest] = name
-        return f"{IMAGES}/{self._names[digest]}"
+            names[digest] = name
+        return f"{IMAGES}/{names[digest]}"
+
+    def _names(self) -> dict[str, str]:
+        """Return the names of the stored files by hash.
+
+        They are listed when the first image is added, not before: a run that starts from the
+        beginning moves those of an earlier one away.
+        """
+        with self._lock:
+            if self._listed is None:
+                self._listed = {
+                    # A file is empty where the machine, not only the process, stopped.
+                    Path(entry.name).stem: entry.name
+                    for entry in (os.scandir(self._folder) if self._folder.is_dir() else ())
+                    if not entry.name.startswith(".") and entry.stat().st_size > 0
+                }
+            return self._listed

@@ -21,7 +21,7 @@ from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
-from trigon.report.console import Console, format_duration, format_number
+from trigon.report.console import Advance, Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
 from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
 from trigon.report.loggers.protocol import Logger
@@ -69,7 +69,7 @@ class Reporter:
         self._recent: deque[float] = deque(maxlen=10)  # seconds of the last steps
 
     @contextmanager
-    def phase(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    def phase(self, name: str, *, total: int | None = None) -> Iterator[Advance]:
         """Show a phase, and yield advance(k), to be called when k more of total are done.
 
         Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of

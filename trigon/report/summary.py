@@ -78,7 +78,7 @@ def suggest_next_steps(
     folder: the run folder. checkpoint: the folder of the last checkpoint, global_step_N, or None.
     exported: the exported model, if any. stopped: by a signal, before its last step.
     """
-    steps = [f"read the completions: {folder / 'rollouts'}/*.jsonl"]
+    steps = [f"look at the curves and the completions: trigon view {shlex.quote(str(folder))}"]
     if exported is None and checkpoint is not None:
         place = folder if checkpoint.parent == folder else checkpoint
         steps.append(f"export the model: trigon export {shlex.quote(str(place))}")

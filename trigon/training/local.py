@@ -102,7 +102,7 @@ class LocalTrainEngine:
     def token_logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[TokenLogprobs]]:
         """See TrainEngine."""
         self._wake(optimizer=False)
-        with nullcontext() if self._features is None else self._features.uncounted():
+        with nullcontext() if self._features is None else self._features.unchanged():
             return self._scorer.token_logprobs(groups)
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:

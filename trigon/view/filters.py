@@ -16,6 +16,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "filtered": ("", "no", "low", "high", "unscored", "surplus"),
     "outcome": ("", "ok", "not_ok", "failed", "timeout"),
     "finish_reason": ("", "stop", "length"),
+    "tokens": ("", "recorded"),
     "sort": ("newest", "oldest", "worst", "best", "spread", "longest", "mismatch"),
 }
 """The values of each field of RolloutFilter that has a fixed set. Empty: all."""
@@ -28,9 +29,11 @@ class RolloutFilter:
     """Conditions on rollouts, all of which must hold, and the order of the groups found.
 
     A group is found if one of its completions is. solved is of the whole group: how many of its
-    completions are solved. Bounds are inclusive; None is no bound. tokens: length of the
+    completions are solved. Bounds are inclusive; None is no bound. min_tokens, max_tokens: of the
     completion. filtered: why no step learns from the group; no: one does, or it is a validation.
     outcome: of the reward function; not_ok: failed or timeout.
+    tokens: recorded, groups with per-token values.
+    prompt_id: without the number of an occurrence, train:17 for train:17#2 too.
     text: part of the prompt, its id, the ground truth or the completion, in any case.
     sort: by step (newest, oldest), by mean reward of the group (worst, best), by the difference
     between its rewards (spread), by its longest completion, or by its largest train-inference
@@ -48,6 +51,7 @@ class RolloutFilter:
     filtered: str = ""
     outcome: str = ""
     finish_reason: str = ""
+    tokens: str = ""
     prompt_id: str = ""
     text: str = ""
     sort: str = "newest"

@@ -21,7 +21,7 @@ from trigon.errors import DataError
 from trigon.records.rollouts import RolloutFile, RolloutRow, parse_row
 from trigon.records.run import RunRecord
 from trigon.view.filters import RolloutFilter
-from trigon.view.index_rows import TABLES, VERSION, file_stamp, insert, read_file
+from trigon.view.index_rows import TABLES, VERSION, file_stamp, insert, original_id, read_file
 
 _ORDER = {
     "newest": "g.step DESC",
@@ -34,8 +34,8 @@ _ORDER = {
 }
 
 _SUMMARY = (
-    "step, split, number, prompt_id, filtered, num, num_solved, reward_mean, max_tokens, mismatch, rewards, image, "
-    "excerpt"
+    "step, split, number, prompt_id, filtered, num_with_tokens, num, num_solved, reward_mean, max_tokens, mismatch, "
+    "rewards, image, excerpt"
 )
 
 
@@ -131,11 +131,14 @@ class IndexedRun:
         return [by_id[id] for id in ids if id in by_id]
 
     def history(self, prompt_id: str) -> list[dict[str, Any]]:
-        """Return the groups of a prompt over the run, by step."""
+        """Return the groups of a prompt over the run, by step.
+
+        Its other occurrences count, whose ids end in their number: train:17#2.
+        """
         with self._connection() as connection:
             rows = connection.execute(
-                f"SELECT {_SUMMARY} FROM groups WHERE prompt_id = ? ORDER BY step, split, number LIMIT 2000",
-                (prompt_id,),
+                f"SELECT {_SUMMARY} FROM groups WHERE original_id = ? ORDER BY step, split, number LIMIT 2000",
+                (original_id(prompt_id),),
             )
             return [_summary(row) for row in rows]
 
@@ -226,9 +229,11 @@ def _conditions(filters: RolloutFilter) -> tuple[list[str], list[Any]]:
             add(f"{column} >= ?", lower)
         if (upper := getattr(filters, f"max_{name}")) is not None:
             add(f"{column} <= ?", upper)
-    for name, column in (("split", "g.split"), ("prompt_id", "g.prompt_id"), ("finish_reason", "r.finish_reason")):
+    for name, column in (("split", "g.split"), ("prompt_id", "g.original_id"), ("finish_reason", "r.finish_reason")):
         if value := getattr(filters, name):
             add(f"{column} = ?", value)
+    if filters.tokens:
+        add("g.num_with_tokens > 0")
     if filters.filtered:
         add("g.filtered = ?", "" if filters.filtered == "no" else filters.filtered)
     if filters.outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from trigon.errors import DataError
 from trigon.records.rollouts import RolloutFile, RolloutRow, parse_row
 
-VERSION = 1
+VERSION = 2
 """Of the tables below; an index of another version is made anew."""
 
 TABLES = """
@@ -24,7 +25,8 @@ CREATE TABLE files (
     id INTEGER PRIMARY KEY, name TEXT UNIQUE, stamp TEXT, problem TEXT
 );
 CREATE TABLE groups (
-    id INTEGER PRIMARY KEY, file INTEGER, step INTEGER, split TEXT, number INTEGER, prompt_id TEXT, filtered TEXT,
+    id INTEGER PRIMARY KEY, file INTEGER, step INTEGER, split TEXT, number INTEGER, prompt_id TEXT, original_id TEXT,
+    filtered TEXT, num_with_tokens INTEGER,
     num INTEGER, num_solved INTEGER, reward_mean REAL, reward_spread REAL, max_tokens INTEGER, mismatch REAL,
     rewards TEXT, image TEXT, excerpt TEXT
 );
@@ -35,10 +37,12 @@ CREATE TABLE rollouts (
 CREATE TABLE completion_texts (id INTEGER PRIMARY KEY, text TEXT);
 CREATE TABLE prompt_texts (id INTEGER PRIMARY KEY, text TEXT);
 CREATE INDEX groups_by_place ON groups (split, step, number);
-CREATE INDEX groups_by_prompt ON groups (prompt_id);
+CREATE INDEX groups_by_prompt ON groups (original_id);
 CREATE INDEX groups_by_file ON groups (file);
 CREATE INDEX rollouts_by_group ON rollouts (group_id);
 """
+
+_OCCURRENCE = re.compile(r"#\d+$")
 
 _EXCERPT = 160
 """Characters of the end of a prompt that a list shows."""
@@ -135,7 +139,9 @@ def insert(connection: sqlite3.Connection, file: RolloutFile, content: FileConte
                 file.split,
                 number,
                 _text(first.prompt_id),
+                original_id(_text(first.prompt_id)),
                 first.filtered,
+                sum(row.tokens is not None for row in rows),
                 len(rows),
                 sum(map(is_solved, rows)),
                 fmean(scored) if scored else None,
@@ -165,6 +171,11 @@ def insert(connection: sqlite3.Connection, file: RolloutFile, content: FileConte
         if rows_of_table:
             marks = ",".join("?" * len(rows_of_table[0]))
             connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows_of_table)
+
+
+def original_id(prompt_id: str) -> str:
+    """Return the id of a prompt without the number of an occurrence, "train:17" of "train:17#2"."""
+    return _OCCURRENCE.sub("", prompt_id)
 
 
 def is_solved(row: RolloutRow) -> bool:

@@ -143,11 +143,15 @@ def open_runs(paths: Sequence[Path], *, cache: Path) -> list[ViewedRun]:
 
 
 def _short_names(paths: Sequence[Path]) -> Mapping[Path, str]:
-    """Return the last parts of each path, as many as make all of them different."""
+    """Return a short name for each path: the last folder whose names differ, or the last folders.
+
+    Two quickstarts, a/run and b/run, are a and b.
+    """
     for num_parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = {path: "/".join(path.parts[-num_parts:]) for path in paths}
         if len(set(names.values())) == len(paths) and (num_parts > 1 or len(paths) > 1):
-            return names
+            heads = {path: path.parts[-num_parts] for path in paths if num_parts <= len(path.parts)}
+            return heads if len(set(heads.values())) == len(paths) > 1 else names
     return {path: str(path) for path in paths}
 
 

@@ -117,11 +117,6 @@ def as_html(samples: Sequence[Sample]) -> str:
     return "\n".join((*lines, "</table>"))
 
 
-def escaped(text: str) -> str:
-    """Return text that is shown unchanged where it is rendered as HTML or Markdown."""
-    return "".join(each if each.isalnum() or each in " \n.,:;?" else f"&#{ord(each)};" for each in text)
-
-
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested configuration with dotted keys."""
     values: dict[str, Any] = {}

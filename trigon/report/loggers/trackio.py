@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import COLUMNS, cells, escaped
+from trigon.report.loggers.samples import COLUMNS, cells
 
 
 class TrackioLogger:
@@ -45,9 +45,7 @@ class TrackioLogger:
         rows = []
         for sample in samples:
             images = [self._trackio.Image(image, caption="") for image in sample.images]
-            # trackio renders texts as Markdown and HTML.
-            texts = [escaped(cell) if isinstance(cell, str) else cell for cell in cells(sample)]
-            rows.append([images, *texts])
+            rows.append([images, *cells(sample)])  # the dashboard (0.43) shows texts as they are
         table = self._trackio.Table(columns=["images", *COLUMNS], data=rows)
         self._run.log({f"samples/{split}": table}, step=step)
 

@@ -73,17 +73,17 @@ export function groupView({ onOpen, onBack, onMove }) {
           h("h3", {}, "Ground truth"),
           h("div.text", {}, marked(asText(first.ground_truth), search)),
           h("details.row", {}, h("summary", {}, "Dataset row"),
-            h("pre", {}, visible(JSON.stringify(first.row, null, 1)))))),
-      history.some((groups) => groups.length > 1) || history.filter((groups) => groups.length).length > 1
-        ? historyStrip(history, run, group, place, siblings) : null,
+            h("pre", {}, visible(JSON.stringify(first.row, null, 1))))),
+        history.some((groups) => groups.length > 1) || history.filter((groups) => groups.length).length > 1
+          ? historyStrip(history, run, group, place, siblings) : null),
       h("div.completion-bar", {},
         h("h3", {}, count(rows.length, "completion")),
         segmented("Colour of tokens", Object.entries(TOKEN_COLORS).map(([key, { title }]) => [key, title]), usable(), setColor, {
-          disabled: (key) => (hasValues(rows, key) ? "" : "This run has no such per-token values"),
+          disabled: (key) => (hasValues(rows, key) ? "" : "Not recorded for this group. Runs record the first groups of a step (trainer.rollout_tokens); Filters can show only those"),
         }),
         usable() === "plain" ? null : legend(usable(), scaleOf(rows, usable()))),
       h("div.completions", {}, rows.map((row) => completion(row))),
-      usable() === "plain" ? null : facts);
+      ...(usable() === "plain" ? [] : [facts]));
     facts.replaceChildren(h("span.muted", {}, "Point at a token, or focus a completion and use the arrow keys."));
     for (const text of element.querySelectorAll(".clipped")) addMore(text);
   }

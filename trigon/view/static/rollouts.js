@@ -9,9 +9,9 @@ import { addressOf, goTo, readAddress, shared } from "./state.js";
 const PAGE_SIZE = 50;
 const FILTER_NAMES = [
   "split", "min_step", "max_step", "min_reward", "max_reward", "min_tokens", "max_tokens", "solved", "filtered",
-  "outcome", "finish_reason", "prompt_id", "text", "sort",
+  "outcome", "finish_reason", "tokens", "prompt_id", "text", "sort",
 ];
-const MORE_NAMES = ["min_step", "max_step", "min_reward", "max_reward", "min_tokens", "max_tokens", "filtered", "outcome", "finish_reason", "prompt_id"];
+const MORE_NAMES = ["min_step", "max_step", "min_reward", "max_reward", "min_tokens", "max_tokens", "filtered", "outcome", "finish_reason", "tokens", "prompt_id"];
 
 export function rolloutsView() {
   let parameters = {};
@@ -79,6 +79,7 @@ export function rolloutsView() {
         h("label.field", {}, "Filtered", picker("Filtered", [["", "any"], ["no", "not filtered"], ["low", "low"], ["high", "high"], ["unscored", "unscored"], ["surplus", "surplus"]], parameters.filtered || "", change("filtered"))),
         h("label.field", {}, "Reward function", picker("Outcome of the reward function", [["", "any"], ["ok", "ok"], ["not_ok", "failed or timeout"], ["failed", "failed"], ["timeout", "timeout"]], parameters.outcome || "", change("outcome"))),
         h("label.field", {}, "Ended by", picker("Ended by", [["", "any"], ["stop", "stop"], ["length", "length limit"]], parameters.finish_reason || "", change("finish_reason"))),
+        h("label.field", {}, "Per-token values", picker("Per-token values", [["", "any"], ["recorded", "recorded"]], parameters.tokens || "", change("tokens"))),
         parameters.prompt_id ? h("button", { type: "button", on: { click: () => set({ prompt_id: "" }) } }, `Prompt ${visible(parameters.prompt_id)} ×`) : null);
     }
     const focused = document.activeElement;

@@ -49,7 +49,7 @@ export async function fetchGroup(run, { split, step, number }) {
 export async function fetchHistory(promptId) {
   if (!exported) return get("history", { prompt_id: promptId });
   return {
-    runs: exported.groups.map((groups) => groups.filter((g) => g.prompt_id === promptId).sort((a, b) => a.step - b.step)),
+    runs: exported.groups.map((groups) => groups.filter((g) => originalId(g.prompt_id) === originalId(promptId)).sort((a, b) => a.step - b.step)),
   };
 }
 
@@ -74,6 +74,9 @@ const ORDERS = {
   mismatch: largest("mismatch"),
 };
 
+// A prompt's further occurrences have their number at the end: train:17#2.
+const originalId = (id) => id.replace(/#\d+$/, "");
+
 const within = (value, lower, upper) =>
   (lower === undefined || (value !== null && value >= Number(lower))) &&
   (upper === undefined || (value !== null && value <= Number(upper)));
@@ -87,7 +90,8 @@ function matches(group, row, f) {
     within(row.reward, f.min_reward, f.max_reward) &&
     within(row.num_tokens, f.min_tokens, f.max_tokens) &&
     (!f.split || group.split === f.split) &&
-    (!f.prompt_id || group.prompt_id === f.prompt_id) &&
+    (!f.prompt_id || originalId(group.prompt_id) === f.prompt_id) &&
+    (!f.tokens || group.num_with_tokens > 0) &&
     (!f.finish_reason || row.finish_reason === f.finish_reason) &&
     (!f.filtered || group.filtered === (f.filtered === "no" ? "" : f.filtered)) &&
     (!f.outcome || (f.outcome === "not_ok" ? row.outcome !== "ok" : row.outcome === f.outcome)) &&

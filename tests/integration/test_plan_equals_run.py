@@ -1,0 +1,75 @@
+"""What a plan predicts for fixed lengths is what a run counts: tokens, rows, operations, disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.runs import finish, lines, start
+from trigon.build.memory_check import with_options
+from trigon.config.schema import Config
+from trigon.planning.plan import plan
+
+STEPS = 2
+OVERRIDES = (
+    "worker.rollout.ignore_eos=true",  # all completions have the maximum length
+    "data.rollout_batch_size=4",
+    "worker.actor.ppo_epochs=2",
+    "trainer.val_before_train=false",
+    "trainer.val_freq=-1",
+    "trainer.save_freq=-1",
+    "worker.actor.micro_batch_size_per_device_for_update=3",
+)
+
+
+@pytest.fixture(scope="module")
+def run(made, tmp_path_factory):
+    """Return the folder of a finished run with a KL term, so that every group has a gradient."""
+    folder = tmp_path_factory.mktemp("planned") / "run"
+    rows = f"data.train_files={made / 'data' / 'train.parquet'}@train[:{4 * STEPS}]"
+    finish(start(made, folder, rows, *OVERRIDES, steps=STEPS), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(run):
+    return plan(Config.model_validate(yaml.safe_load((run / "config.yaml").read_text())))
+
+
+def test_tokens_rows_and_operations_are_those_that_the_run_counts(run, planned):
+    steps = lines(run)
+    assert len(steps) == STEPS
+    # Both steps together are one epoch, of which the plan has the mean step.
+    assert planned.plan.steps_per_epoch == STEPS
+
+    def total(key):
+        return sum(step["metrics"][key] for step in steps)
+
+    assert total("actor/model_tflops") == pytest.approx(STEPS * planned.flops.update / 1e12, rel=1e-9)
+    assert total("actor/packed_tokens") == pytest.approx(STEPS * planned.ledger.row_tokens)
+    assert total("actor/micro_batches") == STEPS * planned.ledger.updates * planned.ledger.update_rows
+    assert total("response_length/mean") * 16 == STEPS * planned.ledger.response_tokens
+    assert total("prompt_length/mean") * 4 == pytest.approx(STEPS * planned.ledger.prompt_tokens)
+
+
+def test_sequence_tokens_are_those_of_the_throughput(run, planned):
+    import json
+
+    measured = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(each["perf/total_num_tokens"] for each in measured) == STEPS * planned.ledger.sequence_tokens
+
+
+def test_the_checkpoint_has_the_size_of_the_plan(run, planned):
+    actor = run / f"global_step_{STEPS}" / "actor"
+    written = sum(
+        path.stat().st_size for part in ("weights", "optimizer") for path in (actor / part).rglob("*") if path.is_file()
+    )
+    assert written == pytest.approx(planned.disk.checkpoint, rel=0.02)
+
+
+def test_another_length_is_another_prediction(run, planned):
+    config = Config.model_validate(yaml.safe_load((Path(run) / "config.yaml").read_text()))
+    other = plan(with_options(config, {"data.max_response_length": 23}))
+    assert other.flops.update < planned.flops.update

@@ -1,0 +1,65 @@
+"""`trigon view` as a command: what it refuses, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from support.view_runs import write_run
+from trigon.cli.main import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: RUN"),
+        (["--port", "70000"], "'70000' is not a port"),
+        (["--rollouts", "-1"], "not a number of rollouts"),
+        (["--host", "0.0.0.0"], "would show the runs to other machines; add --open-to-network"),
+        (["--export", "a.html", "--select", "solvd=all"], "there is no filter 'solvd'; did you mean solved?"),
+    ],
+)
+def test_wrong_usage_is_one_line(run, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["view", *arguments, *([str(run), "--cache", str(tmp_path / "cache")] if arguments else [])])
+    assert stop.value.code == 2
+    [*_, line] = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_a_folder_without_a_run_fails(tmp_path, capsys):
+    assert main(["view", str(tmp_path / "missing"), "--cache", str(tmp_path / "cache")]) == 1
+    assert "there is no run at" in capsys.readouterr().err
+
+
+def test_an_export_says_what_it_wrote(run, tmp_path, capsys):
+    arguments = ["--export", str(tmp_path / "run.html"), "--rollouts", "4", "--select", "solved=some"]
+    assert main(["view", str(run), "--cache", str(tmp_path / "cache"), *arguments]) == 0
+    assert "4 of 4 rollouts, 1 image\n" in capsys.readouterr().out
+    text = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert text.count('.png": "data:image/png;base64,') == 1
+    assert "https://" not in text.split("<script>")[0]
+
+
+def test_the_command_serves_until_ctrl_c(run, tmp_path):
+    command = [sys.executable, "-m", "trigon.cli", "view", run, "--port", "0", "--no-browser", "--cache", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("trigon view: ")
+        url = process.stdout.readline().split()[0]
+        with urlopen(f"{url}api/state", timeout=60) as answer:
+            assert json.load(answer)["runs"][0]["last_step"] == 1
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")

@@ -1,0 +1,98 @@
+"""A finished run predicts the time of another configuration on the same machine.
+
+The timings were recorded with the commands of docs/plan.md: two cores, vLLM, the tiny model. They
+are the first step and the three fastest ones, since the machine had other work to do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trigon.config.schema import Config
+from trigon.errors import DataError
+from trigon.planning.calibration import calibrate, observe
+from trigon.planning.lengths import LengthOptions
+from trigon.planning.plan import plan
+from trigon.planning.timing import PHASES
+from trigon.records.metrics import StepMetrics
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "plan_timings.json").read_text(encoding="utf-8"))
+
+
+def write_run(folder, name, model):
+    """Write the folder of a recorded run: its options, and the timings of its steps."""
+    recorded = RECORDED[name]
+    path = folder / name
+    path.mkdir()
+    config = json.loads(json.dumps(recorded["config"]))
+    config["worker"]["actor"]["model"]["model_path"] = str(model)
+    (path / "config.yaml").write_text(json.dumps(config))
+    lines = [json.dumps({"step": step, "metrics": metrics}) for step, metrics in enumerate(recorded["steps"], start=1)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def seconds_of(name):
+    return observe(
+        [StepMetrics(step, metrics) for step, metrics in enumerate(RECORDED[name]["steps"], start=1)],
+        name,
+        groups_per_step=1,
+    ).seconds
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: write_run(folder, name, tiny_model("qwen2_5_vl")) for name in RECORDED}
+
+
+def predicted(runs, name, calibrated_by):
+    import yaml
+
+    config = Config.model_validate(yaml.safe_load((runs[name] / "config.yaml").read_text()))
+    lengths = LengthOptions(prompt_tokens=39, image_tokens=16)
+    return plan(config, calibrate_with=runs[calibrated_by], lengths=lengths).time
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != "base"])
+def test_the_step_of_another_configuration_is_predicted_within_thirty_percent(runs, name):
+    time, measured = predicted(runs, name, "base"), seconds_of(name)
+    assert time.calibrated
+    assert time.total == pytest.approx(sum(measured.values()), rel=0.3)
+    assert time.phases["gen"] == pytest.approx(measured["gen"], rel=0.3)
+
+
+def test_a_run_predicts_itself(runs):
+    time, measured = predicted(runs, "base", "base"), seconds_of("base")
+    for phase in PHASES:
+        assert time.phases[phase] == pytest.approx(measured[phase], rel=0.01), phase
+
+
+def test_the_first_step_is_not_used_and_the_others_by_their_median():
+    def step(number, seconds):
+        return StepMetrics(number, {"timing_s/update_actor": seconds, "actor/skipped_groups": 2.0})
+
+    observed = observe([step(1, 100.0), step(2, 1.0), step(3, 3.0), step(4, 50.0)], "run", groups_per_step=8)
+    assert observed.seconds["update_actor"] == 3.0
+    assert observed.learned_share == 0.75
+    with pytest.raises(DataError, match="1 training steps"):
+        observe([StepMetrics(0, {"timing_s/validation": 9.0}), step(1, 2.0)], "run", groups_per_step=8)
+
+
+def test_factors_by_hand():
+    steps = [
+        StepMetrics(number, {"timing_s/update_actor": 6.0, "timing_s/gen": 1.0, "timing_s/reward": 0.5})
+        for number in (1, 2)
+    ]
+    observed = observe(steps, "run", groups_per_step=1)
+    seconds = dict.fromkeys(PHASES, 0.0) | {"update_actor": 2.0, "gen": 4.0}
+    calibration = calibrate(observed, seconds, completions=10, source="run")
+    other = dict.fromkeys(PHASES, 0.0) | {"update_actor": 5.0, "gen": 8.0, "old": 1.5}
+    changed = calibration.apply(other, completions=30)
+    assert changed["update_actor"] == 15.0
+    assert changed["gen"] == 2.0
+    assert changed["old"] == 4.5  # as the update, which the run that calibrates has
+    assert changed["reward"] == 1.5  # per completion

@@ -1,0 +1,116 @@
+"""The lengths that a plan measures are those of the prompts that a run trains on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from support.videos import make_video
+from trigon.build.data import open_builder
+from trigon.build.memory_check import with_options
+from trigon.config.schema import Config
+from trigon.data.sources import open_source
+from trigon.data.vision import image_processor_of
+from trigon.models.flops import GroupLengths
+from trigon.models.load import load_hf_config, load_processors
+from trigon.planning.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
+
+SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
+
+
+def configured(model, data, **changes):
+    return with_options(
+        Config(),
+        {
+            "worker.actor.model.model_path": str(model),
+            "data.train_files": [str(data)],
+            "data.prompt_key": "problem",
+            "data.min_pixels": None,
+            "data.max_pixels": None,
+            "data.max_prompt_length": 4096,
+            **changes,
+        },
+    )
+
+
+def write_rows(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family):
+    model = tiny_model(family)
+    rows = []
+    for number, size in enumerate(SIZES):
+        Image.new("RGB", size, (number * 20, 90, 30)).save(tmp_path / f"{number}.png")
+        rows.append({"problem": "<image> What is it?", "answer": "a", "images": [f"{number}.png"]})
+    rows.append({"problem": "Two of them: <image><image>", "answer": "a", "images": ["0.png", "3.png"]})
+    rows.append({"problem": "No image.", "answer": "a", "images": []})
+    data = write_rows(tmp_path, rows)
+    config = configured(model, data)
+    lengths = find_lengths(config, load_hf_config(model), LengthOptions())
+    builder = open_builder(config, load_processors(str(model))).with_default_image_dir(tmp_path)
+    source = open_source(str(data))
+    built = [GroupLengths.of(builder.build(row, "row"), ()) for row in source.rows]
+    assert [each.tokens for each in lengths.prompts] == [each.prompt for each in built]
+    assert [each.grids for each in lengths.prompts] == [each.grids for each in built]
+    assert lengths.num_prompts == len(rows)
+    assert lengths.sources[0] == ("prompts", f"measured in {data}")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_are_measured_without_decoding_them(tiny_model, tmp_path, family):
+    model = tiny_model(family)
+    (tmp_path / "a.mp4").write_bytes(make_video(frames=12, fps=4, width=96, height=64))
+    data = write_rows(tmp_path, [{"problem": "<video> What happens?", "answer": "a", "videos": ["a.mp4"]}])
+    config = configured(model, data)
+    [measured] = find_lengths(config, load_hf_config(model), LengthOptions()).prompts
+    builder = open_builder(config, load_processors(str(model))).with_default_image_dir(tmp_path)
+    built = GroupLengths.of(builder.build(open_source(str(data)).rows[0], "row"), ())
+    assert (measured.tokens, measured.grids) == (built.prompt, built.grids)
+
+
+def test_the_shape_of_an_image_is_found_from_its_number_of_tokens(tiny_model):
+    processor = image_processor_of(load_processors(str(tiny_model("qwen2_5_vl"))))
+    for size in SIZES:
+        vision = processor.process([Image.new("RGB", size)])
+        assert processor.grid(*size) == tuple(vision.grid_thw[0].tolist()), size
+
+
+def test_rows_that_cannot_be_used_are_not_counted(tiny_model, tmp_path):
+    rows = [{"problem": "Short.", "answer": "a"}] * 3 + [{"problem": "long " * 500, "answer": "a"}]
+    config = configured(tiny_model("qwen2"), write_rows(tmp_path, rows), **{"data.max_prompt_length": 64})
+    lengths = find_lengths(config, load_hf_config(tiny_model("qwen2")), LengthOptions())
+    assert (len(lengths.prompts), lengths.num_prompts) == (3, 3)
+
+
+def test_large_datasets_are_measured_in_part_and_passes_over_them_count(tiny_model, tmp_path):
+    rows = [{"problem": f"Question {number}.", "answer": "a"} for number in range(MAX_MEASURED_ROWS + 500)]
+    data = write_rows(tmp_path, rows)
+    config = configured(tiny_model("qwen2"), data, **{"data.train_weights": [2.0]})
+    lengths = find_lengths(config, load_hf_config(tiny_model("qwen2")), LengthOptions())
+    assert lengths.num_prompts == 2 * len(rows)
+    assert len(lengths.prompts) == 2 * MAX_MEASURED_ROWS
+    assert lengths.sources[0] == ("prompts", f"measured in {data} (a sample of its 2,500 rows)")
+
+
+def test_what_is_given_comes_first_then_the_data_then_a_finished_run(tiny_model, tmp_path):
+    model = tiny_model("qwen2")
+    data = write_rows(tmp_path, [{"problem": "Short.", "answer": "a"}])
+    config, hf_config = configured(model, data), load_hf_config(model)
+    observed = LengthOptions(prompt_tokens=77, response_tokens=33)
+    measured = find_lengths(config, hf_config, LengthOptions(), observed=observed)
+    assert measured.mean_prompt != 77
+    assert (measured.response_tokens, measured.longest_response) == (33, 512)
+    remote = with_options(config, {"data.train_files": ["someone/data"]})
+    assert find_lengths(remote, hf_config, LengthOptions(), observed=observed).mean_prompt == 77
+    given = LengthOptions(prompt_tokens=50, response_tokens=9000, num_prompts=5)
+    lengths = find_lengths(config, hf_config, given, observed=observed)
+    assert (lengths.mean_prompt, lengths.response_tokens, lengths.num_prompts) == (50, 512, 5)
+    fixed = with_options(config, {"worker.rollout.ignore_eos": True})
+    assert find_lengths(fixed, hf_config, replace(given, response_tokens=3)).response_tokens == 512
