@@ -47,7 +47,7 @@ def check_rows(subject: Subject) -> Findings:
     problems: list[Problem] = []
     for dataset in datasets:
         if dataset.error is not None:
-            problems.append(Problem("data.unreadable", True, str(dataset.error)))
+            problems.append(Problem("dataset.unreadable", True, str(dataset.error)))
             continue
         problems += find_unusable_rows(config, dataset)
         problems += find_unnamed_images(dataset)
@@ -95,7 +95,7 @@ def find_unnamed_images(dataset: ScannedDataset) -> Iterator[Problem]:
             "would see none of them"
         )
         advice = f"set data.image_key={column}, and write <image> into the texts; or remove the column"
-        yield Problem("data.unused_images", False, message, advice)
+        yield Problem("dataset.unused_images", False, message, advice)
 
 
 def _names_image(value: object) -> bool:
