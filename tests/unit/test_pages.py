@@ -25,6 +25,7 @@ from support.pages import PAGES, ROOT, Block, blocks_of, sessions
 from support.recipes import arguments_of
 from trigon.cli.main import COMMANDS
 from trigon.cli.main import main as run_trigon
+from trigon.cli.parser import ArgumentParser
 from trigon.config.legacy import IGNORED, RENAMED
 from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
@@ -103,7 +104,7 @@ def check_trigon(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyP
         assert command in COMMANDS, command
         with monkeypatch.context() as patch:
             for name in ("parse_args", "parse_intermixed_args"):
-                patch.setattr(argparse.ArgumentParser, name, stop_after(getattr(argparse.ArgumentParser, name)))
+                patch.setattr(ArgumentParser, name, stop_after(getattr(ArgumentParser, name)))
             with pytest.raises(ParsedError):
                 run_trigon(arguments)
 
