@@ -34,7 +34,7 @@ from trigon.build import data as build_data
 from trigon.build import run as build_run
 from trigon.build.engines import Engines, open_engines
 from trigon.build.options import make_advantage_settings, make_sampling_params
-from trigon.build.run import TrackerEnvironment, run_training
+from trigon.build.run import run_training
 from trigon.checkpoint.store import CheckpointStore
 from trigon.config.load import load_config
 from trigon.config.plan import make_plan
@@ -42,6 +42,7 @@ from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
 from trigon.garbage import set_gc_threshold
 from trigon.report.console import Console
+from trigon.report.loggers.protocol import LoggerEnvironment
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
@@ -113,7 +114,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
         run_training(
             loaded.config,
             warnings=(),
-            trackers=TrackerEnvironment(None, None, None, None),
+            logger_environment=LoggerEnvironment(),
             should_stop=lambda: False,
             defer_interrupts=nullcontext,
             export_to=None,

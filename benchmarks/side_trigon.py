@@ -14,9 +14,10 @@ from pathlib import Path
 
 from shared import GEOMETRY, LONG, SHORT, Shape
 
-from trigon.build.run import TrackerEnvironment, run_training
+from trigon.build.run import run_training
 from trigon.config.load import load_config
 from trigon.garbage import set_gc_threshold
+from trigon.report.loggers.protocol import LoggerEnvironment
 
 
 def options(folder: Path, shape: Shape, steps: int) -> list[str]:
@@ -78,11 +79,11 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
     set_gc_threshold()  # as the command does
     loaded = load_config(None, options(folder, shape, steps))
     wait()  # the first step has the start in it, and is not counted
-    trackers = TrackerEnvironment(None, None, None, None)
+    logger_environment = LoggerEnvironment()
     run_training(
         loaded.config,
         warnings=loaded.warnings,
-        trackers=trackers,
+        logger_environment=logger_environment,
         should_stop=after_step,
         defer_interrupts=nullcontext,
         export_to=None,

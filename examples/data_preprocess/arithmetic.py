@@ -19,7 +19,7 @@ NUM_TRAIN = 61
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write sums of two one-digit numbers as train.jsonl and validation.jsonl.")
+    parser = argparse.ArgumentParser(description="Write sums as train.jsonl and validation.jsonl.")
     parser.add_argument("--local_dir", type=Path, default=Path("runs/arithmetic"), help="output folder (%(default)s)")
     folder = parser.parse_args(arguments).local_dir
     pairs = [(first, second) for first in range(1, 10) for second in range(1, 10)]

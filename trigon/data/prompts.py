@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, assert_never
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.blank import encoded_blank_image, encoded_blank_video, open_blank_image, open_blank_video
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import media_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
+from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
 from trigon.data.videos import (
@@ -48,13 +48,6 @@ from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
 if TYPE_CHECKING:
     from trigon.models.load import Processors
 
-_BLANK: dict[Callable[..., Any], Callable[..., Any]] = {
-    open_image: open_blank_image,
-    encoded_image: encoded_blank_image,
-    open_video: open_blank_video,
-    encoded_video: encoded_blank_video,
-}
-
 MediaSize = tuple[int, int] | VideoLayout
 """What the number of tokens depends on: an image's (width, height), or a video's layout."""
 
@@ -69,18 +62,6 @@ class PromptTokens:
     token_ids: tuple[int, ...]
     media_tokens: tuple[int, ...]
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Media:
-    """The images or the videos of a row, as the row has them.
-
-    names: of each, for errors and reports.
-    """
-
-    kind: MediaKind
-    sources: tuple[Any, ...]
-    names: tuple[str, ...]
 
 
 class PromptBuilder:
@@ -279,7 +260,7 @@ class PromptBuilder:
         return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
 
     def _with_pixels(
-        self, row: Mapping[str, Any], media: _Media, name: str
+        self, row: Mapping[str, Any], media: RowMedia, name: str
     ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
         if not media.sources:
             return self._tokens(row, media, [], name), None
@@ -305,7 +286,7 @@ class PromptBuilder:
         return tokens, vision
 
     def _with_files(
-        self, row: Mapping[str, Any], media: _Media, name: str
+        self, row: Mapping[str, Any], media: RowMedia, name: str
     ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
         files = tuple(self._read_media(media, encoded_image, encoded_video))
         # Sizes are read from the encoded bytes that will be decoded, not from the sources again.
@@ -314,9 +295,9 @@ class PromptBuilder:
             return tokens, None
         return tokens, EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files), media.kind)
 
-    def _media(self, row: Mapping[str, Any], name: str) -> _Media:
+    def _media(self, row: Mapping[str, Any], name: str) -> RowMedia:
         """Return the images or videos of a row. Raises: as build."""
-        images, videos = (_as_list(column_value(row, key)) for key in (self.image_key, self.video_key))
+        images, videos = (as_list(column_value(row, key)) for key in (self.image_key, self.video_key))
         if images and videos:
             raise UnusableRow(
                 "mixed_media",
@@ -339,26 +320,34 @@ class PromptBuilder:
             )
         key, sources = (self.video_key, videos) if videos else (self.image_key, images)
         names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
-        return _Media("video" if videos else "image", tuple(sources), names)
+        return RowMedia("video" if videos else "image", tuple(sources), names)
 
     def _read_media(
-        self, media: _Media, read_image: Callable[..., Any], read_video: Callable[..., Any]
+        self, media: RowMedia, read_image: Callable[..., Any], read_video: Callable[..., Any]
     ) -> Iterator[Any]:
         """Yield the result of one of the functions for each image, or for each video."""
         read = read_image if media.kind == "image" else read_video
-        read = _BLANK.get(read, read) if self._shows_blank else read
+        read = BLANK_READERS.get(read, read) if self._shows_blank else read
         read = read if media.kind == "image" else partial(read, sampling=self._video_sampling)
         for source, name in zip(media.sources, media.names, strict=True):
             yield read(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
 
-    def _tokens_from_headers(self, row: Mapping[str, Any], media: _Media, name: str) -> PromptTokens:
+    def _tokens_from_headers(self, row: Mapping[str, Any], media: RowMedia, name: str) -> PromptTokens:
         """Tokenize a row with the sizes in the headers of its images or videos."""
         return self._tokens(row, media, list(self._read_media(media, image_size, video_layout)), name)
 
-    def _tokens(self, row: Mapping[str, Any], media: _Media, sizes: Sequence[MediaSize], name: str) -> PromptTokens:
+    def _tokens(self, row: Mapping[str, Any], media: RowMedia, sizes: Sequence[MediaSize], name: str) -> PromptTokens:
         """Tokenize a row with images or videos of these sizes; all token ids are made here."""
         messages, masked = self._messages(row, name)
-        self._check_markers(row, messages, media, name)
+        check_markers(
+            row,
+            messages,
+            media,
+            name,
+            keys={"image": self.image_key, "video": self.video_key},
+            takes_media=self.image_processor is not None,
+            media_tokens=self._media_tokens,
+        )
         try:
             with bounded_rendering():
                 text = self._tokenizer.apply_chat_template(
@@ -445,35 +434,3 @@ class PromptBuilder:
         if self._system_prompt is not None and messages[0].role != "system":
             messages.insert(0, Message("system", self._system_prompt))
         return messages, masked
-
-    def _check_markers(self, row: Mapping[str, Any], messages: Sequence[Message], media: _Media, name: str) -> None:
-        """Raise UnusableRow unless each image or video has a marker, and none a special token.
-
-        For a text model, `<video>` is ordinary text.
-        """
-        keys: dict[MediaKind, str] = {"image": self.image_key, "video": self.video_key}
-        for kind, key in keys.items():
-            marker = MARKERS[kind]
-            num_media = len(media.sources) if media.kind == kind else 0
-            num_markers = sum(message.content.count(marker) for message in messages)
-            if num_markers == num_media or (kind == "video" and self.image_processor is None):
-                continue
-            counts = f"{marker} markers in the text: {num_markers}, {kind}s: {num_media}"
-            if num_markers == 0:
-                hint = f"; put {marker} into the text where each belongs"
-            elif not has_column(row, key):
-                hint = f"; there is no column {key!r}, only {', '.join(sorted(column_names(row)))}: set data.{kind}_key"
-            else:
-                hint = ""
-            raise UnusableRow("markers", f"{name}: {counts}{hint}")
-        for token in self._media_tokens:
-            if any(token in message.content for message in messages):
-                hint = f"mark images with {MARKERS['image']} and videos with {MARKERS['video']}"
-                raise UnusableRow("media_tokens", f"{name}: the text contains the special token {token}; {hint}")
-
-
-def _as_list(media: Any) -> list[Any]:
-    """Return a column's images or videos as a list; the column may hold a single one, or None."""
-    if media is None:
-        return []
-    return list(media) if isinstance(media, list | tuple) else [media]
