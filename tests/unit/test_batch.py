@@ -24,6 +24,7 @@ from support.fake_runs import (
     surplus_settings,
 )
 from trigon.checkpoint.store import Checkpoint
+from trigon.data.token_texts import TokenTexts
 from trigon.errors import DataError, RewardError
 from trigon.loop import train
 from trigon.report.console import Console
@@ -56,7 +57,11 @@ def test_equal_rewards_in_the_first_step_are_warned_of_once(parts, tmp_path, com
     stream = io.StringIO()
     with (
         RunFolder(tmp_path / "report") as folder,
-        Reporter(folder, Console(stream=stream, progress=False)) as report,
+        Reporter(
+            folder,
+            Console(stream=stream, progress=False),
+            token_texts=TokenTexts(parts.processors.tokenizer),
+        ) as report,
         open_run(parts, tmp_path, complete=complete, group_filter=group_filter, report=report) as run,
     ):
         train(run, None)

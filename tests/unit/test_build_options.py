@@ -208,6 +208,7 @@ def test_a_frequency_of_0_or_minus_1_is_never(never):
         validate_last=True,
         save_every=0,
         generations_shown=3,
+        train_samples_every=0,
     )
 
 

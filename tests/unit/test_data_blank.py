@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
@@ -65,7 +66,8 @@ def test_blank_prompts_differ_in_their_pixels_only(processors, image_file, own_d
             patches = hidden.pixel_values.unflatten(1, (3, -1))
             assert patches.amax((0, 2)).equal(patches.amin((0, 2))), "one colour"
             assert not hidden.pixel_values.equal(shown.pixel_values)
-        assert blank.images(0)[0].getextrema() == ((GREY, GREY),) * 3
+        [encoded] = blank.image_files(0)
+        assert Image.open(io.BytesIO(encoded)).convert("RGB").getextrema() == ((GREY, GREY),) * 3
 
 
 def test_only_the_first_rows_are_read_with_a_limit(processors, tmp_path, own_datasets_cache):

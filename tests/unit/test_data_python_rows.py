@@ -94,7 +94,8 @@ def test_images_for_workers_decode_to_the_same_pixels(processors, tmp_path):
     prompts = scan(processors, rows(), process_images=False)
     for index in range(4):
         [encoded] = prompts[index].vision.encoded
-        [expected] = from_file.images(index)
+        [stored] = from_file.image_files(index)
+        expected = Image.open(io.BytesIO(stored)).convert("RGB")
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB")), np.asarray(expected))
 
 
