@@ -11,6 +11,7 @@ from PIL import Image
 from support.builders import make_builder
 from support.images import png
 from trigon.data.dataset import open_prompts
+from trigon.data.images import open_image
 from trigon.data.python_rows import open_python_rows
 from trigon.errors import DataError
 from trigon.models.load import load_processors
@@ -95,8 +96,10 @@ def test_images_for_workers_decode_to_the_same_pixels(processors, tmp_path):
     for index in range(4):
         [encoded] = prompts[index].vision.encoded
         [stored] = from_file.image_files(index)
-        expected = Image.open(io.BytesIO(stored)).convert("RGB")
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB")), np.asarray(expected))
+        decoded, expected = (
+            open_image({"bytes": file}, where="", image_dir=None, max_pixels=10_000) for file in (encoded, stored)
+        )
+        assert np.array_equal(np.asarray(decoded), np.asarray(expected))
 
 
 def test_a_file_that_was_opened_is_kept_encoded_and_a_decoded_image_is_kept(tmp_path):
