@@ -16,25 +16,25 @@ from trigon.suggestions import did_you_mean
 from trigon.terminal import sanitize
 
 COMMANDS = {
-    "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
     "init": ("trigon.cli.init", "write a run, a reward function and a few rows to start from"),
     "check": ("trigon.cli.check", "find what would go wrong in a run, before it is started"),
     "plan": ("trigon.cli.plan", "what a run will need: memory, time, disk; without a GPU and without weights"),
-    "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
-    "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
-    "plot": ("trigon.cli.plot", "draw learning curves of runs, with bands over seeds"),
-    "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
+    "train": ("trigon.cli.train", "train with a YAML file and key=value overrides, those of EasyR1 included"),
+    "eval": ("trigon.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
+    "score": ("trigon.cli.score", "score stored rollouts again with one reward function, or compare two"),
     "view": (
         "trigon.cli.view",
         "show runs in a browser: curves, rollouts with images and tokens, times, configurations",
     ),
-    "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
-    "eval": ("trigon.cli.eval", "evaluate models on a dataset: accuracy, pass@k, --blind, comparisons"),
-    "score": ("trigon.cli.score", "score stored rollouts again with one reward function, or compare two"),
+    "plot": ("trigon.cli.plot", "draw learning curves of runs, with bands over seeds"),
     "export": ("trigon.cli.export", "write a checkpoint as a Hugging Face model, and verify it"),
     "push": ("trigon.cli.push", "push a model with a card of how it was trained to the Hugging Face Hub"),
-    "completion": ("trigon.cli.completion", "print a script that completes commands and options in a shell"),
     "merge": ("trigon.cli.merge", "export by EasyR1's name: --local_dir .../global_step_N/actor"),
+    "quickstart": ("trigon.tiny.quickstart", "make a tiny model and its data, train it and export it"),
+    "tiny": ("trigon.tiny.make", "make a tiny model and its data"),
+    "options": ("trigon.cli.options", "explain options of the configuration: trigon options lr"),
+    "doctor": ("trigon.cli.doctor", "check this machine; --gpu: kernels, training, vLLM, memory and speed as well"),
+    "completion": ("trigon.cli.completion", "print a script that completes commands and options in a shell"),
 }
 
 
