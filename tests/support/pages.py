@@ -2,7 +2,7 @@
 
 A mark is an HTML comment on the line before a block:
 
-    <!-- run: NAME -->               run by integration/test_page_sessions.py: the marked blocks of a
+    <!-- run: NAME -->               run by tests/integration/: the marked blocks of a
                                      page with the same NAME, in order, in one folder and one shell
     <!-- file: NAME path -->          written to this file before the blocks after it run
     <!-- background: NAME URL -->     started, waited for until URL answers, and ended at the end

@@ -2,6 +2,7 @@
 
 import datetime
 import io
+from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -153,6 +154,32 @@ def test_the_fingerprint_is_that_of_the_content(processors):
         assert scan(processors, given).fingerprint != fingerprint
 
 
+def test_an_image_that_is_decoded_between_two_starts_is_the_same_data(processors, tmp_path):
+    (tmp_path / "figure.png").write_bytes(png(60, 56, seed=2))
+    image = Image.open(tmp_path / "figure.png")
+    data = [{"problem": "<image>What?", "answer": "1", "images": [image]}]
+    first = scan(processors, data).fingerprint
+    image.load()  # as a notebook does that shows it
+    assert scan(processors, data).fingerprint == first
+    image.putpixel((0, 0), (1, 2, 3))
+    assert scan(processors, data).fingerprint != first
+
+
+def test_an_image_whose_file_was_closed_is_an_error_with_its_row(tmp_path):
+    (tmp_path / "figure.png").write_bytes(png(60, 56, seed=2))
+    with Image.open(tmp_path / "figure.png") as image:
+        pass
+    with pytest.raises(DataError, match=r"row 1, 'images'\[0\]: the image cannot be read .* open it again"):
+        source_of([{"images": []}, {"images": [image]}])
+
+
+def test_keys_of_rows_and_values_in_arrays_are_checked():
+    with pytest.raises(DataError, match="row 0 has the key 0, a int; keys are text"):
+        source_of([{0: "x", "problem": "a"}])
+    with pytest.raises(DataError, match=r"'problem'\[0\] is a decimal.Decimal"):
+        source_of([{"problem": np.array([Decimal(1)], dtype=object)}])
+
+
 def test_a_change_of_the_list_after_the_start_changes_nothing(processors):
     given = rows()
     prompts = scan(processors, given)
@@ -223,5 +250,5 @@ def test_other_objects_of_the_library_are_an_error_that_says_what_to_give():
 def test_a_table_of_pandas_is_an_error_that_says_how_to_give_it():
     import pandas
 
-    with pytest.raises(DataError, match=r"DataFrame; give .* of a table, give table.to_dict\('records'\)"):
+    with pytest.raises(DataError, match=r"DataFrame; give .* of a table, give datasets.Dataset.from_pandas\(table\)"):
         source_of(pandas.DataFrame({"a": [1]}))

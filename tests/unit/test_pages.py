@@ -1,6 +1,6 @@
 """What the pages tell a reader to type, and what they quote, exists.
 
-Blocks that are marked as run are run by tests/integration/test_page_sessions.py; here every block is
+Blocks that are marked as run are run by integration/test_page_sessions.py; here every block is
 checked: commands for their flags, options and files, YAML for its keys, Python for its syntax.
 """
 

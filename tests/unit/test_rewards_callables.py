@@ -103,6 +103,16 @@ def test_several_functions_are_summed_by_weight_and_name_their_parts():
     ]
 
 
+def test_a_function_named_overall_does_not_replace_the_sum():
+    def overall(response, ground_truth):
+        return 1.0
+
+    def other(response, ground_truth):
+        return 0.5
+
+    assert parts_of([(overall, 0.0), (other, 1.0)], "4") == [{"overall": 0.5, "overall_2": 1.0, "other": 0.5}]
+
+
 def test_files_and_shipped_names_can_be_summed_too(tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, ground_truth): return 3.0")
     [parts] = parts_of([(f"{tmp_path}/mine.py:score", 1), ("math", 10)], r"<think>x</think>\boxed{4}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from PIL import Image
 
 from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.data.images import image_content
+from trigon.data.images import OpenedFile, image_content
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
@@ -378,6 +378,8 @@ def _update_digest(digest: Any, value: Any) -> None:
         case bytes():
             digest.update(b"bytes %d " % len(value))
             digest.update(value)
+        case Image.Image() | OpenedFile():
+            _update_digest(digest, image_content(value))
         case dict():
             for key in sorted(value):
                 _update_digest(digest, key)
@@ -386,8 +388,6 @@ def _update_digest(digest: Any, value: Any) -> None:
             digest.update(b"list %d " % len(value))
             for part in value:
                 _update_digest(digest, part)
-        case Image.Image():
-            _update_digest(digest, image_content(value))
         case _:
             digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
 

@@ -127,8 +127,26 @@ def undecoded_file(image: Image.Image) -> bytes | None:
     return encoded
 
 
-def image_content(image: Image.Image) -> bytes:
-    """Return bytes that are equal for PIL images of equal content: what open_image depends on."""
+class OpenedFile(dict[str, Any]):
+    """The file of an image that a program has opened, as rows have them: {"bytes", "path"}.
+
+    Its content is that of the decoded image, so that rows are equal before and after something,
+    such as a notebook that shows the image, has decoded it.
+    """
+
+
+def image_content(image: Image.Image | OpenedFile) -> bytes:
+    """Return bytes that are equal for images of equal content: what open_image depends on.
+
+    The bytes of a file that cannot be decoded are its content: the scan reports its row.
+    """
+    if isinstance(image, OpenedFile):
+        try:
+            with Image.open(io.BytesIO(image["bytes"])) as opened:
+                opened.load()
+                return image_content(opened)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return bytes(image["bytes"])
     palette = image.getpalette("RGBA") if image.mode == "P" else None
     header = (image.mode, image.size, palette, image.info.get("transparency"), _orientation(image))
     return repr(header).encode() + image.tobytes()

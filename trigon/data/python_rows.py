@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from trigon.data.columns import column_names
-from trigon.data.images import undecoded_file
+from trigon.data.images import OpenedFile, undecoded_file
 from trigon.data.sources import Source, dataset_source
 from trigon.errors import DataError
 
@@ -36,7 +36,7 @@ def open_python_rows(data: Any, *, spec: str, name: str) -> Source:
         return dataset_source(data, spec=spec, name=name, folder=Path.cwd())
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
         kind = f"{type(data).__module__}.{type(data).__name__}"
-        hint = "; of a table, give table.to_dict('records')" if kind.startswith("pandas.") else ""
+        hint = "; of a table, give datasets.Dataset.from_pandas(table)" if kind.startswith("pandas.") else ""
         raise DataError(f"{spec} is a {kind}; give a list of dicts, a datasets.Dataset or a path{hint}")
     if not data:
         raise DataError(f"{spec} has no rows; it is an empty list")
@@ -44,6 +44,7 @@ def open_python_rows(data: Any, *, spec: str, name: str) -> Source:
     for index, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise DataError(f"{spec}: row {index} is a {type(row).__name__}; each row is a dict of its columns")
+        _check_keys(row, f"{spec}: row {index}")
         columns |= dict.fromkeys(row)
     rows = [
         {key: _plain(row.get(key), f"{spec}: row {index}, {key!r}", 0) for key in columns}
@@ -70,15 +71,13 @@ def _plain(value: Any, where: str, depth: int) -> Any:
         case None | bool() | int() | float() | str() | bytes() | date():
             return value
         case Image.Image():
-            return _image(value)
+            return _image(value, where)
         case PurePath():
             return str(value)
         case list() | tuple() if depth < _MAX_DEPTH:
             return [_plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
         case Mapping() if depth < _MAX_DEPTH:
-            for key in value:
-                if not isinstance(key, str):
-                    raise DataError(f"{where} has the key {key!r}, a {type(key).__name__}; keys are text")
+            _check_keys(value, where)
             return {key: _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
         case list() | tuple() | Mapping():
             raise DataError(f"{where[:200]} has more than {_MAX_DEPTH} levels")
@@ -87,7 +86,7 @@ def _plain(value: Any, where: str, depth: int) -> Any:
                 raise DataError(
                     f"{where} is an array of shape {tuple(value.shape)}; give an image as PIL.Image.fromarray(array)"
                 )
-            return value.tolist()
+            return _plain(value.tolist(), where, depth + 1)
         case _:
             raise DataError(
                 f"{where} is a {type(value).__module__}.{type(value).__name__}; values are text, numbers, True, "
@@ -95,16 +94,30 @@ def _plain(value: Any, where: str, depth: int) -> Any:
             )
 
 
-def _image(image: Image.Image) -> Any:
+def _check_keys(row: Mapping[Any, Any], where: str) -> None:
+    """Raise DataError unless all keys are text."""
+    for key in row:
+        if not isinstance(key, str):
+            raise DataError(f"{where} has the key {key!r}, a {type(key).__name__}; keys are text")
+
+
+def _image(image: Image.Image, where: str) -> Any:
     """Return an image as its file if it was opened and not yet decoded, otherwise unchanged.
 
     A dataset of opened files would be decoded in its first scan, and stay in memory.
+    Raises: DataError if it cannot be read, as after its file was closed.
     """
-    encoded = undecoded_file(image)
-    if encoded is None:
-        image.load()  # not thread-safe; prompts are built by several threads
-        return image
-    return {"bytes": encoded, "path": getattr(image, "filename", None) or None}
+    try:
+        encoded = undecoded_file(image)
+        if encoded is None:
+            image.load()  # not thread-safe; prompts are built by several threads
+            return image
+    except (OSError, ValueError, AssertionError, AttributeError, SyntaxError) as error:  # by Pillow
+        raise DataError(
+            f"{where}: the image cannot be read ({type(error).__name__}: {error}); open it again, or call "
+            "image.load() before its file is closed"
+        ) from error
+    return OpenedFile(bytes=encoded, path=getattr(image, "filename", None) or None)
 
 
 def _has_image(value: Any) -> bool:

@@ -65,7 +65,7 @@ def reward_source(reward: Reward, *, kwargs: Mapping[str, Any]) -> RewardSource 
             raise RewardError(f"reward has {_short(weight)} as the weight of {name_of(function)!r}; it is a number")
         source = find_source(function) if isinstance(function, str) else _pickled(function, {})
         name, number = name_of(function), 1
-        while name in [term.name for term in terms]:
+        while name in ["overall", *(term.name for term in terms)]:  # overall is the weighted sum
             number += 1
             name = f"{name_of(function)}_{number}"
         terms.append(RewardTerm(name, float(weight), source))
