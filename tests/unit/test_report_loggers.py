@@ -16,11 +16,14 @@ import pytest
 from PIL import Image
 
 from support.samples import ROW, SAMPLES, logged_run
+from trigon.build.start import StopSignals, start_run
+from trigon.config.load import LoadedConfig
+from trigon.config.schema import Config
 from trigon.errors import BadRow, ConfigError
 from trigon.installation import install_command
 from trigon.report.loggers.delivery import Deliveries
 from trigon.report.loggers.protocol import LoggerEnvironment
-from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
+from trigon.report.loggers.registry import check_logger_objects, check_loggers, make_loggers, open_loggers
 from trigon.report.loggers.samples import as_html, image_strip, make_samples
 
 
@@ -29,7 +32,7 @@ class Recorder:
 
     name = "recorder"
 
-    def __init__(self, *, error: Exception | None = None, wait: threading.Event | None = None) -> None:
+    def __init__(self, *, error: BaseException | None = None, wait: threading.Event | None = None) -> None:
         self.calls: list[tuple] = []
         self.error, self.wait = error, wait
 
@@ -112,6 +115,36 @@ assert not {"wandb", "swanlab", "mlflow", "trackio", "tensorboard", "torch"} & s
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+class MetricsOnly:
+    """Not a logger: it has no log_samples, and what it has for metrics cannot be called."""
+
+    log_metrics = "metrics.txt"
+
+
+def test_a_class_instead_of_an_object_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"the class TwoMethods instead of an object: pass TwoMethods\(\.\.\.\)"):
+        check_logger_objects([Recorder(), TwoMethods])
+
+
+def test_an_object_that_lacks_methods_of_a_logger_is_a_config_error_with_their_names():
+    logger = MetricsOnly()
+    with pytest.raises(ConfigError, match=r"an object of type MetricsOnly without log_metrics and log_samples: "):
+        check_logger_objects([logger])
+    logger.log_metrics = print
+    with pytest.raises(ConfigError, match=r"an object of type MetricsOnly without log_samples: "):
+        check_logger_objects([logger])
+    logger.log_samples = print
+    check_logger_objects([logger])
+
+
+def test_objects_that_are_no_loggers_are_refused_before_a_run_starts(tmp_path):
+    config = Config(trainer={"save_checkpoint_path": str(tmp_path / "run")})
+    loaded = LoadedConfig(config, (), {})
+    with pytest.raises(ConfigError, match=r"the class TwoMethods instead of an object"):
+        start_run(loaded, stop=StopSignals(), loggers=[TwoMethods])
+    assert not (tmp_path / "run").exists()
+
+
 # How calls reach them
 
 
@@ -159,6 +192,29 @@ def test_a_logger_that_fails_is_reported_once_and_the_others_go_on():
     assert [call[0] for call in good.calls] == ["metrics", "metrics", "metrics", "close"]
     assert len(warned) == 1
     assert warned[0].startswith("the logger recorder failed: ConnectionError: no network. It is no longer used")
+
+
+def test_a_logger_that_lacks_a_method_is_one_warning():
+    warned = []
+    deliveries = Deliveries([MetricsOnly(), object()], warn=warned.append)
+    for step in (1, 2):
+        deliveries.metrics(step, {})
+        deliveries.samples(step, "train", lambda: SAMPLES)
+    deliveries.close()
+    assert sorted(re.match("the logger (.*?) failed: (.*?):", message).groups() for message in warned) == [
+        ("MetricsOnly", "TypeError"),
+        ("object", "AttributeError"),
+    ]
+
+
+def test_a_logger_that_ends_its_thread_is_reported():
+    warned = []
+    deliveries = Deliveries([Recorder(error=SystemExit(3))], warn=warned.append)
+    for step in (1, 2):
+        deliveries.metrics(step, {})
+    deliveries.close(seconds=5)
+    assert len(warned) == 1
+    assert warned[0].startswith("the logger recorder failed: SystemExit: 3. ")
 
 
 def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run():
