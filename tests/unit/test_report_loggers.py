@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import hashlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +14,7 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -25,6 +29,8 @@ from trigon.report.loggers.delivery import Deliveries
 from trigon.report.loggers.protocol import LoggerEnvironment
 from trigon.report.loggers.registry import check_logger_objects, check_loggers, make_loggers, open_loggers
 from trigon.report.loggers.samples import as_html, image_strip, make_samples
+from trigon.report.loggers.trackio import TrackioLogger
+from trigon.report.loggers.wandb import WandbLogger
 
 
 class Recorder:
@@ -298,6 +304,69 @@ def test_html_escapes_what_models_write():
     assert "&lt;script&gt;alert(1)" in table
     assert table.count("<img src='data:image/png;base64,") == 2
     assert "\x1b" not in table
+
+
+# Which run of a library a run continues. tests/loggers has these with the libraries.
+
+
+class FakeTrackio:
+    """trackio's rule for runs: "allow" continues the latest of that name in the project."""
+
+    def __init__(self) -> None:
+        self.runs: list[SimpleNamespace] = []
+        self.current = contextvars.ContextVar("current", default=None)
+
+    def init(self, *, project, name, config, resume, embed):
+        print("* Created or resumed")
+        found = [run for run in self.runs if (run.project, run.name) == (project, name)]
+        if resume == "never" or not found:
+            found = [SimpleNamespace(project=project, name=name, steps=[], finish=self.finish)]
+            found[0].log = lambda metrics, step, steps=found[0].steps: steps.append(step)
+            self.runs.append(found[0])
+        self.current.set(found[-1])
+        return found[-1]
+
+    def finish(self):
+        print("* Run finished")
+
+
+def log_steps(logger, run, steps):
+    logger.open(run)
+    for step in steps:
+        logger.log_metrics(step, {"reward": 1.0})
+    logger.close()
+
+
+def test_trackio_continues_the_run_of_the_same_folder_only(tmp_path, monkeypatch, capsys):
+    library = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    for folder, first_step, steps in (("a", 0, (1, 2)), ("b", 0, (1,)), ("a", 3, (3,)), ("a", 0, (0,)), ("a", 1, (1,))):
+        log_steps(TrackioLogger(LoggerEnvironment()), logged_run(tmp_path / folder, first_step=first_step), steps)
+    names = [f"demo-{hashlib.sha256(str((tmp_path / each).resolve()).encode()).hexdigest()[:6]}" for each in "ab"]
+    assert [(run.name, run.steps) for run in library.runs] == [
+        (names[0], [1, 2, 3]),
+        (names[1], [1]),
+        (names[0], [0, 1]),
+    ]
+    assert capsys.readouterr().out == ""
+    assert library.current.get() is None  # nothing is left for trackio to finish at exit
+
+
+def test_wandb_continues_the_run_in_its_folder_unless_it_begins_anew(tmp_path, monkeypatch):
+    ids = []
+
+    def init(*, id, **settings):
+        ids.append(id)
+        return SimpleNamespace(settings=SimpleNamespace(mode="online"), url="", log=print, finish=print)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    for first_step in (3, None, 0, 3, None, 0, 2):
+        log_steps(WandbLogger(LoggerEnvironment()), logged_run(tmp_path, first_step=first_step), ())
+    of_earlier_versions = hashlib.sha256(str(tmp_path.resolve()).encode()).hexdigest()[:16]
+    first, second = ids[2], ids[5]
+    assert ids == [of_earlier_versions] * 2 + [first] * 3 + [second] * 2
+    assert len({of_earlier_versions, first, second}) == 3
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"run_id": second}
 
 
 # TensorBoard
