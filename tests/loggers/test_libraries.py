@@ -11,7 +11,11 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -84,6 +88,11 @@ def test_wandb(tmp_path, monkeypatch):
     staged = (tmp_path / "data" / "artifacts" / "staging").iterdir()
     images = [path for path in staged if path.read_bytes().startswith(b"\x89PNG")]
     assert sizes(images) == {(18, 8)}  # both images, side by side
+    log("wandb", logged_run(tmp_path, first_step=3), range(3, 4))  # resumed: the same run
+    assert {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")} == {record.stem}
+    log("wandb", logged_run(tmp_path), range(1))  # from the beginning: another one
+    [other] = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")} - {record.stem}
+    assert other == f"run-{json.loads((tmp_path / 'wandb.json').read_text())['run_id']}"
 
 
 def test_swanlab(tmp_path, monkeypatch):
@@ -128,18 +137,25 @@ def test_mlflow(tmp_path, monkeypatch):
     assert "password" not in (tmp_path / "mlflow.json").read_text()
 
 
-def test_trackio(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    use("trackio")
+@pytest.fixture(scope="module")
+def trackio_folder(tmp_path_factory) -> Iterator[Path]:
+    """Return the folder of trackio's databases, which it reads once, as it is imported."""
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TRACKIO_DIR", str(folder))
+        use("trackio")
+        yield folder
+
+
+def test_trackio(tmp_path, trackio_folder, capsys):
     import trackio
 
     log("trackio", logged_run(tmp_path), range(3))
     log("trackio", logged_run(tmp_path, first_step=3), range(3, 5))  # resumed after step 2
-    [database] = (tmp_path / "trackio").glob("*.db")
-    with sqlite3.connect(database) as connection:
+    with sqlite3.connect(trackio_folder / "easy_r1.db") as connection:
         rows = connection.execute("select step, run_name, metrics from metrics order by step").fetchall()
     logged = [(step, json.loads(metrics)) for step, _, metrics in rows]
-    assert {name for _, name, _ in rows} == {"demo"}
+    assert len({name for _, name, _ in rows}) == 1
     assert [(step, each["reward/overall"]) for step, each in logged if "reward/overall" in each] == [
         (step, 0.5 + step) for step in range(5)
     ]
@@ -148,7 +164,51 @@ def test_trackio(tmp_path, monkeypatch):
     assert [len(table) for table in tables] == [2, 2, 2]
     assert [image["_type"] for image in tables[0][0]["images"]] == ["trackio.image"] * 2
     assert SENTENCE in tables[0][0]["response"]
-    assert sizes(list((tmp_path / "trackio" / "media").rglob("*.png"))) == {(6, 4), (8, 8)}
+    assert sizes(list((trackio_folder / "media").rglob("*.png"))) == {(6, 4), (8, 8)}
+    assert capsys.readouterr().out == ""
+
+
+def test_trackio_continues_the_run_of_the_same_folder_only(tmp_path, trackio_folder):
+    a = logged_run(tmp_path / "a", project="folders")
+    b = replace(a, folder=tmp_path / "b")
+    log("trackio", a, range(1, 3))
+    log("trackio", b, range(1, 2))
+    log("trackio", replace(a, first_step=3), range(3, 4))
+    log("trackio", a, range(1, 2))  # from the beginning
+    log("trackio", replace(a, first_step=2), range(2, 4))
+    with sqlite3.connect(trackio_folder / "folders.db") as connection:
+        rows = connection.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+    steps: dict[tuple[str, str], list[int]] = {}
+    for run_id, name, step, metrics in rows:
+        if "reward/overall" in json.loads(metrics):
+            steps.setdefault((run_id, name), []).append(step)
+    assert list(steps.values()) == [[1, 2, 3], [1], [1, 2, 3]]
+    first, other, anew = (name for _, name in steps)
+    assert first == anew != other
+
+
+def test_trackio_prints_nothing_at_the_end_of_the_process(tmp_path):
+    use("trackio")
+    script = """
+import sys
+from pathlib import Path
+from support.samples import logged_run
+from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.report.loggers.trackio import TrackioLogger
+
+logger = TrackioLogger(LoggerEnvironment())
+logger.open(logged_run(Path(sys.argv[1])))
+logger.log_metrics(1, {"reward": 1.0})
+logger.close()
+"""
+    tests = Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PYTHONPATH": os.pathsep.join((str(tests), str(tests.parent), os.environ.get("PYTHONPATH", ""))),
+    }
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    assert subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout == ""
 
 
 def test_tensorboard(tmp_path):

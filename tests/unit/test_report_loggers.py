@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import hashlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -11,17 +14,23 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from support.samples import ROW, SAMPLES, logged_run
+from trigon.build.start import StopSignals, start_run
+from trigon.config.load import LoadedConfig
+from trigon.config.schema import Config
 from trigon.errors import BadRow, ConfigError
 from trigon.installation import install_command
 from trigon.report.loggers.delivery import Deliveries
 from trigon.report.loggers.protocol import LoggerEnvironment
-from trigon.report.loggers.registry import check_loggers, make_loggers, open_loggers
+from trigon.report.loggers.registry import check_logger_objects, check_loggers, make_loggers, open_loggers
 from trigon.report.loggers.samples import as_html, image_strip, make_samples
+from trigon.report.loggers.trackio import TrackioLogger
+from trigon.report.loggers.wandb import WandbLogger
 
 
 class Recorder:
@@ -29,7 +38,7 @@ class Recorder:
 
     name = "recorder"
 
-    def __init__(self, *, error: Exception | None = None, wait: threading.Event | None = None) -> None:
+    def __init__(self, *, error: BaseException | None = None, wait: threading.Event | None = None) -> None:
         self.calls: list[tuple] = []
         self.error, self.wait = error, wait
 
@@ -112,6 +121,36 @@ assert not {"wandb", "swanlab", "mlflow", "trackio", "tensorboard", "torch"} & s
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+class MetricsOnly:
+    """Not a logger: it has no log_samples, and what it has for metrics cannot be called."""
+
+    log_metrics = "metrics.txt"
+
+
+def test_a_class_instead_of_an_object_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"the class TwoMethods instead of an object: pass TwoMethods\(\.\.\.\)"):
+        check_logger_objects([Recorder(), TwoMethods])
+
+
+def test_an_object_that_lacks_methods_of_a_logger_is_a_config_error_with_their_names():
+    logger = MetricsOnly()
+    with pytest.raises(ConfigError, match=r"an object of type MetricsOnly without log_metrics and log_samples: "):
+        check_logger_objects([logger])
+    logger.log_metrics = print
+    with pytest.raises(ConfigError, match=r"an object of type MetricsOnly without log_samples: "):
+        check_logger_objects([logger])
+    logger.log_samples = print
+    check_logger_objects([logger])
+
+
+def test_objects_that_are_no_loggers_are_refused_before_a_run_starts(tmp_path):
+    config = Config(trainer={"save_checkpoint_path": str(tmp_path / "run")})
+    loaded = LoadedConfig(config, (), {})
+    with pytest.raises(ConfigError, match=r"the class TwoMethods instead of an object"):
+        start_run(loaded, stop=StopSignals(), loggers=[TwoMethods])
+    assert not (tmp_path / "run").exists()
+
+
 # How calls reach them
 
 
@@ -159,6 +198,29 @@ def test_a_logger_that_fails_is_reported_once_and_the_others_go_on():
     assert [call[0] for call in good.calls] == ["metrics", "metrics", "metrics", "close"]
     assert len(warned) == 1
     assert warned[0].startswith("the logger recorder failed: ConnectionError: no network. It is no longer used")
+
+
+def test_a_logger_that_lacks_a_method_is_one_warning():
+    warned = []
+    deliveries = Deliveries([MetricsOnly(), object()], warn=warned.append)
+    for step in (1, 2):
+        deliveries.metrics(step, {})
+        deliveries.samples(step, "train", lambda: SAMPLES)
+    deliveries.close()
+    assert sorted(re.match("the logger (.*?) failed: (.*?):", message).groups() for message in warned) == [
+        ("MetricsOnly", "TypeError"),
+        ("object", "AttributeError"),
+    ]
+
+
+def test_a_logger_that_ends_its_thread_is_reported():
+    warned = []
+    deliveries = Deliveries([Recorder(error=SystemExit(3))], warn=warned.append)
+    for step in (1, 2):
+        deliveries.metrics(step, {})
+    deliveries.close(seconds=5)
+    assert len(warned) == 1
+    assert warned[0].startswith("the logger recorder failed: SystemExit: 3. ")
 
 
 def test_a_logger_that_blocks_stops_neither_a_step_nor_the_end_of_the_run():
@@ -242,6 +304,69 @@ def test_html_escapes_what_models_write():
     assert "&lt;script&gt;alert(1)" in table
     assert table.count("<img src='data:image/png;base64,") == 2
     assert "\x1b" not in table
+
+
+# Which run of a library a run continues. tests/loggers has these with the libraries.
+
+
+class FakeTrackio:
+    """trackio's rule for runs: "allow" continues the latest of that name in the project."""
+
+    def __init__(self) -> None:
+        self.runs: list[SimpleNamespace] = []
+        self.current = contextvars.ContextVar("current", default=None)
+
+    def init(self, *, project, name, config, resume, embed):
+        print("* Created or resumed")
+        found = [run for run in self.runs if (run.project, run.name) == (project, name)]
+        if resume == "never" or not found:
+            found = [SimpleNamespace(project=project, name=name, steps=[], finish=self.finish)]
+            found[0].log = lambda metrics, step, steps=found[0].steps: steps.append(step)
+            self.runs.append(found[0])
+        self.current.set(found[-1])
+        return found[-1]
+
+    def finish(self):
+        print("* Run finished")
+
+
+def log_steps(logger, run, steps):
+    logger.open(run)
+    for step in steps:
+        logger.log_metrics(step, {"reward": 1.0})
+    logger.close()
+
+
+def test_trackio_continues_the_run_of_the_same_folder_only(tmp_path, monkeypatch, capsys):
+    library = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    for folder, first_step, steps in (("a", 0, (1, 2)), ("b", 0, (1,)), ("a", 3, (3,)), ("a", 0, (0,)), ("a", 1, (1,))):
+        log_steps(TrackioLogger(LoggerEnvironment()), logged_run(tmp_path / folder, first_step=first_step), steps)
+    names = [f"demo-{hashlib.sha256(str((tmp_path / each).resolve()).encode()).hexdigest()[:6]}" for each in "ab"]
+    assert [(run.name, run.steps) for run in library.runs] == [
+        (names[0], [1, 2, 3]),
+        (names[1], [1]),
+        (names[0], [0, 1]),
+    ]
+    assert capsys.readouterr().out == ""
+    assert library.current.get() is None  # nothing is left for trackio to finish at exit
+
+
+def test_wandb_continues_the_run_in_its_folder_unless_it_begins_anew(tmp_path, monkeypatch):
+    ids = []
+
+    def init(*, id, **settings):
+        ids.append(id)
+        return SimpleNamespace(settings=SimpleNamespace(mode="online"), url="", log=print, finish=print)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    for first_step in (3, None, 0, 3, None, 0, 2):
+        log_steps(WandbLogger(LoggerEnvironment()), logged_run(tmp_path, first_step=first_step), ())
+    of_earlier_versions = hashlib.sha256(str(tmp_path.resolve()).encode()).hexdigest()[:16]
+    first, second = ids[2], ids[5]
+    assert ids == [of_earlier_versions] * 2 + [first] * 3 + [second] * 2
+    assert len({of_earlier_versions, first, second}) == 3
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"run_id": second}
 
 
 # TensorBoard

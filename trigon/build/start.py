@@ -89,6 +89,9 @@ def start_run(
     Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
     KeyboardInterrupt.
     """
+    from trigon.report.loggers.registry import check_logger_objects
+
+    check_logger_objects(loggers)
     quiet_torch(loaded)
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.run import run_training

@@ -9,7 +9,7 @@
       rollouts/filtered_000012.jsonl    those sampled for it that no step learns from, if any
       rollouts/validation_000012.jsonl  the validation rollouts after step 12
       images/<SHA-256>.png              images of the prompts, with trainer.save_images
-      mlflow.json                       the id of the MLflow run, with that logger
+      mlflow.json, wandb.json           the id of the run in MLflow and W&B, with these loggers
       run.lock                          locked while a run writes to the folder
       set_aside/report/ ...             reports of an earlier run, moved by one that starts anew
       global_step_12/ ...               checkpoints; see trigon/checkpoint/store.py

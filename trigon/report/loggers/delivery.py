@@ -51,7 +51,7 @@ class Deliveries:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step to all loggers."""
         for delivery in self._deliveries:
-            delivery.submit(functools.partial(delivery.logger.log_metrics, step, dict(metrics)))
+            delivery.submit(functools.partial(_log_metrics, delivery.logger, step, dict(metrics)))
 
     def samples(self, step: int, split: SampleSplit, make_samples: MakeSamples) -> None:
         """Pass samples to all loggers. make_samples: called once, in the thread of a logger."""
@@ -116,7 +116,8 @@ class _Delivery:
             self._call_started = time.monotonic()
             try:
                 call()
-            except Exception as error:  # noqa: BLE001  (see the module docstring)
+            # SystemExit too: it would end this thread, which is the logger's own, without a word.
+            except BaseException as error:  # noqa: BLE001  (see the module docstring)
                 self._give_up(f"failed: {type(error).__name__}: {error}")
             self._call_started = None
 
@@ -148,6 +149,13 @@ class _Once:
             if self._made is None:
                 self._made = self._make()
             return self._made
+
+
+# The methods are looked up in the logger's thread: one that is missing is the logger's failure.
+
+
+def _log_metrics(logger: Logger, step: int, metrics: Mapping[str, float]) -> None:
+    logger.log_metrics(step, metrics)
 
 
 def _log_samples(logger: Logger, step: int, split: SampleSplit, make_samples: _Once) -> None:

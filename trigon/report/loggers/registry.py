@@ -27,6 +27,9 @@ _LOGGERS: dict[str, Callable[[LoggerEnvironment], Logger]] = {
     "wandb": WandbLogger,
 }
 
+_METHODS = ("log_metrics", "log_samples")
+"""Methods that every logger has."""
+
 # What to do if a logger does not open.
 _HINTS = {
     "mlflow": "Set MLFLOW_TRACKING_URI to a tracking server (mlflow-skinny keeps no database of its own)",
@@ -47,6 +50,21 @@ def check_loggers(names: Sequence[str]) -> None:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"trainer.logger names {name}, which is not installed: run {install_command(name)}, or remove it"
+            )
+
+
+def check_logger_objects(loggers: Sequence[object]) -> None:
+    """Raise ConfigError if an object that a user passes as a logger cannot be one."""
+    for logger in loggers:
+        if isinstance(logger, type):
+            raise ConfigError(
+                f"loggers contains the class {logger.__name__} instead of an object: pass {logger.__name__}(...)"
+            )
+        missing = [method for method in _METHODS if not callable(getattr(logger, method, None))]
+        if missing:
+            raise ConfigError(
+                f"loggers contains an object of type {type(logger).__name__} without {' and '.join(missing)}: a "
+                "logger is an object with the methods log_metrics(step, metrics) and log_samples(step, split, samples)"
             )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextvars
+import hashlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO, cast
 
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells
@@ -26,15 +29,20 @@ class TrackioLogger:
         import trackio
 
         self._trackio = trackio
-        with contextlib.redirect_stdout(io.StringIO()):  # the place is printed by the caller
-            self._run = trackio.init(
+        # trackio resumes the latest run of a name, so the name has to belong to the run folder.
+        name = f"{run.experiment}-{hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:6]}"
+        with _quiet():  # the place is printed by the caller
+            # In a context of its own, the run is not trackio's current one, which trackio finishes
+            # again at the end of the process.
+            self._run = contextvars.copy_context().run(
+                trackio.init,
                 project=run.project,
-                name=run.experiment,
+                name=name,
                 config=dict(run.config),
                 resume="never" if run.first_step == 0 else "allow",
                 embed=False,
             )
-        return f'trackio show --project "{run.project}"'
+        return f'trackio show --project "{run.project}" (run {name})'
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """See Logger."""
@@ -51,4 +59,26 @@ class TrackioLogger:
 
     def close(self) -> None:
         """Write what is pending."""
-        self._run.finish()
+        with _quiet():
+            self._run.finish()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what this thread prints. Other threads, such as the run's, still print."""
+    with contextlib.redirect_stdout(cast(TextIO, _OtherThreads(sys.stdout))):
+        yield
+
+
+class _OtherThreads:
+    """A stream that drops what the thread that made it writes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

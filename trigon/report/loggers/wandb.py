@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trigon.json_files import write_json
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells, image_strip
 
@@ -24,18 +27,28 @@ class WandbLogger:
         import wandb
 
         self._wandb = wandb
-        # The id depends on the run folder only, so that a resumed run continues its curves. Steps
-        # that it repeats have the same values, and wandb keeps the first. Console capture is off,
-        # since completions are on the console; silent, since the place is printed by the caller.
+        # The id in the run folder lets a resumed run continue its curves. Steps that it repeats
+        # have the same values, and wandb keeps the first; a run that begins anew has another id,
+        # since wandb would drop its steps up to the last one of the earlier run.
+        record = run.folder / "wandb.json"
+        if run.first_step == 0:
+            run_id = uuid.uuid4().hex[:16]
+        elif record.exists():
+            run_id = json.loads(record.read_text(encoding="utf-8"))["run_id"]
+        else:  # the id that the versions without this file used
+            run_id = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
+        # Console capture is off, since completions are on the console; silent, since the place is
+        # printed by the caller.
         self._run = wandb.init(
             project=run.project,
             name=run.experiment,
             config=dict(run.config),
             dir=str(run.folder),
-            id=hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16],
+            id=run_id,
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
+        write_json(record, {"run_id": run_id})
         return str(self._run.dir if self._run.settings.mode == "offline" else self._run.url)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
