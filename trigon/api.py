@@ -108,7 +108,7 @@ def train(
     options: Mapping[str, Any] | None = None,
     on_step: Callable[[int, Mapping[str, float]], object] | None = None,
     on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None,
-    loggers: Sequence[str | Logger] | None = None,
+    loggers: str | Sequence[str | Logger] | None = None,
     export_to: str | PurePath | None = None,
     **keyword_options: Any,
 ) -> TrainResult:
@@ -131,7 +131,9 @@ def train(
             due, is saved. metrics: all numbers of the step in metrics.jsonl.
         on_rollouts: called with the groups of a step, a list of RolloutGroup, when they are scored
             and recorded, before the update. An error in a hook ends the run, and is raised here.
-        loggers: names (trainer.logger), and objects with the methods of a logger.
+        loggers: names, which replace trainer.logger, and objects with the methods of a logger,
+            which are added to it: without a name among them, trainer.logger stays. A single name
+            may be text.
         export_to: folder in which the last checkpoint is written as a Hugging Face model, if the
             run is not stopped.
         **keyword_options: further options, which replace those in `options`: trainer={"max_steps":
@@ -246,7 +248,7 @@ def read_arguments(
     reward: Reward | PurePath | None,
     val_data: Data | None,
     config: str | PurePath | None,
-    loggers: Sequence[str | Logger] | None,
+    loggers: str | Sequence[str | Logger] | None,
     options: Mapping[str, Any] | None,
     keyword_options: Mapping[str, Any],
 ) -> Arguments:
@@ -268,16 +270,30 @@ def read_arguments(
         objects.add(named["worker.reward.reward_function"])
     elif reward is not None:
         named["worker.reward.reward_function"] = str(reward)
-    if loggers is not None:
-        named["trainer.logger"] = [each for each in loggers if isinstance(each, str)]
+    log_names, log_objects = _split_loggers(loggers)
+    if log_names:
+        named["trainer.logger"] = log_names
     loaded = _load(None if config is None else Path(config), [dict(options or {}), keyword_options, named], objects)
     kwargs = loaded.config.worker.reward.reward_function_kwargs
     return Arguments(
         loaded,
         datasets,
         None if function is None else reward_source(function, kwargs=kwargs),
-        [each for each in loggers or () if not isinstance(each, str)],
+        log_objects,
     )
+
+
+def _split_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
+    """Return the names among loggers, and the objects. Raises: ConfigError if it is no list."""
+    if isinstance(loggers, str):
+        return [loggers], []
+    if loggers is not None and not isinstance(loggers, list | tuple):
+        raise ConfigError(
+            f"loggers is a {type(loggers).__name__}; give a list of names and of objects with the methods of a logger: "
+            "loggers=['console', mine]"
+        )
+    names = [each for each in loggers or () if isinstance(each, str)]
+    return names, [each for each in loggers or () if not isinstance(each, str)]
 
 
 def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]) -> None:

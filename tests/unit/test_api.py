@@ -135,6 +135,16 @@ def test_loggers_are_names_and_objects():
     assert read().loaded.config.trainer.logger == ("console", "file")
 
 
+def test_loggers_that_are_objects_leave_the_names_of_the_configuration(tmp_path):
+    mine = object()
+    assert read(loggers=[mine]).loaded.config.trainer.logger == ("console", "file")
+    (tmp_path / "run.yaml").write_text("trainer: {logger: [console, wandb]}")
+    given = read(config=tmp_path / "run.yaml", loggers=(mine,))
+    assert given.loaded.config.trainer.logger == ("console", "wandb")
+    assert given.loggers == [mine]
+    assert read(config=tmp_path / "run.yaml", loggers="file").loaded.config.trainer.logger == ("file",)
+
+
 def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
     kwargs = {"worker.reward.reward_function_kwargs": {"limit": 3}}
     given = read(reward=lambda samples, limit: 1.0, options=kwargs)
@@ -151,6 +161,8 @@ def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
         ({"data": {"max_prompt_length": 3}}, ConfigError, "data is a dict; give rows as a list of dicts, and options"),
         ({"trainer": {"max_stesp": 3}}, ConfigError, r"trainer.max_stesp \(arguments in Python\) is unknown; did you"),
         ({"trainer.max_steps": 0}, ConfigError, r"trainer.max_steps is 0 \(arguments in Python\), but must be"),
+        ({"loggers": threading.Lock()}, ConfigError, r"loggers is a lock; give a list of names .* loggers=\['console'"),
+        ({"loggers": {"console": 1}}, ConfigError, "loggers is a dict; give a list"),
         ({"loggers": ["wandbb"]}, ConfigError, "trainer.logger is .*wandbb"),
         ({"options": {"worker.rollout.n": 1}}, ConfigError, "grpo compares the completions"),
     ],
