@@ -75,27 +75,40 @@ class TrainResult:
     def export(self, folder: str | Path | None = None, *, dtype: str | None = None) -> Path:
         """Write the last checkpoint as a Hugging Face model, and return its folder.
 
+        An earlier export in the folder is replaced.
         folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: that of
         the checkpoint.
-        Raises: CheckpointError, also if there is no checkpoint.
+        Raises: CheckpointError if the run has no checkpoint, if its folder has been removed, and as
+        trigon.checkpoint.export.export_checkpoint.
         """
         from trigon.checkpoint.export import export_checkpoint
 
-        if self.checkpoint is None:
-            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it ended before its first step")
-        return export_checkpoint(self.checkpoint, None if folder is None else Path(folder), dtype=dtype)
+        return export_checkpoint(self._last_checkpoint(), None if folder is None else Path(folder), dtype=dtype)
 
     def load_model(self) -> Any:
-        """Return the trained model as a transformers model, on the CPU, in the checkpoint's dtype.
+        """Return the trained model as a transformers model, on the CPU.
 
-        It is exported first, unless it has been. The tokenizer or processor is in the same folder:
-        AutoProcessor.from_pretrained(result.export()).
+        It is loaded from model_folder, or else from huggingface_model in the checkpoint, which is
+        exported first if it has not been. Its dtype is that of the folder: the checkpoint's, unless
+        export() was called with another one. The tokenizer or processor is in the same folder, such
+        as AutoProcessor.from_pretrained(result.checkpoint / "huggingface_model").
+        Raises: CheckpointError as export.
         """
+        from trigon.evaluation.models import EXPORTED, exported_step
         from trigon.models.load import auto_class, family_of_folder, without_progress_bars
 
-        folder = self.model_folder or self.export()
+        folder = self.model_folder
+        if folder is None:
+            folder = self._last_checkpoint() / EXPORTED
+            if exported_step(folder) != self.step:
+                folder = self.export()
         with without_progress_bars():
             return auto_class(family_of_folder(folder)).from_pretrained(folder, dtype="auto")
+
+    def _last_checkpoint(self) -> Path:
+        if self.checkpoint is None:
+            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it has made no step")
+        return self.checkpoint
 
 
 def train(

@@ -1,6 +1,8 @@
 """The public names, and how the arguments of trigon.train become a configuration and objects."""
 
 import inspect
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from PIL import Image
 
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
-from trigon.errors import ConfigError, DataError, RewardError
+from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 
 REQUIRED = {"worker.rollout.n": 4, "data.rollout_batch_size": 8, "worker.actor.global_batch_size": 8}
 
@@ -180,3 +182,25 @@ def test_what_cannot_travel_and_what_is_no_data_are_errors_of_train_before_anyth
         trigon.train(**arguments, data=rows, reward=lambda completion: lock)
     with pytest.raises(DataError, match="row 0, 'answer' is a builtins"):
         trigon.train(**arguments, data=[{"prompt": "?", "answer": object()}], reward="math")
+
+
+def test_a_model_that_was_exported_is_loaded_without_another_export(tmp_path, tiny_model):
+    checkpoint = tmp_path / "global_step_3"  # without weights: it cannot be exported
+    result = trigon.TrainResult(tmp_path, 3, False, checkpoint, None)
+    exported = checkpoint / "huggingface_model"
+    shutil.copytree(tiny_model("qwen2"), exported)
+    with pytest.raises(CheckpointError):  # some folder, which no export has finished
+        result.load_model()
+    (exported / "trigon_export.json").write_text(json.dumps({"step": 3}))
+    assert result.load_model().config.model_type == "qwen2"
+
+
+def test_without_a_checkpoint_there_is_no_model(tmp_path):
+    for checkpoint, message in (
+        (None, "has no checkpoint: it has made no step"),
+        (tmp_path / "global_step_3", "no ch"),
+    ):
+        result = trigon.TrainResult(tmp_path, 3, False, checkpoint, None)
+        for method in (result.export, result.load_model):
+            with pytest.raises(CheckpointError, match=message):
+                method()

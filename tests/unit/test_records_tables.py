@@ -107,7 +107,7 @@ def test_unknown_splits_are_errors_and_one_may_be_text(folder):
     run = trigon.load_run(folder)
     with pytest.raises(ValueError, match="splits has 'val'; choose of train, filtered, validation; did you mean val"):
         run.rollouts(splits=["val"])
-    with pytest.raises(ValueError, match="splits has 'rain'.* did you mean train"):
+    with pytest.raises(ValueError, match=r"splits has 'rain'.* did you mean train"):
         run.rollouts_arrow(splits="rain")
     assert run.rollouts(splits="validation")["step"].tolist() == [1]
 

@@ -50,7 +50,8 @@ class RunTables:
         """Return the metrics as a table with a row for each step, by which it is indexed.
 
         A validation that was added to a finished run (trainer.val_only) is in the row of its step,
-        and replaces the metrics of the same names. nan: a metric that the step does not have, or that was not finite.
+        and replaces the metrics of the same names.
+        nan: a metric that the step does not have, or that was not finite.
         """
         return self.metrics_arrow().to_pandas().set_index("step")
 
