@@ -18,6 +18,7 @@ from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError
+from trigon.planning.configuration import load_planned
 from trigon.records.tables import RunTables, load_run
 from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.suggestions import did_you_mean, nearest_key
@@ -186,6 +187,10 @@ def train(
 def plan(
     config: str | PurePath | None = None,
     *,
+    model: str | PurePath | None = None,
+    data: Data | None = None,
+    val_data: Data | None = None,
+    reward: Reward | PurePath | None = None,
     options: Mapping[str, Any] | None = None,
     gpus: str | None = None,
     host_memory: int | None = None,
@@ -205,7 +210,10 @@ def plan(
     Neither GPUs nor weights are needed.
 
     Args:
-        config: the YAML file of the run. options, **keyword_options: as for train.
+        config: the YAML file of the run, or the config.yaml of a run folder.
+        model, data, val_data, options, **keyword_options: as for train. Rows of Python objects are
+            measured as those of files are; without the model's tokenizer they are counted.
+        reward: as for train; not called, and not needed.
         gpus: such as 8xH100-80G; None: this machine.
         host_memory: bytes of each machine. model_config: a config.json in place of the model's.
         calibrate_with: the folder of a finished run on the same hardware.
@@ -215,15 +223,23 @@ def plan(
             filtering keeps.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
     """
-    _check_keywords(keyword_options, plan)
-    path = None if config is None else Path(config)
-    loaded = load_config(path, [], arguments=[dict(options or {}), keyword_options])
+    given = read_arguments(
+        model=model,
+        data=data,
+        reward=reward,
+        val_data=val_data,
+        config=config,
+        loggers=None,
+        options=options,
+        keyword_options=keyword_options,
+        planned=True,
+    )
 
     from trigon.planning.lengths import LengthOptions
     from trigon.planning.plan import plan as plan_run
 
     return plan_run(
-        loaded.config,
+        given.loaded.config,
         gpus=gpus,
         host_memory=host_memory,
         model_config=None if model_config is None else Path(model_config),
@@ -237,15 +253,16 @@ def plan(
             num_val_prompts=num_val_prompts,
             keep_rate=keep_rate,
         ),
+        opened={spec: _open(dataset, spec) for spec, dataset in given.data.items()},
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of train, read and checked.
+    """The arguments of train or plan, read and checked.
 
     data: the datasets that are Python objects, by what the configuration has in their place.
-    reward: the same for the reward function; None: the configuration names it.
+    reward: the same for the reward function; None: the configuration names it, or a plan is made.
     """
 
     loaded: LoadedConfig
@@ -264,9 +281,13 @@ def read_arguments(
     loggers: str | Sequence[str | Logger] | None,
     options: Mapping[str, Any] | None,
     keyword_options: Mapping[str, Any],
+    planned: bool = False,
 ) -> Arguments:
-    """Return the arguments of train as a configuration and Python objects. Raises: as train."""
-    _check_keywords(keyword_options, train)
+    """Return the arguments of train as a configuration and Python objects. Raises: as train.
+
+    planned: those of plan, which needs no reward function and pickles none.
+    """
+    _check_keywords(keyword_options, plan if planned else train)
     named: dict[str, Any] = {}
     datasets: dict[str, Any] = {}
     if model is not None:
@@ -286,12 +307,13 @@ def read_arguments(
     log_names, log_objects = _split_loggers(loggers)
     if log_names:
         named["trainer.logger"] = log_names
-    loaded = _load(None if config is None else Path(config), [dict(options or {}), keyword_options, named], objects)
+    path, values = None if config is None else Path(config), [dict(options or {}), keyword_options, named]
+    loaded = _load(path, values, None if planned else objects)
     kwargs = loaded.config.worker.reward.reward_function_kwargs
     return Arguments(
         loaded,
         datasets,
-        None if function is None else reward_source(function, kwargs=kwargs),
+        None if function is None or planned else reward_source(function, kwargs=kwargs),
         log_objects,
     )
 
@@ -322,11 +344,16 @@ def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]
         raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
 
 
-def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str]) -> LoadedConfig:
-    """Return the configuration. Raises: ConfigError with all problems."""
-    inspected = inspect_config(path, [], arguments=arguments, python_objects=objects)
+def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str] | None) -> LoadedConfig:
+    """Return the configuration. Raises: ConfigError with all problems.
+
+    objects: the names of those that the caller has; None: a plan is made.
+    """
+    inspected = inspect_config(path, [], arguments=arguments)
     if not inspected.loaded.config.data.val_files and "trainer.val_before_train" not in inspected.loaded.sources:
         arguments = [*arguments, {"trainer.val_before_train": False}]
+    if objects is None:
+        return load_planned(path, [], arguments=arguments)
     return load_config(path, [], arguments=arguments, python_objects=objects)
 
 

@@ -14,6 +14,8 @@ from PIL import Image
 
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
+from trigon.cli.plan import main
+from trigon.config.load import dump_config
 from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 
 REQUIRED = {"worker.rollout.n": 4, "data.rollout_batch_size": 8, "worker.actor.global_batch_size": 8}
@@ -69,6 +71,60 @@ def test_a_run_is_planned_from_options_alone(tiny_vlm):
     assert isinstance(plan, trigon.RunPlan)
     with pytest.raises(TypeError, match=r"plan\(\) has no argument 'gpu'; did you mean gpus"):
         trigon.plan(gpu="8xH100-80G")
+
+
+def make_plan(model, **given):
+    options = {**REQUIRED, "data.max_prompt_length": 4096, **given.pop("options", {})}
+    return trigon.plan(model=model, options=options, gpus="2xH100-80G", response_tokens=50, **given)
+
+
+def test_a_run_of_python_objects_is_planned_without_calling_or_pickling_them(tiny_vlm, tmp_path):
+    lock = threading.Lock()
+    rows = [{"prompt": f"What is {number}?", "answer": "1"} for number in range(20)]
+    images = [{"prompt": "<image>?", "answer": "1", "images": [Image.new("RGB", (200, 90))]}] * 16
+    text = make_plan(tiny_vlm, data=rows, val_data=rows[:3], reward=lambda completion: lock, trainer={"val_freq": 1})
+    assert (text.num_prompts, text.lengths.num_val_prompts) == (20, 3)
+    assert text.lengths.sources[0] == ("prompts", "measured in python:train")
+    seen = make_plan(tiny_vlm, data=images)
+    assert seen.num_prompts == 16
+    assert all(prompt.grids for prompt in seen.lengths.prompts)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from_file = make_plan(tiny_vlm, data=tmp_path / "rows.jsonl")
+    assert from_file.lengths.prompts == text.lengths.prompts
+    with pytest.raises(DataError, match=r"python:train has no column 'prompt'"):
+        make_plan(tiny_vlm, data=[{"question": "?", "answer": "1"}])
+
+
+def test_rows_of_python_objects_are_counted_where_they_are_not_measured(tiny_vlm, tmp_path):
+    rows = [{"prompt": "What?", "answer": "1"}] * 20
+    counted = ("training prompts", "all rows of python:train, usable or not")
+    given = make_plan(tiny_vlm, data=rows, prompt_tokens=100)
+    assert given.num_prompts == 20
+    assert counted in given.lengths.sources
+    shutil.copy(tiny_vlm / "config.json", tmp_path)  # and no tokenizer
+    assumed = make_plan(tmp_path, data=rows, options={"data.train_weights": [2]})
+    assert assumed.num_prompts == 40
+    assert counted in assumed.lengths.sources
+
+
+def test_the_configuration_of_a_run_of_python_objects_is_planned(tiny_vlm, tmp_path, capsys):
+    rows = [{"prompt": "What?", "answer": "1"}] * 20
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(read(model=tiny_vlm, data=rows, val_data=rows, reward=len).loaded.config))
+    plan = trigon.plan(file, gpus="2xH100-80G")
+    assert (plan.num_prompts, plan.lengths.num_val_prompts) == (None, None)
+    assert "python:train was a Python object" in dict(plan.lengths.sources)["training prompts"]
+    assert trigon.plan(file, gpus="2xH100-80G", data=rows * 2).num_prompts == 40
+    assert trigon.plan(file, gpus="2xH100-80G", download=True, num_prompts=9).num_prompts == 9
+    main([str(file), "--gpus", "2xH100-80G"])
+    assert "python:train was a Python object" in " ".join(capsys.readouterr().out.split())
+
+
+def test_problems_of_a_planned_configuration_are_errors(tiny_vlm):
+    with pytest.raises(ConfigError, match=r"data\.train_files is not set"):
+        make_plan(tiny_vlm)
+    with pytest.raises(ConfigError, match=r"worker\.rollout\.n is 0"):
+        make_plan(tiny_vlm, data="owner/data", options={"worker.rollout.n": 0})
 
 
 def test_importing_trigon_imports_nothing_and_train_and_load_run_nothing_heavy():
