@@ -60,13 +60,13 @@ class RunTables:
         return metrics_table(self.record.metrics())
 
     def rollouts(
-        self, *, splits: Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
+        self, *, splits: Split | Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
     ) -> pandas.DataFrame:
         """Return the rollouts as a table. Args: as for rollouts_arrow."""
         return self.rollouts_arrow(splits=splits, steps=steps, tokens=tokens).to_pandas()
 
     def rollouts_arrow(
-        self, *, splits: Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
+        self, *, splits: Split | Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
     ) -> pyarrow.Table:
         """Return the rollouts as an Arrow table with a row for each completion.
 
