@@ -18,6 +18,7 @@ from trigon.config.options import options as all_options
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError
+from trigon.planning.configuration import load_planned
 from trigon.records.tables import RunTables, load_run
 from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.suggestions import did_you_mean, nearest_key
@@ -75,27 +76,40 @@ class TrainResult:
     def export(self, folder: str | Path | None = None, *, dtype: str | None = None) -> Path:
         """Write the last checkpoint as a Hugging Face model, and return its folder.
 
+        An earlier export in the folder is replaced.
         folder: None: huggingface_model in the checkpoint. dtype: bf16, fp16 or fp32; None: that of
         the checkpoint.
-        Raises: CheckpointError, also if there is no checkpoint.
+        Raises: CheckpointError if the run has no checkpoint, if its folder has been removed, and as
+        trigon.checkpoint.export.export_checkpoint.
         """
         from trigon.checkpoint.export import export_checkpoint
 
-        if self.checkpoint is None:
-            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it ended before its first step")
-        return export_checkpoint(self.checkpoint, None if folder is None else Path(folder), dtype=dtype)
+        return export_checkpoint(self._last_checkpoint(), None if folder is None else Path(folder), dtype=dtype)
 
     def load_model(self) -> Any:
-        """Return the trained model as a transformers model, on the CPU, in the checkpoint's dtype.
+        """Return the trained model as a transformers model, on the CPU.
 
-        It is exported first, unless it has been. The tokenizer or processor is in the same folder:
-        AutoProcessor.from_pretrained(result.export()).
+        It is loaded from model_folder, or else from huggingface_model in the checkpoint, which is
+        exported first if it has not been. Its dtype is that of the folder: the checkpoint's, unless
+        export() was called with another one. The tokenizer or processor is in the same folder, such
+        as AutoProcessor.from_pretrained(result.checkpoint / "huggingface_model").
+        Raises: CheckpointError as export.
         """
+        from trigon.evaluation.models import EXPORTED, exported_step
         from trigon.models.load import auto_class, family_of_folder, without_progress_bars
 
-        folder = self.model_folder or self.export()
+        folder = self.model_folder
+        if folder is None:
+            folder = self._last_checkpoint() / EXPORTED
+            if exported_step(folder) != self.step:
+                folder = self.export()
         with without_progress_bars():
             return auto_class(family_of_folder(folder)).from_pretrained(folder, dtype="auto")
+
+    def _last_checkpoint(self) -> Path:
+        if self.checkpoint is None:
+            raise CheckpointError(f"the run in {self.folder} has no checkpoint: it has made no step")
+        return self.checkpoint
 
 
 def train(
@@ -108,7 +122,7 @@ def train(
     options: Mapping[str, Any] | None = None,
     on_step: Callable[[int, Mapping[str, float]], object] | None = None,
     on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None,
-    loggers: Sequence[str | Logger] | None = None,
+    loggers: str | Sequence[str | Logger] | None = None,
     export_to: str | PurePath | None = None,
     **keyword_options: Any,
 ) -> TrainResult:
@@ -131,7 +145,9 @@ def train(
             due, is saved. metrics: all numbers of the step in metrics.jsonl.
         on_rollouts: called with the groups of a step, a list of RolloutGroup, when they are scored
             and recorded, before the update. An error in a hook ends the run, and is raised here.
-        loggers: names (trainer.logger), and objects with the methods of a logger.
+        loggers: names, which replace trainer.logger, and objects with the methods of a logger,
+            which are added to it: without a name among them, trainer.logger stays. A single name
+            may be text.
         export_to: folder in which the last checkpoint is written as a Hugging Face model, if the
             run is not stopped.
         **keyword_options: further options, which replace those in `options`: trainer={"max_steps":
@@ -171,6 +187,10 @@ def train(
 def plan(
     config: str | PurePath | None = None,
     *,
+    model: str | PurePath | None = None,
+    data: Data | None = None,
+    val_data: Data | None = None,
+    reward: Reward | PurePath | None = None,
     options: Mapping[str, Any] | None = None,
     gpus: str | None = None,
     host_memory: int | None = None,
@@ -190,7 +210,10 @@ def plan(
     Neither GPUs nor weights are needed.
 
     Args:
-        config: the YAML file of the run. options, **keyword_options: as for train.
+        config: the YAML file of the run, or the config.yaml of a run folder.
+        model, data, val_data, options, **keyword_options: as for train. Rows of Python objects are
+            measured as those of files are; without the model's tokenizer they are counted.
+        reward: as for train; not called, and not needed.
         gpus: such as 8xH100-80G; None: this machine.
         host_memory: bytes of each machine. model_config: a config.json in place of the model's.
         calibrate_with: the folder of a finished run on the same hardware.
@@ -200,15 +223,23 @@ def plan(
             filtering keeps.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
     """
-    _check_keywords(keyword_options, plan)
-    path = None if config is None else Path(config)
-    loaded = load_config(path, [], arguments=[dict(options or {}), keyword_options])
+    given = read_arguments(
+        model=model,
+        data=data,
+        reward=reward,
+        val_data=val_data,
+        config=config,
+        loggers=None,
+        options=options,
+        keyword_options=keyword_options,
+        planned=True,
+    )
 
     from trigon.planning.lengths import LengthOptions
     from trigon.planning.plan import plan as plan_run
 
     return plan_run(
-        loaded.config,
+        given.loaded.config,
         gpus=gpus,
         host_memory=host_memory,
         model_config=None if model_config is None else Path(model_config),
@@ -222,15 +253,16 @@ def plan(
             num_val_prompts=num_val_prompts,
             keep_rate=keep_rate,
         ),
+        opened={spec: _open(dataset, spec) for spec, dataset in given.data.items()},
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of train, read and checked.
+    """The arguments of train or plan, read and checked.
 
     data: the datasets that are Python objects, by what the configuration has in their place.
-    reward: the same for the reward function; None: the configuration names it.
+    reward: the same for the reward function; None: the configuration names it, or a plan is made.
     """
 
     loaded: LoadedConfig
@@ -246,12 +278,16 @@ def read_arguments(
     reward: Reward | PurePath | None,
     val_data: Data | None,
     config: str | PurePath | None,
-    loggers: Sequence[str | Logger] | None,
+    loggers: str | Sequence[str | Logger] | None,
     options: Mapping[str, Any] | None,
     keyword_options: Mapping[str, Any],
+    planned: bool = False,
 ) -> Arguments:
-    """Return the arguments of train as a configuration and Python objects. Raises: as train."""
-    _check_keywords(keyword_options, train)
+    """Return the arguments of train as a configuration and Python objects. Raises: as train.
+
+    planned: those of plan, which needs no reward function and pickles none.
+    """
+    _check_keywords(keyword_options, plan if planned else train)
     named: dict[str, Any] = {}
     datasets: dict[str, Any] = {}
     if model is not None:
@@ -268,16 +304,31 @@ def read_arguments(
         objects.add(named["worker.reward.reward_function"])
     elif reward is not None:
         named["worker.reward.reward_function"] = str(reward)
-    if loggers is not None:
-        named["trainer.logger"] = [each for each in loggers if isinstance(each, str)]
-    loaded = _load(None if config is None else Path(config), [dict(options or {}), keyword_options, named], objects)
+    log_names, log_objects = _split_loggers(loggers)
+    if log_names:
+        named["trainer.logger"] = log_names
+    path, values = None if config is None else Path(config), [dict(options or {}), keyword_options, named]
+    loaded = _load(path, values, None if planned else objects)
     kwargs = loaded.config.worker.reward.reward_function_kwargs
     return Arguments(
         loaded,
         datasets,
-        None if function is None else reward_source(function, kwargs=kwargs),
-        [each for each in loggers or () if not isinstance(each, str)],
+        None if function is None or planned else reward_source(function, kwargs=kwargs),
+        log_objects,
     )
+
+
+def _split_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:
+    """Return the names among loggers, and the objects. Raises: ConfigError if it is no list."""
+    if isinstance(loggers, str):
+        return [loggers], []
+    if loggers is not None and not isinstance(loggers, list | tuple):
+        raise ConfigError(
+            f"loggers is a {type(loggers).__name__}; give a list of names and of objects with the methods of a logger: "
+            "loggers=['console', mine]"
+        )
+    names = [each for each in loggers or () if isinstance(each, str)]
+    return names, [each for each in loggers or () if not isinstance(each, str)]
 
 
 def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]) -> None:
@@ -293,11 +344,16 @@ def _check_keywords(keywords: Mapping[str, Any], function: Callable[..., object]
         raise TypeError(f"{function.__name__}() has no argument {key!r}{hint}")
 
 
-def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str]) -> LoadedConfig:
-    """Return the configuration. Raises: ConfigError with all problems."""
-    inspected = inspect_config(path, [], arguments=arguments, python_objects=objects)
+def _load(path: Path | None, arguments: list[Mapping[str, Any]], objects: Collection[str] | None) -> LoadedConfig:
+    """Return the configuration. Raises: ConfigError with all problems.
+
+    objects: the names of those that the caller has; None: a plan is made.
+    """
+    inspected = inspect_config(path, [], arguments=arguments)
     if not inspected.loaded.config.data.val_files and "trainer.val_before_train" not in inspected.loaded.sources:
         arguments = [*arguments, {"trainer.val_before_train": False}]
+    if objects is None:
+        return load_planned(path, [], arguments=arguments)
     return load_config(path, [], arguments=arguments, python_objects=objects)
 
 

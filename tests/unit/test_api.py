@@ -1,6 +1,8 @@
 """The public names, and how the arguments of trigon.train become a configuration and objects."""
 
 import inspect
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +14,9 @@ from PIL import Image
 
 import trigon
 from trigon.api import TRAIN, VALIDATION, read_arguments
-from trigon.errors import ConfigError, DataError, RewardError
+from trigon.cli.plan import main
+from trigon.config.load import dump_config
+from trigon.errors import CheckpointError, ConfigError, DataError, RewardError
 
 REQUIRED = {"worker.rollout.n": 4, "data.rollout_batch_size": 8, "worker.actor.global_batch_size": 8}
 
@@ -67,6 +71,60 @@ def test_a_run_is_planned_from_options_alone(tiny_vlm):
     assert isinstance(plan, trigon.RunPlan)
     with pytest.raises(TypeError, match=r"plan\(\) has no argument 'gpu'; did you mean gpus"):
         trigon.plan(gpu="8xH100-80G")
+
+
+def make_plan(model, **given):
+    options = {**REQUIRED, "data.max_prompt_length": 4096, **given.pop("options", {})}
+    return trigon.plan(model=model, options=options, gpus="2xH100-80G", response_tokens=50, **given)
+
+
+def test_a_run_of_python_objects_is_planned_without_calling_or_pickling_them(tiny_vlm, tmp_path):
+    lock = threading.Lock()
+    rows = [{"prompt": f"What is {number}?", "answer": "1"} for number in range(20)]
+    images = [{"prompt": "<image>?", "answer": "1", "images": [Image.new("RGB", (200, 90))]}] * 16
+    text = make_plan(tiny_vlm, data=rows, val_data=rows[:3], reward=lambda completion: lock, trainer={"val_freq": 1})
+    assert (text.num_prompts, text.lengths.num_val_prompts) == (20, 3)
+    assert text.lengths.sources[0] == ("prompts", "measured in python:train")
+    seen = make_plan(tiny_vlm, data=images)
+    assert seen.num_prompts == 16
+    assert all(prompt.grids for prompt in seen.lengths.prompts)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from_file = make_plan(tiny_vlm, data=tmp_path / "rows.jsonl")
+    assert from_file.lengths.prompts == text.lengths.prompts
+    with pytest.raises(DataError, match=r"python:train has no column 'prompt'"):
+        make_plan(tiny_vlm, data=[{"question": "?", "answer": "1"}])
+
+
+def test_rows_of_python_objects_are_counted_where_they_are_not_measured(tiny_vlm, tmp_path):
+    rows = [{"prompt": "What?", "answer": "1"}] * 20
+    counted = ("training prompts", "all rows of python:train, usable or not")
+    given = make_plan(tiny_vlm, data=rows, prompt_tokens=100)
+    assert given.num_prompts == 20
+    assert counted in given.lengths.sources
+    shutil.copy(tiny_vlm / "config.json", tmp_path)  # and no tokenizer
+    assumed = make_plan(tmp_path, data=rows, options={"data.train_weights": [2]})
+    assert assumed.num_prompts == 40
+    assert counted in assumed.lengths.sources
+
+
+def test_the_configuration_of_a_run_of_python_objects_is_planned(tiny_vlm, tmp_path, capsys):
+    rows = [{"prompt": "What?", "answer": "1"}] * 20
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(read(model=tiny_vlm, data=rows, val_data=rows, reward=len).loaded.config))
+    plan = trigon.plan(file, gpus="2xH100-80G")
+    assert (plan.num_prompts, plan.lengths.num_val_prompts) == (None, None)
+    assert "python:train was a Python object" in dict(plan.lengths.sources)["training prompts"]
+    assert trigon.plan(file, gpus="2xH100-80G", data=rows * 2).num_prompts == 40
+    assert trigon.plan(file, gpus="2xH100-80G", download=True, num_prompts=9).num_prompts == 9
+    main([str(file), "--gpus", "2xH100-80G"])
+    assert "python:train was a Python object" in " ".join(capsys.readouterr().out.split())
+
+
+def test_problems_of_a_planned_configuration_are_errors(tiny_vlm):
+    with pytest.raises(ConfigError, match=r"data\.train_files is not set"):
+        make_plan(tiny_vlm)
+    with pytest.raises(ConfigError, match=r"worker\.rollout\.n is 0"):
+        make_plan(tiny_vlm, data="owner/data", options={"worker.rollout.n": 0})
 
 
 def test_importing_trigon_imports_nothing_and_train_and_load_run_nothing_heavy():
@@ -135,6 +193,16 @@ def test_loggers_are_names_and_objects():
     assert read().loaded.config.trainer.logger == ("console", "file")
 
 
+def test_loggers_that_are_objects_leave_the_names_of_the_configuration(tmp_path):
+    mine = object()
+    assert read(loggers=[mine]).loaded.config.trainer.logger == ("console", "file")
+    (tmp_path / "run.yaml").write_text("trainer: {logger: [console, wandb]}")
+    given = read(config=tmp_path / "run.yaml", loggers=(mine,))
+    assert given.loaded.config.trainer.logger == ("console", "wandb")
+    assert given.loggers == [mine]
+    assert read(config=tmp_path / "run.yaml", loggers="file").loaded.config.trainer.logger == ("file",)
+
+
 def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
     kwargs = {"worker.reward.reward_function_kwargs": {"limit": 3}}
     given = read(reward=lambda samples, limit: 1.0, options=kwargs)
@@ -151,6 +219,8 @@ def test_keyword_arguments_of_the_reward_function_count_for_its_contract():
         ({"data": {"max_prompt_length": 3}}, ConfigError, "data is a dict; give rows as a list of dicts, and options"),
         ({"trainer": {"max_stesp": 3}}, ConfigError, r"trainer.max_stesp \(arguments in Python\) is unknown; did you"),
         ({"trainer.max_steps": 0}, ConfigError, r"trainer.max_steps is 0 \(arguments in Python\), but must be"),
+        ({"loggers": threading.Lock()}, ConfigError, r"loggers is a lock; give a list of names .* loggers=\['console'"),
+        ({"loggers": {"console": 1}}, ConfigError, "loggers is a dict; give a list"),
         ({"loggers": ["wandbb"]}, ConfigError, "trainer.logger is .*wandbb"),
         ({"options": {"worker.rollout.n": 1}}, ConfigError, "grpo compares the completions"),
     ],
@@ -168,3 +238,25 @@ def test_what_cannot_travel_and_what_is_no_data_are_errors_of_train_before_anyth
         trigon.train(**arguments, data=rows, reward=lambda completion: lock)
     with pytest.raises(DataError, match="row 0, 'answer' is a builtins"):
         trigon.train(**arguments, data=[{"prompt": "?", "answer": object()}], reward="math")
+
+
+def test_a_model_that_was_exported_is_loaded_without_another_export(tmp_path, tiny_model):
+    checkpoint = tmp_path / "global_step_3"  # without weights: it cannot be exported
+    result = trigon.TrainResult(tmp_path, 3, False, checkpoint, None)
+    exported = checkpoint / "huggingface_model"
+    shutil.copytree(tiny_model("qwen2"), exported)
+    with pytest.raises(CheckpointError):  # some folder, which no export has finished
+        result.load_model()
+    (exported / "trigon_export.json").write_text(json.dumps({"step": 3}))
+    assert result.load_model().config.model_type == "qwen2"
+
+
+def test_without_a_checkpoint_there_is_no_model(tmp_path):
+    for checkpoint, message in (
+        (None, "has no checkpoint: it has made no step"),
+        (tmp_path / "global_step_3", "no ch"),
+    ):
+        result = trigon.TrainResult(tmp_path, 3, False, checkpoint, None)
+        for method in (result.export, result.load_model):
+            with pytest.raises(CheckpointError, match=message):
+                method()

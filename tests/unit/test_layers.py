@@ -39,6 +39,7 @@ NEIGHBOURS = {
     ("trainer", "cli"),
     ("api", "build"),
     ("api", "planning"),
+    ("api", "evaluation"),
     ("cli", "tiny"),
     ("tiny", "build"),
     ("tiny", "cli"),

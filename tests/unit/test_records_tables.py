@@ -64,6 +64,17 @@ def test_metrics_have_a_row_per_step(folder):
     assert (run.config(), run.folder) == ({"trainer": {"max_steps": 2}}, folder)
 
 
+def test_a_validation_that_was_added_later_is_in_the_row_of_its_step(folder):
+    added = [{"step": 1, "metrics": {"val/reward_score": 0.75, "lr": 2}}, {"step": 0, "metrics": {"val/n": 4}}]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in added)
+    metrics = trigon.load_run(folder).metrics()
+    assert list(metrics.index) == [0, 1]
+    assert metrics["val/reward_score"].tolist() == [0.5, 0.75]
+    assert (metrics.loc[1, "lr"], metrics.loc[0, "val/n"]) == (2, 4)
+    assert math.isnan(metrics.loc[1, "reward/overall"])
+
+
 def test_rollouts_have_a_row_per_completion_and_a_column_per_part(folder):
     table = trigon.load_run(str(folder)).rollouts()
     assert table[["step", "split", "prompt_id", "sample"]].values.tolist() == [
@@ -90,6 +101,15 @@ def test_rollouts_can_be_chosen_by_split_and_step_and_read_with_tokens(folder):
     nothing = run.rollouts_arrow(splits=["filtered"])
     assert nothing.num_rows == 0
     assert nothing.schema.field("reward").type == table.schema.field("reward").type
+
+
+def test_unknown_splits_are_errors_and_one_may_be_text(folder):
+    run = trigon.load_run(folder)
+    with pytest.raises(ValueError, match="splits has 'val'; choose of train, filtered, validation; did you mean val"):
+        run.rollouts(splits=["val"])
+    with pytest.raises(ValueError, match=r"splits has 'rain'.* did you mean train"):
+        run.rollouts_arrow(splits="rain")
+    assert run.rollouts(splits="validation")["step"].tolist() == [1]
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):

@@ -24,9 +24,10 @@ def main(arguments: Sequence[str]) -> int:
     """
     given = make_parser().parse_args(arguments)
     # Imported here: a help page does not need pydantic.
-    from trigon.config.load import load_config, split_arguments
+    from trigon.config.load import split_arguments
+    from trigon.planning.configuration import load_planned
 
-    loaded = load_config(*split_arguments(given.config))
+    loaded = load_planned(*split_arguments(given.config))
     for warning in loaded.warnings:
         print(f"warning: {sanitize(warning, max_characters=5000)}", file=sys.stderr)
     # And here, so that errors of the configuration do not wait for heavy libraries.

@@ -6,17 +6,24 @@ from the headers of images alone. Everything else is given, taken from an earlie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from trigon.build.data import open_builder
-from trigon.config.paths import DATASET_SUFFIXES, local_path, path_exists, read_template, split_dataset
+from trigon.build.data import NO_SOURCES, open_builder
+from trigon.config.paths import (
+    DATASET_SUFFIXES,
+    is_python_object,
+    local_path,
+    path_exists,
+    read_template,
+    split_dataset,
+)
 from trigon.config.schema import Config
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.sources import open_source
+from trigon.data.sources import Source, open_source
 from trigon.models.dimensions import Dimensions, dimensions_of
 from trigon.models.flops import GroupLengths
 from trigon.models.load import load_processors
@@ -99,6 +106,7 @@ def find_lengths(
     *,
     observed: LengthOptions | None = None,
     download: bool = False,
+    opened: Mapping[str, Source] = NO_SOURCES,
 ) -> Lengths:
     """Return the lengths of a run's prompts and completions.
 
@@ -107,13 +115,14 @@ def find_lengths(
         options: lengths that the user gives; they come first.
         observed: those of the run that calibrates the plan, used where nothing else is known.
         download: read the tokenizer and the datasets from the hub if they are not here.
+        opened: the datasets that are Python objects, by what the configuration has for them.
     Raises: DataError or ModelError for files that are here and cannot be read.
     """
     observed = observed or LengthOptions()
     sources: list[tuple[str, str]] = []
     measured = None
     if options.prompt_tokens is None and options.image_tokens is None:
-        measured, reason = _measure(config, download=download)
+        measured, reason = _measure(config, download=download, opened=opened)
     else:
         reason = "given"
     if measured is not None:
@@ -127,11 +136,14 @@ def find_lengths(
     if options.num_prompts is not None:
         num_prompts = options.num_prompts
         sources.append(("training prompts", "given"))
+    elif num_prompts is None and config.data.train_files and opened.keys() >= set(config.data.train_files):
+        num_prompts = _count_drawn_rows(config, opened)
+        sources.append(("training prompts", f"all rows of {', '.join(config.data.train_files)}, usable or not"))
     elif num_prompts is None:
         sources.append(("training prompts", f"unknown ({reason})"))
     num_val = options.num_val_prompts
     if num_val is None and config.data.val_files:
-        num_val = _count_rows(config.data.val_files, download=download)
+        num_val = _count_rows(config.data.val_files, download=download, opened=opened)
         if num_val is None:
             sources.append(("validation prompts", "unknown, so that validation is not counted"))
     response, longest, source = _response_tokens(config, options, observed)
@@ -191,15 +203,21 @@ def _patch_side(values_per_patch: int) -> int:
     return round(sqrt(values_per_patch / 6))
 
 
-def _measure(config: Config, *, download: bool) -> tuple[tuple[list[PromptLengths], int, int] | None, str]:
+def _measure(
+    config: Config, *, download: bool, opened: Mapping[str, Source]
+) -> tuple[tuple[list[PromptLengths], int, int] | None, str]:
     """Return (prompts, usable prompts of an epoch, rows), or None and why they are not measured."""
     data, model = config.data, config.worker.actor.model
     if not data.train_files:
         return None, "there are no data.train_files"
-    remote = [spec for spec in data.train_files if not _is_local(spec)]
+    named = [spec for spec in data.train_files if spec not in opened]
+    objects = [spec for spec in named if is_python_object(spec)]
+    if objects:
+        return None, f"{objects[0]} was a Python object of another program"
+    remote = [spec for spec in named if not _is_local(spec)]
     if remote and not download:
         return None, f"{remote[0]} is on the hub (--download reads it)"
-    missing = [spec for spec in data.train_files if _is_local(spec) and not path_exists(split_dataset(spec)[0])]
+    missing = [spec for spec in named if _is_local(spec) and not path_exists(split_dataset(spec)[0])]
     if missing:
         return None, f"{missing[0]} is not on this machine"
     assert model.model_path is not None
@@ -214,11 +232,10 @@ def _measure(config: Config, *, download: bool) -> tuple[tuple[list[PromptLength
         max_pixels=data.max_pixels,
     )
     builder = open_builder(config, processors)
-    weights = data.train_weights or (1.0,) * len(data.train_files)
     prompts: list[PromptLengths] = []
     drawn, num_rows = 0.0, 0
-    for spec, weight in zip(data.train_files, weights, strict=True):
-        source = open_source(spec)
+    for spec, weight in zip(data.train_files, _weights(config), strict=True):
+        source = opened.get(spec) or open_source(spec)
         here = builder.with_default_image_dir(source.folder)
         here.check_columns(source.columns, spec)
         rows = len(source.rows)
@@ -241,11 +258,23 @@ def _evenly_spaced(rows: int, number: int) -> Sequence[int]:
     return [index * rows // number for index in range(number)]
 
 
-def _count_rows(specs: Sequence[str], *, download: bool) -> int | None:
+def _weights(config: Config) -> tuple[float, ...]:
+    """Return how often an epoch goes through each training dataset."""
+    return tuple(config.data.train_weights) or (1.0,) * len(config.data.train_files)
+
+
+def _count_drawn_rows(config: Config, opened: Mapping[str, Source]) -> int:
+    """Return the rows of an epoch, usable or not, of training datasets that are all opened."""
+    drawn = zip(config.data.train_files, _weights(config), strict=True)
+    return round(sum(weight * len(opened[spec].rows) for spec, weight in drawn))
+
+
+def _count_rows(specs: Sequence[str], *, download: bool, opened: Mapping[str, Source]) -> int | None:
     """Return the rows of datasets that are at hand, or None."""
-    if not download and not all(map(_is_local, specs)):
+    named = [spec for spec in specs if spec not in opened]
+    if any(map(is_python_object, named)) or (not download and not all(map(_is_local, named))):
         return None
-    return sum(len(open_source(spec).rows) for spec in specs)
+    return sum(len((opened.get(spec) or open_source(spec)).rows) for spec in specs)
 
 
 def _is_local(spec: str) -> bool:

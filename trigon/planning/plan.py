@@ -5,16 +5,19 @@ It needs the configuration and the model's config.json: neither weights, nor a G
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trigon.build.data import NO_SOURCES
 from trigon.build.memory_check import find_hardware, with_options
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
+from trigon.data.sources import Source
 from trigon.errors import ConfigError
 from trigon.planning.calibration import Calibration, calibrate, observe
 from trigon.planning.hardware import CPU, Cluster, accelerator_named, parse_gpus
@@ -35,6 +38,7 @@ def plan(
     lengths: LengthOptions | None = None,
     download: bool = False,
     trainer: Trainer = TRIGON,
+    opened: Mapping[str, Source] = NO_SOURCES,
 ) -> RunPlan:
     """Return the plan of a run.
 
@@ -48,6 +52,7 @@ def plan(
         lengths: lengths that are known; see LengthOptions.
         download: read the tokenizer and the datasets from the hub if they are not on this machine.
         trainer: how the trainer computes; another one than Trigon's to compare with its figures.
+        opened: the datasets that are Python objects, by what the configuration has for them.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
     """
     if config.trainer.val_only:
@@ -57,7 +62,9 @@ def plan(
     config = _on(config, place)
     raise_problems(find_problems(config))
     calibration = None if calibrate_with is None else _calibration(calibrate_with, gpus, model_config, lengths)
-    return Planner(config, place, model_config, lengths, calibration, download=download, trainer=trainer).plan()
+    return Planner(
+        config, place, model_config, lengths, calibration, download=download, trainer=trainer, opened=opened
+    ).plan()
 
 
 def _find_place(config: Config, gpus: str | None, host_memory: int | None) -> Place:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from trigon.build.data import NO_SOURCES
 from trigon.build.memory_check import TIGHT, MemoryCounter, Remedy, find_remedies, with_options
 from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_gib
 from trigon.build.options import make_loss_terms, needs_old_logprobs, needs_reference
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_weight_dtype
 from trigon.config.plan import context_length, make_plan, num_workers
 from trigon.config.schema import Config
+from trigon.data.sources import Source
 from trigon.errors import ConfigError
 from trigon.models.dimensions import dimensions_of
 from trigon.models.dtypes import DTYPES
@@ -72,6 +74,7 @@ class Planner:
         observed: LengthOptions | None = None,
         download: bool = False,
         trainer: Trainer = TRIGON,
+        opened: Mapping[str, Source] = NO_SOURCES,
     ) -> None:
         self._config, self._place, self._trainer = config, place, trainer
         self._options, self._calibration = options, calibration
@@ -97,7 +100,9 @@ class Planner:
                 self._combination = self._combine()
             self._budgets = self._find_budgets()
         observed = observed if calibration is None else calibration.lengths
-        self._lengths = find_lengths(config, self._hf_config, options, observed=observed, download=download)
+        self._lengths = find_lengths(
+            config, self._hf_config, options, observed=observed, download=download, opened=opened
+        )
         self._plan = make_plan(config, num_train_prompts=self._lengths.num_prompts or config.data.rollout_batch_size)
 
     def uncalibrated(self, *, learned_share: float) -> tuple[dict[str, float], int]:

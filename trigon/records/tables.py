@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, Split, TokenRecord, read_rollouts
 from trigon.records.run import RunRecord, open_run
+from trigon.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     import pandas
@@ -48,6 +49,8 @@ class RunTables:
     def metrics(self) -> pandas.DataFrame:
         """Return the metrics as a table with a row for each step, by which it is indexed.
 
+        A validation that was added to a finished run (trainer.val_only) is in the row of its step,
+        and replaces the metrics of the same names.
         nan: a metric that the step does not have, or that was not finite.
         """
         return self.metrics_arrow().to_pandas().set_index("step")
@@ -57,13 +60,13 @@ class RunTables:
         return metrics_table(self.record.metrics())
 
     def rollouts(
-        self, *, splits: Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
+        self, *, splits: Split | Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
     ) -> pandas.DataFrame:
         """Return the rollouts as a table. Args: as for rollouts_arrow."""
         return self.rollouts_arrow(splits=splits, steps=steps, tokens=tokens).to_pandas()
 
     def rollouts_arrow(
-        self, *, splits: Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
+        self, *, splits: Split | Collection[Split] = SPLITS, steps: Container[int] | None = None, tokens: bool = False
     ) -> pyarrow.Table:
         """Return the rollouts as an Arrow table with a row for each completion.
 
@@ -71,16 +74,18 @@ class RunTables:
         of the reward is a column of its own, `parts.accuracy`. `row`, and a `ground_truth` that is
         no text, are JSON.
 
-        Args: splits: "train", "filtered", "validation". steps: such as range(10, 20); None: all.
-        tokens: with the column `tokens`, which takes more memory than all others.
-        Raises: DataError for an invalid file.
+        Args: splits: "train", "filtered", "validation", or one of them as text. steps: such as
+        range(10, 20); None: all. tokens: with the column `tokens`, which takes more memory than all
+        others.
+        Raises: ValueError for an unknown split; DataError for an invalid file.
         """
         import pyarrow
 
+        chosen = _checked_splits(splits)
         rows = [
             _flat(row, step=file.step, split=file.split)
             for file in self.record.rollout_files()
-            if file.split in splits and (steps is None or file.step in steps)
+            if file.split in chosen and (steps is None or file.step in steps)
             for row in read_rollouts(file.path)
         ]
         types = _column_types()
@@ -103,14 +108,30 @@ def load_run(path: str | Path) -> RunTables:
 
 
 def metrics_table(steps: list[StepMetrics]) -> pyarrow.Table:
-    """Return the metrics of steps as an Arrow table; null where a step does not have a metric."""
+    """Return the metrics of steps as an Arrow table; null where a step does not have a metric.
+
+    Of several lines of a step, a later one adds its metrics, and replaces those of the same names.
+    """
     import pyarrow
 
-    names = sorted({name for step in steps for name in step.metrics})
-    columns: dict[str, Any] = {"step": pyarrow.array([step.step for step in steps], pyarrow.int64())}
+    rows: dict[int, dict[str, float]] = {}
+    for line in steps:
+        rows.setdefault(line.step, {}).update(line.metrics)
+    names = sorted({name for row in rows.values() for name in row})
+    columns: dict[str, Any] = {"step": pyarrow.array(list(rows), pyarrow.int64())}
     for name in names:
-        columns[name] = pyarrow.array([step.metrics.get(name) for step in steps], pyarrow.float64())
+        columns[name] = pyarrow.array([row.get(name) for row in rows.values()], pyarrow.float64())
     return pyarrow.table(columns)
+
+
+def _checked_splits(splits: Collection[str]) -> Collection[str]:
+    """Return the names of splits. Raises: ValueError if one is unknown."""
+    names = [splits] if isinstance(splits, str) else splits
+    for name in names:
+        if name not in SPLITS:
+            hint = did_you_mean(str(name), SPLITS, cutoff=0.4)
+            raise ValueError(f"splits has {name!r}; choose of {', '.join(SPLITS)}{hint}")
+    return names
 
 
 def _column_types() -> dict[str, Any]:

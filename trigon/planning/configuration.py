@@ -1,0 +1,30 @@
+"""Reads the configuration of a run that is planned, which may lack what only training needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trigon.config.load import LoadedConfig, inspect_config, load_config
+from trigon.config.paths import PYTHON_PREFIX, is_python_object
+
+_REWARD = "worker.reward.reward_function"
+
+
+def load_planned(
+    path: Path | None, overrides: Sequence[str], *, arguments: Sequence[Mapping[str, Any]] = ()
+) -> LoadedConfig:
+    """Return the checked configuration of a run that is planned.
+
+    Unlike a run, a plan needs no reward function; and the datasets and the reward function may be
+    Python objects that an earlier run was given, of which its config.yaml has the names only.
+    Args: as trigon.config.load.load_config. Raises: ConfigError with all problems.
+    """
+    inspected = inspect_config(path, overrides, arguments=arguments)
+    data, reward = inspected.loaded.config.data, inspected.loaded.config.worker.reward.reward_function
+    if not reward and _REWARD not in inspected.uncertain:
+        reward = f"{PYTHON_PREFIX}any"
+        arguments = [*arguments, {_REWARD: reward}]
+    named = (*data.train_files, *data.val_files, reward or "")
+    return load_config(path, overrides, arguments=arguments, python_objects=set(filter(is_python_object, named)))
