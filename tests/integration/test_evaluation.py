@@ -104,9 +104,12 @@ def test_models_are_compared_and_images_are_taken_away(trained, made, tmp_path):
     assert [row.num_prompt_tokens for row in rows[0]] == [row.num_prompt_tokens for row in rows[1]]
     assert [row.response for row in rows[0]] != [row.response for row in rows[1]]
 
-    (output / "notes.txt").write_text("mine")
     again = run()  # in the same folder
     assert again.to_json() == evaluation.to_json()
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"notes\.txt, which no evaluation has written"):
+        run()
+    assert (output / "notes.txt").read_text() == "mine"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is no earlier evaluation"):

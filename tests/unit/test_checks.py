@@ -31,7 +31,7 @@ from trigon.checks.machine import (
 )
 from trigon.checks.model import find_missing_header
 from trigon.checks.result import KINDS
-from trigon.checks.rows import _ADVICE
+from trigon.checks.rows import _ADVICE, share
 from trigon.checks.subject import Subject, no_progress
 from trigon.config.load import inspect_config, load_config, split_arguments
 from trigon.data.bad_rows import Reason
@@ -364,3 +364,11 @@ def test_the_shipped_recipes_have_no_problem(name, tmp_path, tiny_vlm, monkeypat
     gpus = (Gpu("a GPU", 80 * GIB, 80 * GIB),) * config.trainer.n_gpus_per_node
     report = check_run(*split_arguments([*given, *small]), machine=replace(MACHINE, gpus=gpus))
     assert found(report) - {"configuration.warning"} == set(), shown(report)
+
+
+def test_a_share_is_a_plain_number():
+    assert share(5, 5) == "5 of 5 rows (100 %)"
+    assert share(2499, 2500) == "2,499 of 2,500 rows (100 %)"
+    assert share(4, 40) == "4 of 40 rows (10 %)"
+    assert share(3, 40) == "3 of 40 rows (7.5 %)"
+    assert share(1, 4000) == "1 of 4,000 rows (0.025 %)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.cli.eval import make_parser, show, split_models
+from trigon.cli.eval import make_parser, show, show_blind, split_models
 from trigon.cli.main import main
 from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
 from trigon.evaluation.statistics import compare_pairs
@@ -90,6 +90,31 @@ def test_the_tables_have_every_number_and_no_control_characters():
     assert "0.0200" in text, "the adjusted p-value"
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+@pytest.mark.parametrize(
+    ("shown", "hidden", "expected"),
+    [
+        (0.5, 0.25, "50% of its accuracy is lost without"),
+        (0.5, 0.0, "100% of its accuracy is lost without"),
+        (0.0, -1.0, "its accuracy is lower by 1.0000 without"),
+        (0.5, -1.0, "its accuracy is lower by 1.5000 without"),
+        (-1.0, -2.0, "its accuracy is lower by 1.0000 without"),
+    ],
+)
+def test_the_worth_of_the_images_is_a_share_only_of_an_accuracy_that_has_one(shown, hidden, expected):
+    def summary(accuracy):
+        rows = [replace(row, parts={"overall": accuracy}) for row in make_rows(n=1)]
+        return summarize(outcomes_of(rows, accuracy="overall", form="auto", ks=(1,)), accuracy="overall")
+
+    evaluation = make_evaluation()
+    model = evaluation.models[0]
+    difference = compare_pairs([shown] * 20, [hidden] * 20, unit=0.01)
+    blind = replace(model.blind, summary=summary(hidden), difference=difference)
+    model = replace(model, summary=summary(shown), blind=blind)
+    stream = io.StringIO()
+    show_blind(model, Console(stream=stream))
+    assert f"It needs them: {expected} the images." in stream.getvalue()
 
 
 def test_an_evaluation_is_written_as_json():

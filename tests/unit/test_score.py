@@ -191,6 +191,29 @@ def test_the_command_prints_the_result_without_control_characters(run, lenient, 
     assert lines[0]["scores"][0]["parts"] == {"overall": 1.0, "words": 3.0}
 
 
+def test_the_folder_of_the_output_is_made(run, lenient, tmp_path):
+    output = tmp_path / "new" / "folder" / "scores.jsonl"
+    assert main(["score", str(run), lenient, "--workers", "1", "--output", str(output)]) == 0
+    assert len(output.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("output", ["lenient.py/scores.jsonl", "run"])
+def test_an_output_that_cannot_be_written_is_an_error_before_scoring(output, run, lenient, tmp_path, capsys):
+    arguments = ["--workers", "1", "--output", str(tmp_path / output)]
+    assert main(["score", str(run), lenient, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert f"the scores cannot be written to {tmp_path / output}" in err
+    assert "choose another --output" in err
+    assert "scored" not in out
+
+
+def test_the_tables_are_printed_before_the_scores_are_written(run, lenient, capsys):
+    assert main(["score", str(run), lenient, "--workers", "1", "--output", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert "5 scored, 0 failed" in out
+    assert "the scores cannot be written to /dev/full: No space left on device" in err
+
+
 def test_the_command_prints_json_alone(run, lenient, capsys):
     arguments = ["--workers", "1", "--json", "--steps", "1-1", "--part", "words"]
     assert main(["score", str(run), lenient, "math", *arguments]) == 0

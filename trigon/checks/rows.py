@@ -115,7 +115,8 @@ def find_blank_images(dataset: ScannedDataset) -> Iterator[Problem]:
 
 def share(number: int, total: int) -> str:
     """Return "3 of 40 rows (7.5 %)"."""
-    return f"{number:,} of {total:,} rows ({100 * number / total:.2g} %)"
+    percent = 100 * number / total
+    return f"{number:,} of {total:,} rows ({f'{percent:.0f}' if percent >= 10 else f'{percent:.2g}'} %)"
 
 
 def names(rows: Sequence[RowFacts]) -> tuple[str, ...]:

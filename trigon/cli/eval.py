@@ -274,8 +274,12 @@ def show_blind(model: ModelEvaluation, console: Console) -> None:
     if blind.num_with_images < model.summary.num_prompts:
         console.print(f"{blind.num_with_images:,} of {model.summary.num_prompts:,} prompts have images or videos.")
     if difference.low > 0:
-        share = difference.value / model.summary.accuracy.value
-        console.print(f"It needs them: {share:.0%} of its accuracy is lost without the images.")
+        accuracy = model.summary.accuracy.value
+        if accuracy > 0 and blind.summary.accuracy.value >= 0:
+            lost = f"{difference.value / accuracy:.0%} of its accuracy is lost"
+        else:  # a reward that can be negative has no such share
+            lost = f"its accuracy is lower by {difference.value:.4f}"
+        console.print(f"It needs them: {lost} without the images.")
     elif difference.high < 0:
         console.print("It is better without the images: look at the rollouts.")
     else:

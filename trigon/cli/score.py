@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.cli.parser import ArgumentParser
+from trigon.errors import ConfigError
 from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.names import SHIPPED_REWARDS
 from trigon.records.rollouts import to_json_line
@@ -32,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     if len(chosen.rewards) > 2:
         parser.error(f"{len(chosen.rewards)} reward functions are given; one or two can be")
     console = Console(stream=sys.stderr if chosen.json else sys.stdout)
+    if chosen.output is not None:
+        check_output(chosen.output)
     start = time.monotonic()
     from trigon.evaluation.score import score  # here, as it loads numpy
 
@@ -48,14 +53,14 @@ def main(arguments: Sequence[str]) -> int:
         env=chosen.env,
         console=console,
     )
-    if chosen.output is not None:
-        write_scores(result, chosen.output)
+    # Printed before they are written, so that a full disk loses the file only.
     if chosen.json:
-        print(json.dumps(result.to_json(), ensure_ascii=True, indent=2))
+        print(json.dumps(result.to_json(), ensure_ascii=True, indent=2), flush=True)
     else:
         show(result, console, num_shown=chosen.show, seconds=time.monotonic() - start)
-        if chosen.output is not None:
-            console.print(f"scores: {chosen.output}")
+    if chosen.output is not None:
+        write_scores(result, chosen.output)
+        console.print(f"scores: {chosen.output}")
     return 0
 
 
@@ -244,14 +249,39 @@ def show_milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else format_duration(seconds)
 
 
+def check_output(path: Path) -> None:
+    """Make the folder of a file, and raise ConfigError if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """Return the error for a file of scores that cannot be written."""
+    return ConfigError(f"the scores cannot be written to {path}: {error.strerror or error}; choose another --output")
+
+
 def write_scores(result: ScoreResult, path: Path) -> None:
-    """Write the scores of every rollout as a line of JSON."""
-    with path.open("wb") as file:
-        for each in result.completions:
-            scores = [
-                {"reward": summary.reward, "parts": score.parts, "outcome": score.outcome, "error": score.error}
-                | {"seconds": seconds}
-                for summary, score, seconds in zip(result.rewards, each.scores, each.seconds, strict=True)
-            ]
-            place = {"file": each.file, "line": each.line, "step": each.step, "split": each.split}
-            file.write(to_json_line({**place, "prompt_id": each.prompt_id, "sample": each.sample, "scores": scores}))
+    """Write the scores of every rollout as a line of JSON. Raises: ConfigError."""
+    try:
+        with path.open("wb") as file:
+            file.writelines(score_lines(result))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def score_lines(result: ScoreResult) -> Iterator[bytes]:
+    """Yield the scores of each rollout as a line of JSON."""
+    for each in result.completions:
+        scores = [
+            {"reward": summary.reward, "parts": score.parts, "outcome": score.outcome, "error": score.error}
+            | {"seconds": seconds}
+            for summary, score, seconds in zip(result.rewards, each.scores, each.seconds, strict=True)
+        ]
+        place = {"file": each.file, "line": each.line, "step": each.step, "split": each.split}
+        yield to_json_line({**place, "prompt_id": each.prompt_id, "sample": each.sample, "scores": scores})

@@ -6,8 +6,6 @@ so that the same settings give the same completions.
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -37,9 +35,11 @@ from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
 from trigon.data.mixture import MixedPrompts, with_blank_media
+from trigon.data.sources import open_source
 from trigon.errors import ConfigError
 from trigon.evaluation.answers import SHIPPED_FORMS, AnswerForm
 from trigon.evaluation.models import ModelSource, context_length, exported_folder, find_model
+from trigon.evaluation.output import BLIND, EXPORTED, RESULT, check_output, label, open_output, remove_earlier
 from trigon.evaluation.results import Blind, Comparison, Evaluation, ModelEvaluation
 from trigon.evaluation.settings import EvaluationOptions, load_settings
 from trigon.evaluation.statistics import CONFIDENCE, holm
@@ -61,7 +61,6 @@ from trigon.models.load import Processors, model_folder
 from trigon.models.weight_files import stored_dtype
 from trigon.names import Dtype
 from trigon.records.rollouts import RolloutRow, rollout_rows
-from trigon.records.run import is_run
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
@@ -69,10 +68,6 @@ from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.statistics import describe_validation
 from trigon.types import RolloutGroup
-
-RESULT = "evaluation.json"
-BLIND = "blind"
-"""Folder of the evaluation without images, below that of the evaluation with them."""
 
 
 def evaluate(
@@ -120,7 +115,8 @@ def evaluate(
         config: a configuration to start from instead of that of a run.
         overrides: key=value, of any option of the configuration.
         output: folder for the rollouts and evaluation.json, a run folder as well; None: a new one
-            in `evaluations`. An earlier evaluation in it is replaced.
+            in `evaluations`. An earlier evaluation in it is replaced, once all models and datasets
+            have been found; with any other file in it, it is refused.
         console: for progress and warnings; None: standard output.
     Raises: TrigonError, before the models are loaded where possible.
     """
@@ -152,14 +148,15 @@ def evaluate(
         base, options, overrides, model_path=specs[0], folder=Path(), context=None, weight_dtype=None
     ).config
     ks = choose_ks(k, make_validation_sampling_params(early).n)
+    if output is not None:
+        check_output(output)
+    find_all(sources, early, by)
     folder = open_output(output, sources[0])
     settings = describe_settings(early, limit=limit, ks=ks, form=(form := answers or answer_form(early)))
-    write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
-
+    if not (folder / RESULT).exists():  # so that the next evaluation may replace what this one leaves
+        write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
     paths = [
-        exported_folder(
-            source, folder / "exported" / label(number, source), warn=console.warn, on_progress=console.print
-        )
+        exported_folder(source, folder / EXPORTED / label(number, source), warn=console.warn, on_progress=console.print)
         for number, source in enumerate(sources, start=1)
     ]
     lengths = [length for path in paths if (length := context_length(model_folder(path))) is not None]
@@ -171,9 +168,12 @@ def evaluate(
             source = reward_source(reward, kwargs=early.worker.reward.reward_function_kwargs)
         rewards = open_rewards(early, RunObjects(reward=source))
         stack.callback(rewards.close)
-        for number, (model, path) in enumerate(zip(sources, paths, strict=True), start=1):
-            model_output = folder if len(sources) == 1 else folder / label(number, model)
-            loaded = load_settings(
+        outputs = [
+            folder if len(sources) == 1 else folder / label(number, each)
+            for number, each in enumerate(sources, start=1)
+        ]
+        loaded = [
+            load_settings(
                 base,
                 options,
                 overrides,
@@ -182,12 +182,18 @@ def evaluate(
                 context=min(lengths, default=None),
                 weight_dtype=weight_dtype(path),
             )
-            if number == 1:
-                for warning in loaded.warnings:
-                    console.warn(warning)
+            for path, model_output in zip(paths, outputs, strict=True)
+        ]
+        for warning in loaded[0].warnings:
+            console.warn(warning)
+        rewards.ready()
+        # Only now, so that an error until here costs nothing.
+        remove_earlier(folder, kept=[Path(path) for path in paths])
+        write_json(folder / RESULT, {"settings": settings, "models": []}, ensure_ascii=False)
+        for number, model in enumerate(sources, start=1):
             if len(sources) > 1:
                 console.print(f"model {number} of {len(sources)}: {model.spec}")
-            results.append(evaluate_model(model, loaded, rewards, model_output, request))
+            results.append(evaluate_model(model, loaded[number - 1], rewards, outputs[number - 1], request))
     evaluation = Evaluation(
         models=tuple(result.evaluation for result in results),
         comparisons=compare_models(results),
@@ -345,6 +351,15 @@ def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
     )
 
 
+def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str]) -> None:
+    """Find models, datasets and columns, downloaded if needed. Raises: ModelError or DataError."""
+    for source in sources:
+        if source.kind != "checkpoint":
+            model_folder(source.path)
+    opened = [open_source(spec) for spec in config.data.val_files]
+    check_columns([opened[0].rows[0]], by)
+
+
 def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
     """Return the values of k, sorted. Raises: ConfigError if one is not possible."""
     for k in ks:
@@ -365,37 +380,6 @@ def weight_dtype(path: str) -> Dtype | None:
     """Return the format in which a model's weights are stored, if all have the same."""
     stored = stored_dtype(model_folder(path))
     return next((name for name, dtype in DTYPES.items() if dtype == stored), None)
-
-
-def label(number: int, source: ModelSource) -> str:
-    """Return the name of the folder of one of several models."""
-    name = re.sub(r"[^\w.-]+", "-", Path(source.spec).resolve().name).strip("-")
-    return f"{number}-{name or 'model'}"
-
-
-def open_output(output: str | Path | None, source: ModelSource) -> Path:
-    """Return an empty folder for the results; an earlier evaluation in it is removed.
-
-    Raises: ConfigError if the folder contains anything else.
-    """
-    if output is None:
-        name = label(1, source).partition("-")[2]
-        number = 1
-        while (folder := Path("evaluations") / (name if number == 1 else f"{name}-{number}")).exists():
-            number += 1
-        folder.mkdir(parents=True)
-        return folder
-    folder = Path(output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not (folder / RESULT).is_file():
-            raise ConfigError(f"{folder} exists and is no earlier evaluation; choose another --output")
-        for entry in folder.iterdir():
-            if entry.is_dir() and (entry.name in ("rollouts", "images", "exported") or is_run(entry)):
-                shutil.rmtree(entry)
-            elif entry.is_file():
-                entry.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], form: AnswerForm) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""A folder of an evaluation: what a later evaluation removes, what it refuses, and when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trigon.cli.main import main
+from trigon.errors import ConfigError
+from trigon.evaluation.models import ModelSource
+from trigon.evaluation.output import check_output, open_output, remove_earlier
+
+RUN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "run.lock",
+    "skipped_rows.jsonl",
+    "rollouts/validation_000000.jsonl",
+    "images/a.png",
+)
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """Return a folder with all that an evaluation writes, of one model and of several."""
+    folder = tmp_path / "ev"
+    write(folder, "evaluation.json", *RUN, *(f"blind/{name}" for name in RUN))
+    write(folder / "1-a", *RUN, *(f"blind/{name}" for name in RUN))
+    for name in ("1-a", "2-b"):
+        write(folder / "exported" / name, "config.json")
+        (folder / "exported" / name / "trigon_export.json").write_text('{"step": 3}')
+    return folder
+
+
+def test_an_earlier_evaluation_is_removed_but_for_the_exports_in_use(earlier):
+    remove_earlier(earlier, kept=[earlier / "exported" / "2-b", Path("owner/model")])
+    assert files_of(earlier) == ["exported/2-b/config.json", "exported/2-b/trigon_export.json"]
+    write(earlier, "evaluation.json")
+    remove_earlier(earlier, kept=[])
+    assert list(earlier.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "notes.md",
+        "global_step_2/actor/model.safetensors",
+        "run/metrics.jsonl",
+        "1-a/global_step_2/actor/model.safetensors",
+        "1-a/notes.md",
+        "1-a/blind/notes.md",
+        "2-notes/a.md",
+        "blind/notes.md",
+        "exported/mine/config.json",
+        "blind/rollouts.md",
+    ],
+)
+def test_anything_else_is_refused_and_nothing_is_removed(earlier, foreign):
+    write(earlier, foreign)
+    before = files_of(earlier)
+    for refuse in (lambda: check_output(earlier), lambda: remove_earlier(earlier, kept=[])):
+        with pytest.raises(ConfigError, match="which no evaluation has written") as error:
+            refuse()
+        named = str(error.value).partition("replaced, and ")[2].partition(",")[0]
+        assert (earlier / foreign).is_relative_to(named)
+        assert Path(named) != earlier
+    assert files_of(earlier) == before
+
+
+def test_links_are_refused(earlier, tmp_path):
+    write(tmp_path / "other", "a.jsonl")
+    (earlier / "2-b").symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="2-b, which no evaluation has written"):
+        check_output(earlier)
+
+
+def test_a_new_folder_is_named_like_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = ModelSource("owner/model", "hub", "owner/model", 0, None)
+    assert [open_output(None, source) for _ in range(2)] == [Path("evaluations/model"), Path("evaluations/model-2")]
+    assert open_output("a/b", source).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "options", "message"),
+    [
+        ("owner/nosuchmodel", "good.jsonl", ["--reward", "math"], "nosuchmodel"),
+        ("{folder}/model", "bad.jsonl", ["--reward", "math"], "bad.jsonl"),
+        ("{folder}/model", "good.jsonl", ["--reward", "math", "--by", "levl"], "the rows have no column 'levl'"),
+        ("{folder}/model", "good.jsonl", ["--reward", "{folder}/reward.py:score"], "no reward today"),
+    ],
+)
+def test_an_evaluation_that_fails_early_leaves_the_earlier_one(
+    earlier, tmp_path, capsys, own_datasets_cache, model, data, options, message
+):
+    write(tmp_path / "model", "config.json")
+    (tmp_path / "good.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1", "level": "a"}) + "\n")
+    (tmp_path / "bad.jsonl").write_text("no json\n")
+    (tmp_path / "reward.py").write_text("raise RuntimeError('no reward today')\n")
+    before = files_of(earlier)
+    given = [text.format(folder=tmp_path) for text in (model, *options)]
+    arguments = [given[0], str(tmp_path / data), *given[1:], "--output", str(earlier)]
+    assert main(["eval", *arguments]) != 0
+    assert message in capsys.readouterr().err
+    assert files_of(earlier) == before
