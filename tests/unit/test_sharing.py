@@ -114,7 +114,7 @@ def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
         assert part not in text
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert listed["worker"]["reward"]["reward_function_kwargs"] == {
-        "judge": {"api_key": HIDDEN, "url": f"https://{HIDDEN}@judge.org/v1"},
+        "judge": {"api_key": HIDDEN, "url": HIDDEN},
         "x": HIDDEN,
     }
 
@@ -138,10 +138,34 @@ def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
         ("files", ["/data/me/a.parquet", "b.parquet"], False, ["a.parquet", "b.parquet"]),
         ("reward", "~/rewards/r.py:score", False, "r.py:score"),
         ("url", "https://judge.org/v1?a=b", False, "https://judge.org/v1"),
+        ("url", "https://s3cr3ttoken@host/v1", False, f"https://{HIDDEN}@host/v1"),
+        ("url", "https://me:p@ss@host/v1 and me@host", False, f"https://{HIDDEN}@host/v1 and me@host"),
+        ("text", "Authorization: Basic dXNlcjpwYXNz", False, f"Authorization: Basic {HIDDEN}"),
+        ("text", '{"authorization": "Token abc"}', False, f'{{"authorization": "Token {HIDDEN}"}}'),
+        ("text", "use basic dXNlcjpwYXNzMQ== here", False, f"use basic {HIDDEN} here"),
+        ("text", "Basic geometry; a bearer of news", False, "Basic geometry; a bearer of news"),
+        ("pwd", "hunter2", True, HIDDEN),
+        ("passphrase", "open sesame", True, HIDDEN),
+        ("bearer", "abc123", True, HIDDEN),
+        ("names", {SECRET: 1}, False, {HIDDEN: 1}),
     ],
 )
 def test_what_is_hidden(name, value, free, expected):
     assert hide(name, value, free=free) == expected
+
+
+def test_of_the_arguments_of_a_reward_function_only_what_cannot_be_a_secret_is_published():
+    arguments = {
+        "url": "https://hooks.chat.org/services/T0/B0/Xy12", "pwd": "hunter2", "passphrase": "open sesame",
+        "note": "open sesame", "header": "Authorization: Basic dXNlcjpwYXNz", "room": "abc123", "pin_key": 5,
+        "models": {SECRET: "x1"}, "model": "hf_abcdefghij0123456789", "object": object(),
+    }  # fmt: skip
+    shown = {
+        "mode": "exact_match", "scale": 0.5, "num": 3, "strict": True, "limit": None, "units": ["cm", "mm"],
+        "judge": {"judge_model": "Qwen/Qwen2.5-VL-3B-Instruct", "model_name": "gpt-4o-mini"},
+    }  # fmt: skip
+    hidden = hide("worker.reward.reward_function_kwargs", arguments | shown)
+    assert hidden == dict.fromkeys(arguments, HIDDEN) | {"models": {HIDDEN: HIDDEN}} | shown
 
 
 def test_a_local_base_model_and_local_data_have_names_and_no_metadata(tmp_path):
