@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from support.fake_runs import config_text
+from trigon.cli.main import main
 from trigon.errors import DataError
 from trigon.records.rollouts import RolloutRow
 from trigon.records.run import RunRecord, open_run
@@ -217,6 +218,18 @@ def test_a_run_without_its_configuration_is_an_error(tmp_path):
     (tmp_path / "run" / "rollouts").mkdir(parents=True)
     with pytest.raises(DataError, match=r"has no config\.yaml"):
         facts_of(open_run(tmp_path / "run"), tmp_path / "exported")
+
+
+@pytest.mark.parametrize("output", [[], ["--output", "RUN/push"]])
+def test_a_push_that_fails_removes_nothing_that_was_there(tmp_path, output, capsys):
+    run = write_run(tmp_path / "run")
+    (run.path / "push").mkdir()
+    (run.path / "push" / "README.md").write_text("of a dry run")
+    before = sorted(run.path.rglob("*"))
+    # HF_HUB_OFFLINE is set in all tests.
+    assert main(["push", str(run.path), "me/geo", *(text.replace("RUN", str(run.path)) for text in output)]) == 1
+    assert "PushError" in capsys.readouterr().err
+    assert sorted(run.path.rglob("*")) == before
 
 
 def test_hub_ids_are_told_from_local_names(tmp_path, monkeypatch):
