@@ -59,6 +59,7 @@ def make_run(folder: Path, model: Path, *, lora: bool = False) -> Path:
     }
     with RunFolder(folder) as run:
         run.write_config(config_text(options))
+        run.write_local_sources({str(model): str(model)})
         for step in range(5):
             run.append_metrics(step, {"val/accuracy_reward": step / 4, "reward/overall": step / 5})
     return folder

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from support.fake_runs import config_text
 from trigon.cli.main import main
+from trigon.config.files import local_sources
+from trigon.config.schema import Config
 from trigon.errors import DataError
 from trigon.records.rollouts import RolloutRow
 from trigon.records.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.sharing.card import CURVES, model_card
-from trigon.sharing.facts import RunFacts, hub_id, read_facts
-from trigon.sharing.push import base_license
+from trigon.sharing.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
+from trigon.sharing.push import PushSettings, base_license, public_base
 from trigon.sharing.secrets import HIDDEN, hide
 
 ROW = RolloutRow(
@@ -45,12 +49,13 @@ OPTIONS = {
 }
 
 
-def write_run(folder: Path, **changed: Any) -> RunRecord:
+def write_run(folder: Path, *, local: Mapping[str, str] = MappingProxyType({}), **changed: Any) -> RunRecord:
     """Write a run with OPTIONS. changed: other values, by the last parts of their names."""
     names = {name.rpartition(".")[2]: name for name in OPTIONS} | {"system_prompt": "data.system_prompt"}
     values = OPTIONS | {names[key]: value for key, value in changed.items()}
     with RunFolder(folder) as run:
         run.write_config(config_text(values))
+        run.write_local_sources(dict(local))
         for step, accuracy in ((0, 0.25), (10, 0.5), (20, 0.75), (30, 0.875)):
             run.append_metrics(
                 step, {"val/accuracy_reward": accuracy, "val/reward_score": accuracy / 2, "val/overall_reward": 9.0}
@@ -242,7 +247,58 @@ def test_hub_ids_are_told_from_local_names(tmp_path, monkeypatch):
     assert hub_id("a/b/c", "models") is None
 
 
+def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    for name in ("demo/model", "demo/data"):
+        (start / name).mkdir(parents=True)
+    (start / "demo" / "model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    monkeypatch.chdir(start)
+    files = ["demo/data@train", "demo/public@train"]
+    config = Config.model_validate(
+        {"data": {"train_files": files}, "worker": {"actor": {"model": {"model_path": "demo/model"}}}}
+    )
+    local = local_sources(config)
+    assert local == {name: str(start / name) for name in ("demo/model", "demo/data")}
+    run = write_run(tmp_path / "run", local=local, model_path="demo/model", train_files=files, val_files=files[:1])
+    monkeypatch.chdir(tmp_path)
+    assert public_base(run, PushSettings()) is None
+    assert public_base(run, PushSettings(base="demo/model")) == "demo/model"
+    assert base_license(run, PushSettings()) == "mit"
+    facts = facts_of(run, tmp_path / "exported", base=None)
+    assert (facts.datasets, facts.dataset_names, facts.val_names) == (
+        ("demo/public",),
+        ("data", "demo/public"),
+        ("data",),
+    )
+    data = ModelCard(model_card(facts, "me/x", license_id=None, has_curves=False)).data
+    assert (data.base_model, data.datasets, data.eval_results[0].dataset_name) == (None, ["demo/public"], "data")
+
+
+def test_a_run_that_does_not_say_what_was_local_has_the_hub_ids_of_the_cache(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    (run.path / "local_sources.json").unlink()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert public_base(run, PushSettings()) is None
+    assert is_unknown(run, BASE, "models")
+    (tmp_path / "cache" / "models--Qwen--Qwen2.5-VL-3B-Instruct").mkdir(parents=True)
+    assert public_base(run, PushSettings()) == BASE
+    assert not is_unknown(run, BASE, "models")
+    assert hub_id_of(run, "hiyouga/geometry3k", "datasets") is None
+    (tmp_path / BASE).mkdir(parents=True)
+    assert public_base(run, PushSettings()) is None
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_damaged_record_of_local_sources_is_an_error(tmp_path, content):
+    run = write_run(tmp_path / "run")
+    (run.path / "local_sources.json").write_text(content)
+    with pytest.raises(DataError, match=r"local_sources\.json is not"):
+        public_base(run, PushSettings())
+
+
 def test_the_licence_is_that_of_the_base_models_card(tmp_path):
-    assert base_license(str(tmp_path)) is None
+    run = write_run(tmp_path / "run", model_path=str(tmp_path))
+    assert base_license(run, PushSettings()) is None
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    assert base_license(str(tmp_path)) == "mit"
+    assert base_license(run, PushSettings()) == "mit"
