@@ -129,6 +129,26 @@ def test_init_in_this_folder_with_another_model(tmp_path, monkeypatch, capsys):
     assert load_config(Path("run.yaml"), ()).config.worker.actor.model.model_path == "owner/a model: with #signs"
 
 
+@pytest.mark.parametrize("typed", ["./models/m", "models/m", "models/link"])
+def test_init_writes_a_local_model_so_that_the_run_finds_it_in_its_folder(tmp_path, typed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "models" / "link").symlink_to("m")
+    assert main(["init", "my_run", "--model", typed]) == 0
+    monkeypatch.chdir(tmp_path / "my_run")
+    path = Path(load_config(Path("run.yaml"), ()).config.worker.actor.model.model_path)
+    assert path.is_absolute()
+    assert path.samefile(tmp_path / "models" / "m")
+
+
+def test_init_with_the_path_of_no_model_is_an_error_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert main(["init", "my_run", "--model", "./models/mien"]) in (1, 2)
+    assert "there is no model at ./models/mien; did you mean models/mine?" in capsys.readouterr().err
+    assert not (tmp_path / "my_run").exists()
+
+
 @pytest.mark.parametrize("name", ["run.yaml", "reward.py", "data.jsonl", "images/3.png"])
 def test_init_overwrites_nothing(tmp_path, name, capsys):
     (tmp_path / "images").mkdir()

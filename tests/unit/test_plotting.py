@@ -158,6 +158,17 @@ def test_a_shorter_run_ends_the_line_and_is_named(seeds, tmp_path):
     assert curves.notes[0] in describe(curves)
 
 
+def test_a_run_that_is_given_twice_is_not_two_seeds(seeds, tmp_path):
+    (tmp_path / "link").symlink_to(seeds[0].path)
+    again = [open_run(tmp_path / "seed0"), open_run(tmp_path / "link")]
+    curves = learning_curves([seeds[0], *again, seeds[0]], metrics=["reward/overall"])
+    [curve] = curves.curves
+    assert (curve.num_runs, curve.label, curve.low) == (1, "seed0/run", curve.mean)
+    assert curves.notes == ("seed0/run was given more than once, and counts once",)
+    both = learning_curves([*seeds[:2], *again], metrics=["reward/overall"])
+    assert both.curves == learning_curves(seeds[:2], metrics=["reward/overall"]).curves
+
+
 def test_a_number_that_is_not_finite_is_a_gap(seeds, tmp_path):
     odd = make_run(tmp_path / "seed3" / "run", [1.0, nan, 1.0], seed=3)
     curves = learning_curves([*seeds, odd], metrics=["reward/overall"])

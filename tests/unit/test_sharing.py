@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from support.fake_runs import config_text
+from trigon.cli.main import main
+from trigon.config.files import local_sources
+from trigon.config.schema import Config
 from trigon.errors import DataError
 from trigon.records.rollouts import RolloutRow
 from trigon.records.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.sharing.card import CURVES, model_card
-from trigon.sharing.facts import RunFacts, hub_id, read_facts
-from trigon.sharing.push import base_license
+from trigon.sharing.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
+from trigon.sharing.push import PushSettings, base_license, public_base
 from trigon.sharing.secrets import HIDDEN, hide
 
 ROW = RolloutRow(
@@ -44,12 +49,13 @@ OPTIONS = {
 }
 
 
-def write_run(folder: Path, **changed: Any) -> RunRecord:
+def write_run(folder: Path, *, local: Mapping[str, str] = MappingProxyType({}), **changed: Any) -> RunRecord:
     """Write a run with OPTIONS. changed: other values, by the last parts of their names."""
     names = {name.rpartition(".")[2]: name for name in OPTIONS} | {"system_prompt": "data.system_prompt"}
     values = OPTIONS | {names[key]: value for key, value in changed.items()}
     with RunFolder(folder) as run:
         run.write_config(config_text(values))
+        run.write_local_sources(dict(local))
         for step, accuracy in ((0, 0.25), (10, 0.5), (20, 0.75), (30, 0.875)):
             run.append_metrics(
                 step, {"val/accuracy_reward": accuracy, "val/reward_score": accuracy / 2, "val/overall_reward": 9.0}
@@ -114,7 +120,7 @@ def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
         assert part not in text
     listed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert listed["worker"]["reward"]["reward_function_kwargs"] == {
-        "judge": {"api_key": HIDDEN, "url": f"https://{HIDDEN}@judge.org/v1"},
+        "judge": {"api_key": HIDDEN, "url": HIDDEN},
         "x": HIDDEN,
     }
 
@@ -138,10 +144,34 @@ def test_no_secret_and_no_folder_of_the_machine_is_on_the_card(facts):
         ("files", ["/data/me/a.parquet", "b.parquet"], False, ["a.parquet", "b.parquet"]),
         ("reward", "~/rewards/r.py:score", False, "r.py:score"),
         ("url", "https://judge.org/v1?a=b", False, "https://judge.org/v1"),
+        ("url", "https://s3cr3ttoken@host/v1", False, f"https://{HIDDEN}@host/v1"),
+        ("url", "https://me:p@ss@host/v1 and me@host", False, f"https://{HIDDEN}@host/v1 and me@host"),
+        ("text", "Authorization: Basic dXNlcjpwYXNz", False, f"Authorization: Basic {HIDDEN}"),
+        ("text", '{"authorization": "Token abc"}', False, f'{{"authorization": "Token {HIDDEN}"}}'),
+        ("text", "use basic dXNlcjpwYXNzMQ== here", False, f"use basic {HIDDEN} here"),
+        ("text", "Basic geometry; a bearer of news", False, "Basic geometry; a bearer of news"),
+        ("pwd", "hunter2", True, HIDDEN),
+        ("passphrase", "open sesame", True, HIDDEN),
+        ("bearer", "abc123", True, HIDDEN),
+        ("names", {SECRET: 1}, False, {HIDDEN: 1}),
     ],
 )
 def test_what_is_hidden(name, value, free, expected):
     assert hide(name, value, free=free) == expected
+
+
+def test_of_the_arguments_of_a_reward_function_only_what_cannot_be_a_secret_is_published():
+    arguments = {
+        "url": "https://hooks.chat.org/services/T0/B0/Xy12", "pwd": "hunter2", "passphrase": "open sesame",
+        "note": "open sesame", "header": "Authorization: Basic dXNlcjpwYXNz", "room": "abc123", "pin_key": 5,
+        "models": {SECRET: "x1"}, "model": "hf_abcdefghij0123456789", "object": object(),
+    }  # fmt: skip
+    shown = {
+        "mode": "exact_match", "scale": 0.5, "num": 3, "strict": True, "limit": None, "units": ["cm", "mm"],
+        "judge": {"judge_model": "Qwen/Qwen2.5-VL-3B-Instruct", "model_name": "gpt-4o-mini"},
+    }  # fmt: skip
+    hidden = hide("worker.reward.reward_function_kwargs", arguments | shown)
+    assert hidden == dict.fromkeys(arguments, HIDDEN) | {"models": {HIDDEN: HIDDEN}} | shown
 
 
 def test_a_local_base_model_and_local_data_have_names_and_no_metadata(tmp_path):
@@ -195,6 +225,18 @@ def test_a_run_without_its_configuration_is_an_error(tmp_path):
         facts_of(open_run(tmp_path / "run"), tmp_path / "exported")
 
 
+@pytest.mark.parametrize("output", [[], ["--output", "RUN/push"]])
+def test_a_push_that_fails_removes_nothing_that_was_there(tmp_path, output, capsys):
+    run = write_run(tmp_path / "run")
+    (run.path / "push").mkdir()
+    (run.path / "push" / "README.md").write_text("of a dry run")
+    before = sorted(run.path.rglob("*"))
+    # HF_HUB_OFFLINE is set in all tests.
+    assert main(["push", str(run.path), "me/geo", *(text.replace("RUN", str(run.path)) for text in output)]) == 1
+    assert "PushError" in capsys.readouterr().err
+    assert sorted(run.path.rglob("*")) == before
+
+
 def test_hub_ids_are_told_from_local_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local" / "model").mkdir(parents=True)
@@ -205,7 +247,58 @@ def test_hub_ids_are_told_from_local_names(tmp_path, monkeypatch):
     assert hub_id("a/b/c", "models") is None
 
 
+def test_a_local_path_is_no_hub_id_wherever_the_push_runs(tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    for name in ("demo/model", "demo/data"):
+        (start / name).mkdir(parents=True)
+    (start / "demo" / "model" / "README.md").write_text("---\nlicense: mit\n---\n")
+    monkeypatch.chdir(start)
+    files = ["demo/data@train", "demo/public@train"]
+    config = Config.model_validate(
+        {"data": {"train_files": files}, "worker": {"actor": {"model": {"model_path": "demo/model"}}}}
+    )
+    local = local_sources(config)
+    assert local == {name: str(start / name) for name in ("demo/model", "demo/data")}
+    run = write_run(tmp_path / "run", local=local, model_path="demo/model", train_files=files, val_files=files[:1])
+    monkeypatch.chdir(tmp_path)
+    assert public_base(run, PushSettings()) is None
+    assert public_base(run, PushSettings(base="demo/model")) == "demo/model"
+    assert base_license(run, PushSettings()) == "mit"
+    facts = facts_of(run, tmp_path / "exported", base=None)
+    assert (facts.datasets, facts.dataset_names, facts.val_names) == (
+        ("demo/public",),
+        ("data", "demo/public"),
+        ("data",),
+    )
+    data = ModelCard(model_card(facts, "me/x", license_id=None, has_curves=False)).data
+    assert (data.base_model, data.datasets, data.eval_results[0].dataset_name) == (None, ["demo/public"], "data")
+
+
+def test_a_run_that_does_not_say_what_was_local_has_the_hub_ids_of_the_cache(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    (run.path / "local_sources.json").unlink()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert public_base(run, PushSettings()) is None
+    assert is_unknown(run, BASE, "models")
+    (tmp_path / "cache" / "models--Qwen--Qwen2.5-VL-3B-Instruct").mkdir(parents=True)
+    assert public_base(run, PushSettings()) == BASE
+    assert not is_unknown(run, BASE, "models")
+    assert hub_id_of(run, "hiyouga/geometry3k", "datasets") is None
+    (tmp_path / BASE).mkdir(parents=True)
+    assert public_base(run, PushSettings()) is None
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_damaged_record_of_local_sources_is_an_error(tmp_path, content):
+    run = write_run(tmp_path / "run")
+    (run.path / "local_sources.json").write_text(content)
+    with pytest.raises(DataError, match=r"local_sources\.json is not"):
+        public_base(run, PushSettings())
+
+
 def test_the_licence_is_that_of_the_base_models_card(tmp_path):
-    assert base_license(str(tmp_path)) is None
+    run = write_run(tmp_path / "run", model_path=str(tmp_path))
+    assert base_license(run, PushSettings()) is None
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    assert base_license(str(tmp_path)) == "mit"
+    assert base_license(run, PushSettings()) == "mit"

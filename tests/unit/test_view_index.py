@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from dataclasses import fields, replace
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -169,6 +169,17 @@ def test_lines_that_are_no_rollouts_are_skipped_and_reported(folder, tmp_path):
     [problem] = index.problems()
     assert "rollouts/step_000001.jsonl, line 13 is not a rollout" in problem
     assert "3 more lines" in problem
+
+
+def test_a_diverged_run_is_indexed_and_its_mismatch_is_that_of_the_finite_tokens(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=1)
+    tokens = replace(make_row("a", 0, 0.0).tokens, sampling_logprobs=[-0.5, -1.0, nan], old_logprobs=[-0.75, nan, -inf])
+    with RunFolder(folder) as run:
+        run.write_rollouts(2, "train", [make_row("a", 0, 0.0, tokens=tokens)])
+        run.write_rollouts(3, "train", [make_row("a", 0, 0.0, tokens=replace(tokens, old_logprobs=[nan] * 3))])
+    index = open_index(folder, tmp_path / "cache")
+    groups = index.summaries(index.find(parse_filter({"min_step": "2"})).ids)
+    assert {group["step"]: group["mismatch"] for group in groups} == {2: 0.25, 3: None}
 
 
 def test_lines_of_the_first_version_are_shown(folder, tmp_path):

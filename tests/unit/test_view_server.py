@@ -6,8 +6,9 @@ import http.client
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -31,6 +32,13 @@ class Answer:
 
     def json(self):
         return json.loads(self.content)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +164,24 @@ def test_new_steps_appear_while_the_page_is_served(tmp_path):
     folder = write_run(tmp_path / "run", num_steps=1)
     with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:
         write_step(run, 2, write_image(folder, (0, 0, 0)))
-        end = time.monotonic() + 30
-        while Answer(url, "/api/state").json()["runs"][0]["splits"]["train"]["max_step"] < 2:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: Answer(url, "/api/state").json()["runs"][0]["splits"]["train"]["max_step"] == 2)
         assert Answer(url, "/api/state").json()["runs"][0]["last_step"] == 2
+
+
+def test_a_file_that_cannot_be_indexed_is_a_problem_and_new_metrics_are_read(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=1)
+    with served([folder], tmp_path / "cache") as (url, _), RunFolder(folder) as run:
+
+        def state() -> dict[str, Any]:
+            return Answer(url, "/api/state").json()["runs"][0]
+
+        run.write_rollouts(2, "train", [make_row("a", 0, 0.0, num_tokens=2**70)])  # larger than SQLite's integers
+        wait_until(lambda: state()["problems"])
+        assert "not up to date: OverflowError" in state()["problems"][0]
+        run.append_metrics(2, {"reward/overall": 1.0})
+        wait_until(lambda: state()["last_step"] == 2)
+        (folder / "rollouts" / "step_000002.jsonl").unlink()
+        wait_until(lambda: state()["problems"] == [])
 
 
 def test_with_a_token_only_who_has_it_sees_the_page(tmp_path):
@@ -174,7 +195,24 @@ def test_with_a_token_only_who_has_it_sees_the_page(tmp_path):
         assert "HttpOnly" in cookie
         assert "SameSite=strict" in cookie
         assert Answer(url, "/api/state", headers={"Cookie": cookie.split(";")[0]}).status == 200
-        assert Answer(url, "/api/state", headers={"Cookie": "trigon_view=wrong"}).status == 403
+        name = cookie.partition("=")[0]
+        assert Answer(url, "/api/state", headers={"Cookie": f"{name}=wrong"}).status == 403
+
+
+def test_two_pages_with_tokens_on_one_machine_are_open_in_one_browser(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=1)
+    with (
+        served([folder], tmp_path / "cache", token="first") as (first, _),
+        served([folder], tmp_path / "cache", token="second") as (second, _),
+    ):
+        # As a browser: it keeps one cookie of each name for 127.0.0.1, whatever the port.
+        cookies: dict[str, str] = {}
+        for url in (first, second):
+            opened = Answer(url, urlsplit(url).path + "?" + urlsplit(url).query)
+            name, _, value = opened.headers["Set-Cookie"].split(";")[0].partition("=")
+            cookies[name] = value
+        header = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        assert [Answer(url, "/api/state", headers={"Cookie": header}).status for url in (first, second)] == [200, 200]
 
 
 def test_an_address_that_others_can_reach_needs_a_token():

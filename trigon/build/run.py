@@ -33,6 +33,7 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
+from trigon.config.files import local_sources
 from trigon.config.load import dump_config
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
@@ -133,6 +134,7 @@ def run_training(
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
             warn_if_complete(config, plan, checkpoint, console)
         folder.write_config(dump_config(config))
+        folder.write_local_sources(local_sources(config))
 
         run = make_run(
             config,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from trigon.cli.parser import ArgumentParser
@@ -30,18 +31,17 @@ def main(arguments: Sequence[str]) -> int:
         dtype=options.dtype,
         logits=options.logits,
     )
-    folder: Path = options.output or run.path / "push"
     if options.dry_run:
+        folder: Path = options.output or run.path / "push"
         write_folder(run, options.repo, folder, settings, warn=console.warn, on_progress=console.print)
         console.print(f"written, and not pushed: {folder}; read {folder / 'README.md'}")
         return 0
-    try:
+    with ExitStack() as stack:
+        # Not RUN/push, which --dry-run writes to be read and kept.
+        folder = options.output or Path(stack.enter_context(_temporary_folder(run.path))) / "push"
         address = push(
             run, options.repo, folder, settings, private=options.private, warn=console.warn, on_progress=console.print
         )
-    finally:
-        if options.output is None:
-            shutil.rmtree(folder, ignore_errors=True)
     console.print(f"pushed: {address}")
     return 0
 
@@ -72,9 +72,17 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--license", metavar="ID", help="such as apache-2.0; default: the base model's, where known")
     parser.add_argument("--no-logits", dest="logits", action="store_false", help="as in trigon export")
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder to write; default: RUN/push, removed when it is pushed"
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to write, and keep; default: RUN/push with --dry-run, otherwise a temporary one in RUN",
     )
     return parser
+
+
+def _temporary_folder(run: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder in a run, where there is space for a model, that is removed at the end."""
+    return tempfile.TemporaryDirectory(dir=run, prefix=".push_", ignore_cleanup_errors=True)
 
 
 def _repo(text: str) -> str:

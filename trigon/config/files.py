@@ -127,6 +127,16 @@ def _checkpoint(config: Config) -> Paths:
     return {"trainer.load_checkpoint_path": path} if path else {}
 
 
+def local_sources(config: Config) -> dict[str, str]:
+    """Return the absolute path of each model and dataset that is on this machine, by its text.
+
+    The other models and datasets are hub ids, or objects of a program.
+    """
+    texts = {**_model(config), **_tokenizer(config)}
+    texts |= {**_datasets("data.train_files", config.data.train_files), **_val_files(config)}
+    return {text: str(expand_path(text).absolute()) for text in texts.values()}
+
+
 def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
     """Return problems of datasets and reward functions that were another program's objects.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite, nan, sqrt
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, assert_never, get_args
 
@@ -102,7 +103,8 @@ def learning_curves(
             the ends. Validations are not smoothed. 1: none.
         group_by: see group_runs.
         band: of a group of several runs. std: sample standard deviation. ci95: by Student's t.
-    A group has points at the steps at which all of its runs have the metric.
+    A group has points at the steps at which all of its runs have the metric. A run that is given
+    twice, also by a link, counts once, with a note.
     Raises: ConfigError for an unknown way to group; DataError if a run has no metrics, or none of
     the runs has a metric.
     """
@@ -110,6 +112,8 @@ def learning_curves(
         raise ConfigError(f"the moving mean is over {smooth} values, but must be over at least 1")
     if not runs:
         raise DataError("there are no runs to plot")
+    notes: list[str] = []
+    runs = _distinct(runs, notes.append)
     steps = {run.path: run.metrics() for run in runs}
     for run in runs:
         if not steps[run.path]:
@@ -123,7 +127,6 @@ def learning_curves(
                 "explains the metrics"
             )
     groups = group_runs(runs, group_by)
-    notes: list[str] = []
     curves: list[Curve] = []
     for metric in chosen:
         for group in groups:
@@ -132,6 +135,16 @@ def learning_curves(
                 curves.append(curve)
     names = {group.label: tuple(run.name for run in group.runs) for group in groups}
     return LearningCurves(chosen, tuple(curves), names, x, band, smooth, tuple(dict.fromkeys(notes)))
+
+
+def _distinct(runs: Sequence[RunRecord], note: Callable[[str], None]) -> list[RunRecord]:
+    """Return each run once; two paths of one folder are one run."""
+    found: dict[Path, RunRecord] = {}
+    for run in runs:
+        first = found.setdefault(run.path.resolve(), run)
+        if first is not run:
+            note(f"{first.name} was given more than once, and counts once")
+    return list(found.values())
 
 
 def default_metrics(known: set[str]) -> tuple[str, ...]:

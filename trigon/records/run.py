@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from trigon.records.metrics import METRICS, StepMetrics, read_metrics
 from trigon.records.rollouts import RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
 
 CONFIG = "config.yaml"
+SOURCES = "local_sources.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,23 @@ class RunRecord:
         if not isinstance(content, dict):
             raise DataError(f"{path} contains no configuration")
         return content
+
+    def local_sources(self) -> dict[str, str] | None:
+        """Return the absolute paths of the models and datasets that were on the run's machine.
+
+        Keys are the texts of config.yaml, whose relative paths are of the folder in which the run
+        was started. None: the run did not write them. Raises: DataError for an invalid file.
+        """
+        path = self.path / SOURCES
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{path} is not a JSON object")
+        return {text: str(source) for text, source in content.items()}
 
     def metrics(self) -> list[StepMetrics]:
         """Return the metrics of all steps so far. Raises: CheckpointError for an invalid line."""

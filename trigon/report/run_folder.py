@@ -2,6 +2,7 @@
 
     root/
       config.yaml                       the resolved configuration
+      local_sources.json                paths of the model and the data that are not hub ids
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
@@ -35,7 +36,7 @@ from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
-from trigon.records.run import CONFIG
+from trigon.records.run import CONFIG, SOURCES
 from trigon.terminal import sanitize
 
 BUDGETS = "auto_micro_batch.json"
@@ -67,6 +68,10 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
         _replace(self.path / CONFIG, text.encode())
+
+    def write_local_sources(self, paths: Mapping[str, str]) -> None:
+        """Write local_sources.json: see RunRecord.local_sources."""
+        write_json(self.path / SOURCES, paths, ensure_ascii=False, sync=True)
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json."""

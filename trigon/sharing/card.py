@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from trigon import __version__
 from trigon.config.options import format_value
-from trigon.sharing.facts import RunFacts, Validation, hub_id
+from trigon.sharing.facts import RunFacts, Validation
 
 CURVES = "curves.png"
 """Name of the figure in the folder."""
@@ -57,11 +56,7 @@ def model_card(facts: RunFacts, repo_id: str, *, license_id: str | None, has_cur
 def metadata(facts: RunFacts, name: str, license_id: str | None) -> str:
     """Return the metadata as YAML, with the accuracies of validations on data of the hub."""
     task = "image-text-to-text" if facts.has_vision else "text-generation"
-    # Hub ids; of local files their names.
-    sources = [
-        hub_id(name, "datasets") or Path(name).name
-        for name in (str(source).partition("@")[0] for source in facts.value("data.val_files"))
-    ]
+    sources = facts.val_names
     results = [
         EvalResult(
             task_type=task,

@@ -7,13 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from huggingface_hub import constants
 
 from trigon.config.options import options
 from trigon.errors import DataError
 from trigon.records.rollouts import read_rollouts
 from trigon.records.run import RunRecord
 from trigon.sharing.secrets import hide, short_path
+
+HubKind = Literal["models", "datasets"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CACHED = re.compile(r"(?:^|/)(models|datasets)--([\w.-]+?)--([\w.-]+)(?:/|$)")
@@ -45,7 +49,8 @@ class RunFacts:
     """What a card says of a run.
 
     base_model, datasets: hub ids; None and empty where they are local. base_name, dataset_names:
-    what to call them. changed: options that are not the defaults, without secrets.
+    what to call them. val_names: hub ids; of local files their names. changed: options that are not
+    the defaults, without secrets.
     """
 
     step: int
@@ -53,6 +58,7 @@ class RunFacts:
     base_name: str
     datasets: tuple[str, ...]
     dataset_names: tuple[str, ...]
+    val_names: tuple[str, ...]
     reward: str
     values: Mapping[str, Any]
     changed: Mapping[str, Any]
@@ -82,8 +88,7 @@ def read_facts(
     values = {name: option.default for name, option in known.items()} | given
     record = json.loads((exported / "trigon_export.json").read_text(encoding="utf-8"))
     model = str(values["worker.actor.model.model_path"])
-    sources = [str(source).partition("@")[0] for source in values["data.train_files"]]
-    ids = [hub_id(source, "datasets") for source in sources]
+    sources = sources_of(run, values["data.train_files"])
     changed = {
         name: hide(name, value)
         for name, value in given.items()
@@ -93,10 +98,9 @@ def read_facts(
         step=int(record["step"]),
         base_model=base_model,
         base_name=base_model or "/".join(Path(model).parts[-2:]),
-        datasets=tuple(dict.fromkeys(each for each in ids if each is not None)),
-        dataset_names=tuple(
-            dict.fromkeys(each or Path(source).name for each, source in zip(ids, sources, strict=True))
-        ),
+        datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
+        dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
+        val_names=tuple(name for _, name in sources_of(run, values["data.val_files"])),
         reward=short_path(str(values["worker.reward.reward_function"])),
         values=values,
         changed=changed,
@@ -107,16 +111,52 @@ def read_facts(
     )
 
 
-def hub_id(text: str, kind: str) -> str | None:
+def hub_id(text: str, kind: HubKind) -> str | None:
     """Return the hub id that a path or hub id refers to, or None for a local folder or file.
 
-    kind: "models" or "datasets". A folder of the hub's cache has the id in its name.
+    A folder of the hub's cache has the id in its name. Relative paths are of this folder.
     """
+    name = _possible_id(text, kind)
+    return name if name != text or not Path(text).exists() else None
+
+
+def hub_id_of(run: RunRecord, text: str, kind: HubKind) -> str | None:
+    """Return the hub id that a text of a run's configuration refers to, or None if it was local.
+
+    None also for a run without a record of that, unless the hub's cache on this machine has the id:
+    a relative path (models/mine) looks like an id, and may be one of somebody else.
+    """
+    name = _possible_id(text, kind)
+    if name is None or name != text:
+        return name
+    local = run.local_sources()
+    is_hub = name not in local if local is not None else not Path(text).exists() and _is_cached(name, kind)
+    return name if is_hub else None
+
+
+def is_unknown(run: RunRecord, text: str, kind: HubKind) -> bool:
+    """Return whether a text may be a hub id or a path, and nothing says which."""
+    return run.local_sources() is None and hub_id(text, kind) is not None and hub_id_of(run, text, kind) is None
+
+
+def _possible_id(text: str, kind: HubKind) -> str | None:
     cached = _CACHED.search(text)
     if cached is not None and cached[1] == kind:
         return f"{cached[2]}/{cached[3]}"
     is_id = _HUB_ID.fullmatch(text) is not None and not text.startswith(".")
-    return text if is_id and not Path(text).exists() and Path(text).suffix.lower() not in _FILES else None
+    return text if is_id and Path(text).suffix.lower() not in _FILES else None
+
+
+def _is_cached(name: str, kind: HubKind) -> bool:
+    return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+def sources_of(run: RunRecord, files: Sequence[str]) -> list[tuple[str | None, str]]:
+    """Return the hub id, or None, of each dataset of an option, and what to call it."""
+    local = run.local_sources() or {}
+    texts = [file if file in local else file.rpartition("@")[0] or file for file in files]
+    ids = [hub_id_of(run, text, "datasets") for text in texts]
+    return [(each, each or Path(text).name) for each, text in zip(ids, texts, strict=True)]
 
 
 def read_validations(run: RunRecord, step: int) -> list[Validation]:

@@ -20,9 +20,9 @@ from trigon.errors import CheckpointError, ConfigError, DataError, PushError
 from trigon.json_files import write_json
 from trigon.plotting.curves import learning_curves
 from trigon.plotting.figure import save_plot
-from trigon.records.run import RunRecord
+from trigon.records.run import SOURCES, RunRecord
 from trigon.sharing.card import CURVES, model_card
-from trigon.sharing.facts import hub_id, read_facts
+from trigon.sharing.facts import hub_id, hub_id_of, is_unknown, read_facts
 
 README = "README.md"
 
@@ -119,6 +119,7 @@ def write_folder(
         raise ConfigError(f"{run.path} was trained without LoRA: leave --merged out")
     is_adapter = _is_adapter(run, settings)
     base = public_base(run, settings)
+    _warn_of_unknown(run, settings, warn)
     path = _checkpoint_folder(run, settings.step)
     export_checkpoint(
         path,
@@ -139,7 +140,7 @@ def write_folder(
     elif is_adapter:
         warn(f"this folder cannot be pushed: {_LOCAL_BASE}")
     facts = read_facts(run, folder, base_model=base, has_vision=has_vision, is_adapter=is_adapter)
-    license_id = settings.license_id or base_license(str(facts.value("worker.actor.model.model_path")))
+    license_id = settings.license_id or base_license(run, settings)
     if license_id is None:
         warn("the licence of the base model is not known here, so the card has none: --license sets it")
     has_curves = _draw_curves(run, folder / CURVES, warn)
@@ -151,7 +152,26 @@ def write_folder(
 
 def public_base(run: RunRecord, settings: PushSettings) -> str | None:
     """Return the hub id of the base model, or None if it is a local folder."""
-    return hub_id(settings.base or _model_section(run).get("model_path", ""), "models")
+    if settings.base is not None:
+        return hub_id(settings.base, "models")
+    return hub_id_of(run, _model_path(run), "models")
+
+
+def _warn_of_unknown(run: RunRecord, settings: PushSettings, warn: Callable[[str], None]) -> None:
+    """Warn of a model and data that the card leaves out, as they may be hub ids or paths."""
+    data = run.config().get("data", {})
+    files = [*(data.get("train_files") or ()), *(data.get("val_files") or ())]
+    sources = dict.fromkeys(str(file).rpartition("@")[0] or str(file) for file in files)
+    unknown = [source for source in sources if is_unknown(run, source, "datasets")]
+    advice = ""
+    if settings.base is None and is_unknown(run, _model_path(run), "models"):
+        unknown.insert(0, _model_path(run))
+        advice = "; --base names the base model"
+    if unknown:
+        warn(
+            f"{', '.join(unknown)} may be on the hub or have been a local path: the run has no {SOURCES}, so the "
+            f"metadata of the card leaves it out{advice}"
+        )
 
 
 def _name_base(path: Path, base: str) -> None:
@@ -161,11 +181,13 @@ def _name_base(path: Path, base: str) -> None:
         write_json(path, {**content, "base_model_name_or_path": base}, ensure_ascii=False)
 
 
-def base_license(model_path: str) -> str | None:
-    """Return the licence in the model card of a model folder, or of a hub id in the cache."""
-    card: Path | None = Path(model_path) / README
-    name = hub_id(model_path, "models")
-    if name is not None and card is not None and not card.is_file():
+def base_license(run: RunRecord, settings: PushSettings) -> str | None:
+    """Return the licence in the card of the base model: in its folder, or in the hub's cache."""
+    name = public_base(run, settings)
+    path = settings.base or (run.local_sources() or {}).get(_model_path(run), _model_path(run))
+    # A hub id is no path, even if this folder has one of that name.
+    card = None if path == name else Path(path) / README
+    if name is not None and (card is None or not card.is_file()):
         cached = try_to_load_from_cache(name, README)
         card = Path(cached) if isinstance(cached, str) else None
     if card is None or not card.is_file():
@@ -177,6 +199,10 @@ def base_license(model_path: str) -> str | None:
 
 def _lora_rank(run: RunRecord) -> int:
     return int(_model_section(run).get("lora", {}).get("rank", 0))
+
+
+def _model_path(run: RunRecord) -> str:
+    return str(_model_section(run).get("model_path", ""))
 
 
 def _model_section(run: RunRecord) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import random
 import tempfile
 from pathlib import Path
 
+from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ConfigError
 from trigon.tiny.drawings import PROBLEM, draw
 
@@ -22,10 +23,13 @@ _HERE = Path(__file__).parent
 def write_starter(folder: Path, *, model: str = DEFAULT_MODEL, tiny: bool = False) -> list[Path]:
     """Write the files of a run into a folder, which is made if needed, and return their paths.
 
-    model: a hub id or a folder, as in worker.actor.model.model_path. tiny: make the embedded tiny
-    model in the folder instead, which takes about as long as `trigon tiny`.
-    Raises: ConfigError if one of the files exists already; nothing is written then.
+    model: a hub id, or a folder, which is written as an absolute path, since the run is started
+    from another folder. tiny: make the embedded tiny model in the folder instead, which takes about
+    as long as `trigon tiny`.
+    Raises: ConfigError if model is a path at which there is nothing, or if one of the files exists
+    already; nothing is written then.
     """
+    model_path = "./model" if tiny else json.dumps(_model_path(model))
     rows = [(f"images/{number}.png", number) for number in range(1, NUM_ROWS + 1)]
     names = ["run.yaml", "reward.py", "data.jsonl", *(name for name, _ in rows), *(["model"] if tiny else [])]
     if existing := [name for name in names if (folder / name).exists()]:
@@ -39,12 +43,22 @@ def write_starter(folder: Path, *, model: str = DEFAULT_MODEL, tiny: bool = Fals
     lines = [json.dumps({"problem": PROBLEM, "images": [name], "answer": str(area)}) for name, area in rows]
     (folder / "data.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     template = _HERE / ("run_tiny.yaml" if tiny else "run.yaml")
-    text = template.read_text(encoding="utf-8").replace("MODEL", "./model" if tiny else json.dumps(model), 1)
+    text = template.read_text(encoding="utf-8").replace("MODEL", model_path, 1)
     (folder / "run.yaml").write_text(text, encoding="utf-8")
     (folder / "reward.py").write_bytes((_HERE / "reward_template.py").read_bytes())
     if tiny:
         make_model(folder)
     return [folder / name for name in names]
+
+
+def _model_path(model: str) -> str:
+    """Return a hub id as it is, and the folder of a model as an absolute path."""
+    path = local_path(model)
+    if path is None:
+        return model
+    if not path.exists():
+        raise ConfigError(f"there is no model at {model}{nearest_path(model)}; name a folder, or a hub id (owner/name)")
+    return str(path.resolve())
 
 
 def make_model(folder: Path) -> None:

@@ -187,12 +187,14 @@ def is_solved(row: RolloutRow) -> bool:
 def max_mismatch(row: RolloutRow) -> float | None:
     """Return the largest train-inference mismatch of a token, in nats; None if not stored.
 
-    It is |old_logprobs - sampling_logprobs|.
+    It is |old_logprobs - sampling_logprobs|. A value that is not finite, null in the file, is
+    skipped.
     """
     tokens = row.tokens
     if tokens is None or tokens.old_logprobs is None:
         return None
-    return max((abs(a - b) for a, b in zip(tokens.old_logprobs, tokens.sampling_logprobs, strict=False)), default=None)
+    pairs = zip(tokens.old_logprobs, tokens.sampling_logprobs, strict=False)
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
 
 
 def _text(text: str) -> str:

@@ -83,6 +83,7 @@ class ViewedRun:
         self.name = name
         self.rollouts = IndexedRun(record, index_path(cache, record.path))
         self.metrics = MetricsFile(record.path / METRICS)
+        self._problem = ""
         self._stop = Event()
         self._thread = Thread(target=self._keep_updated, name=f"index of {name}", daemon=True)
 
@@ -104,7 +105,7 @@ class ViewedRun:
     def state(self) -> dict[str, Any]:
         """Return what tells a page whether it is up to date, and what cannot be read."""
         progress = self.rollouts.progress()
-        problems = [self.metrics.problem] if self.metrics.problem else []
+        problems = [problem for problem in (self._problem, self.metrics.problem) if problem]
         return {
             "name": self.name,
             "path": str(self.record.path),
@@ -120,7 +121,11 @@ class ViewedRun:
 
     def _keep_updated(self) -> None:
         while not self._stop.is_set():
-            self.update()
+            try:
+                self.update()
+                self._problem = ""
+            except Exception as error:  # noqa: BLE001 - shown on the page; a dead thread would show nowhere
+                self._problem = f"the page is not up to date: {type(error).__name__}: {error}"
             self._stop.wait(UPDATE_SECONDS)
 
 

@@ -12,6 +12,7 @@ import hmac
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_COOKIE = "trigon_view"
 _MAX_GROUPS = 200
 
 
@@ -98,6 +98,8 @@ class _Guard:
         self._app = app
         self._any_host = any_host
         self._token = token
+        # Cookies are separated by host, not by port: another viewer on this machine has its own.
+        self._cookie = f"trigon_view_{sha256(token.encode()).hexdigest()[:16]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -131,9 +133,9 @@ class _Guard:
             others = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
             url = f"{request.url.path}{'?' if others else ''}{urlencode(others)}"
             response = RedirectResponse("/" if url.startswith("//") else url)
-            response.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return response
-        if self._is_token(request.cookies.get(_COOKIE, "")):
+        if self._is_token(request.cookies.get(self._cookie, "")):
             return None
         return Response("Open the address that `trigon view` printed, with its token.\n", 403, media_type="text/plain")
 
