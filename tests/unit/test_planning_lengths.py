@@ -95,8 +95,45 @@ def test_large_datasets_are_measured_in_part_and_passes_over_them_count(tiny_mod
     config = configured(tiny_model("qwen2"), data, **{"data.train_weights": [2.0]})
     lengths = find_lengths(config, load_hf_config(tiny_model("qwen2")), LengthOptions())
     assert lengths.num_prompts == 2 * len(rows)
-    assert len(lengths.prompts) == 2 * MAX_MEASURED_ROWS
+    assert len(lengths.prompts) == MAX_MEASURED_ROWS
     assert lengths.sources[0] == ("prompts", f"measured in {data} (a sample of its 2,500 rows)")
+
+
+def measure_two(tiny_model, folder, numbers, weights):
+    """Return the lengths of short and long prompts in two datasets, and the mean of each alone."""
+    model = tiny_model("qwen2")
+    files = [folder / "short.jsonl", folder / "long.jsonl"]
+    for file, number, text in zip(files, numbers, ("word", "word " * 30), strict=True):
+        file.write_text((json.dumps({"problem": text, "answer": "a"}) + "\n") * number)
+    hf_config = load_hf_config(model)
+    alone = [find_lengths(configured(model, file), hf_config, LengthOptions()).mean_prompt for file in files]
+    changes = {"data.train_files": [str(file) for file in files], "data.train_weights": weights}
+    return find_lengths(configured(model, files[0], **changes), hf_config, LengthOptions()), *alone
+
+
+@pytest.mark.parametrize(
+    ("numbers", "weights", "share"),
+    [
+        ((2 * MAX_MEASURED_ROWS, 500), (), 8 / 9),
+        ((30, 10), (), 3 / 4),
+        ((20, 20), [0.3, 0.7], 0.3),
+        ((5, 15), [1.0, 2.0], 1 / 7),
+        ((1, 1), [1.0, 1000.0], 1 / 1001),
+    ],
+)
+def test_datasets_count_by_their_share_of_an_epoch(tiny_model, tmp_path, numbers, weights, share):
+    lengths, short, long = measure_two(tiny_model, tmp_path, numbers, weights)
+    assert long > short + 20
+    assert lengths.mean_prompt == pytest.approx(share * short + (1 - share) * long, abs=2e-4 * (long - short))
+    drawn = sum(number * weight for number, weight in zip(numbers, weights or (1, 1), strict=True))
+    assert lengths.num_prompts == round(drawn)
+
+
+def test_the_first_groups_have_prompts_of_all_datasets(tiny_model, tmp_path):
+    lengths, short, _ = measure_two(tiny_model, tmp_path, (300, 100), ())
+    assert len(lengths.prompts) == 400
+    groups = lengths.groups(40, 2)
+    assert sum(group.prompt == short for group in groups) == 30
 
 
 def test_what_is_given_comes_first_then_the_data_then_a_finished_run(tiny_model, tmp_path):

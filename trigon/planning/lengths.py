@@ -32,6 +32,9 @@ from trigon.planning.model import processor_folder
 MAX_MEASURED_ROWS = 2000
 """Rows of a dataset that are measured, evenly spaced if it has more."""
 
+MIXED_PROMPTS = 5000
+"""Prompts, at least, that stand for several datasets of which an epoch draws unequal parts."""
+
 _TEXT_TOKENS = 128
 _IMAGE_PIXELS = 512 * 512
 
@@ -68,7 +71,8 @@ class PromptLengths:
 class Lengths:
     """What a plan knows or assumes of the data.
 
-    prompts: measured ones, or one that stands for all. num_prompts: usable training prompts; None:
+    prompts: measured ones, each as often as its share of an epoch asks, or one that stands for
+    all. num_prompts: usable training prompts; None:
     unknown. num_val_prompts: likewise, for validation.
     response_tokens: of a completion, in the mean. longest_response: of a step.
     sources: (what, where it comes from), for people.
@@ -232,8 +236,8 @@ def _measure(
         max_pixels=data.max_pixels,
     )
     builder = open_builder(config, processors)
-    prompts: list[PromptLengths] = []
-    drawn, num_rows = 0.0, 0
+    parts: list[tuple[list[PromptLengths], float]] = []
+    num_rows = 0
     for spec, weight in zip(data.train_files, _weights(config), strict=True):
         source = opened.get(spec) or open_source(spec)
         here = builder.with_default_image_dir(source.folder)
@@ -246,12 +250,35 @@ def _measure(
                 usable.append(PromptLengths(*here.measure(source.rows[index], f"{source.name}:{index}")))
             except UnusableRow:
                 continue
-        prompts += usable * max(1, round(weight))
-        drawn += weight * rows * len(usable) / len(chosen)
+        parts.append((usable, weight * rows * len(usable) / len(chosen)))
         num_rows += rows
+    prompts = mix_prompts(parts)
     if not prompts:
         return None, f"no row of {', '.join(data.train_files)} can be used"
-    return (prompts, round(drawn), num_rows), ""
+    return (prompts, round(sum(drawn for _, drawn in parts)), num_rows), ""
+
+
+def mix_prompts(parts: Sequence[tuple[Sequence[PromptLengths], float]]) -> list[PromptLengths]:
+    """Return prompts of several datasets, each with its share, evenly mixed.
+
+    A single dataset, or several whose prompts are all drawn equally often, are returned with each
+    prompt once; otherwise prompts are repeated or left out, so that the shares hold to 1 in 10,000.
+    parts: of each dataset, its measured prompts, and how many of its prompts an epoch draws.
+    """
+    parts = [(prompts, drawn) for prompts, drawn in parts if prompts]
+    rates = [drawn / len(prompts) for prompts, drawn in parts]
+    counts = [len(prompts) for prompts, _ in parts]
+    if rates and max(rates) > min(rates) * (1 + 1e-9):
+        number = max(MIXED_PROMPTS, sum(counts))
+        total = sum(drawn for _, drawn in parts)
+        counts = [max(1, round(number * drawn / total)) for _, drawn in parts]
+    placed = []
+    for part, ((prompts, _), count) in enumerate(zip(parts, counts, strict=True)):
+        for number in range(count):
+            # Fewer than there are: evenly spaced ones. More: all in turn.
+            index = number * len(prompts) // count if count < len(prompts) else number % len(prompts)
+            placed.append(((number + 0.5) / count, part, prompts[index]))
+    return [prompt for _, _, prompt in sorted(placed, key=lambda each: each[:2])]
 
 
 def _evenly_spaced(rows: int, number: int) -> Sequence[int]:
