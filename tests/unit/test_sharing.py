@@ -23,7 +23,7 @@ from trigon.records.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
 from trigon.sharing.card import CURVES, model_card
 from trigon.sharing.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
-from trigon.sharing.push import PushSettings, base_license, public_base
+from trigon.sharing.push import PushSettings, base_license, public_base, warn_of_unknown
 from trigon.sharing.secrets import HIDDEN, hide
 
 ROW = RolloutRow(
@@ -281,6 +281,11 @@ def test_a_run_that_does_not_say_what_was_local_has_the_hub_ids_of_the_cache(tmp
     monkeypatch.chdir(tmp_path)
     assert public_base(run, PushSettings()) is None
     assert is_unknown(run, BASE, "models")
+    warnings: list[str] = []
+    warn_of_unknown(run, PushSettings(), warnings.append)
+    warn_of_unknown(run, PushSettings(base=BASE), warnings.append)
+    assert [text.partition(" may be ")[0] for text in warnings] == [f"{BASE}, hiyouga/geometry3k", "hiyouga/geometry3k"]
+    assert ["--base names the base model" in text for text in warnings] == [True, False]
     (tmp_path / "cache" / "models--Qwen--Qwen2.5-VL-3B-Instruct").mkdir(parents=True)
     assert public_base(run, PushSettings()) == BASE
     assert not is_unknown(run, BASE, "models")

@@ -124,7 +124,7 @@ def hub_id_of(run: RunRecord, text: str, kind: HubKind) -> str | None:
     """Return the hub id that a text of a run's configuration refers to, or None if it was local.
 
     None also for a run without a record of that, unless the hub's cache on this machine has the id:
-    a relative path (models/mine) looks like an id, and may be one of another user.
+    a relative path (models/mine) looks like an id, and may be the id of another model.
     """
     name = _possible_id(text, kind)
     if name is None or name != text:

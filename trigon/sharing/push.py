@@ -119,7 +119,7 @@ def write_folder(
         raise ConfigError(f"{run.path} was trained without LoRA: leave --merged out")
     is_adapter = _is_adapter(run, settings)
     base = public_base(run, settings)
-    _warn_of_unknown(run, settings, warn)
+    warn_of_unknown(run, settings, warn)
     path = _checkpoint_folder(run, settings.step)
     export_checkpoint(
         path,
@@ -157,7 +157,7 @@ def public_base(run: RunRecord, settings: PushSettings) -> str | None:
     return hub_id_of(run, _model_path(run), "models")
 
 
-def _warn_of_unknown(run: RunRecord, settings: PushSettings, warn: Callable[[str], None]) -> None:
+def warn_of_unknown(run: RunRecord, settings: PushSettings, warn: Callable[[str], None]) -> None:
     """Warn of a model and data that the card leaves out, as they may be hub ids or paths."""
     data = run.config().get("data", {})
     files = [*(data.get("train_files") or ()), *(data.get("val_files") or ())]
