@@ -292,7 +292,7 @@ def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, 
 def test_the_error_of_a_cluster_that_is_too_small_names_what_is_required_and_available(made, two_nodes, tmp_path):
     folder = tmp_path / "run"
     process = train(made, folder, "trainer.nnodes=2", "trainer.n_gpus_per_node=3", environment=two_nodes)
-    assert process.wait(timeout=120) == 1
+    assert process.wait(timeout=120) == 2
     log = log_of(folder).read_text()
     assert "ConfigError: trainer.nnodes=2 and trainer.n_gpus_per_node=3 ask for 2 nodes with 3 CPUs" in log
     assert "has 1 CPUs" in log

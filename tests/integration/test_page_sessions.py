@@ -47,7 +47,7 @@ def script_of(blocks: Sequence[Block]) -> str:
                 lines.append("server=$!\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT")
                 lines.append(UNTIL_IT_ANSWERS.format(url=shlex.quote(block.value)))
             case "run":
-                code = f"{sys.executable} - <<'END OF THE CODE'\n{block.text}END OF THE CODE"
+                code = f"python - <<'END OF THE CODE'\n{block.text}END OF THE CODE"
                 lines.append(code if block.language == "python" else block.text)
     return "\n".join(lines) + "\n"
 
