@@ -141,7 +141,15 @@ def test_a_run_from_python_has_the_numbers_of_the_command_line_stops_resumes_and
     assert without_files(tmp_path / "python") == without_files(tmp_path / "command")
 
 
+def without_bytes(folder: Path) -> list[dict]:
+    """Return the metrics without the bytes that were sent: images in memory are other files."""
+    return [
+        line | {"metrics": {key: value for key, value in line["metrics"].items() if not key.startswith("moved/")}}
+        for line in lines(folder)
+    ]
+
+
 def test_two_workers_have_the_numbers_of_the_command_line(made: Path, data: Path, tmp_path: Path) -> None:
     run_script(made, data, tmp_path / "python", "2")
     run_command(made, data, tmp_path / "command", "trainer.n_gpus_per_node=2")
-    assert lines(tmp_path / "python") == lines(tmp_path / "command")
+    assert without_bytes(tmp_path / "python") == without_bytes(tmp_path / "command")
