@@ -14,12 +14,13 @@ import random
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from trigon.checks.catalogue import CHECKS, CONFIGURATION, check_run
 from trigon.checks.machine import Machine
 from trigon.checks.report import console_lines, summary
-from trigon.checks.result import KINDS
+from trigon.checks.result import KINDS, Findings, Result
 from trigon.tiny.drawings import PROBLEM, draw
 
 PAGE = Path(__file__).parents[1] / "docs" / "check.md"
@@ -68,10 +69,27 @@ def example() -> str:
             report = check_run(Path("run.yaml"), machine=MACHINE)
         finally:
             os.chdir(before)
-        text = "\n".join([*map(console_lines, report.results), "", summary(report)])
-    text = text.replace(str(folder), "/runs/first")
+    # Before the text is broken into lines, since temporary folders have names of different lengths.
+    results = [in_folder(result, folder, "/runs/first") for result in report.results]
+    text = "\n".join([*map(console_lines, results), "", summary(report)])
     text = re.sub(r"(?m)^(pass      versions      ).*(?:\n {24}.*)*", r"\1...", text)
     return re.sub(r"in [\d.]+ s:", "in ... s:", text)
+
+
+def in_folder(result: Result, folder: Path, shown: str) -> Result:
+    """Return the result with another name for the folder."""
+
+    def renamed(text: str) -> str:
+        return text.replace(str(folder), shown)
+
+    problems = tuple(
+        replace(p, message=renamed(p.message), advice=renamed(p.advice), examples=tuple(map(renamed, p.examples)))
+        for p in result.findings.problems
+    )
+    text, brief = renamed(result.findings.text), renamed(result.findings.summary)
+    return replace(
+        result, reason=renamed(result.reason), findings=Findings(summary=brief, problems=problems, text=text)
+    )
 
 
 def table() -> str:

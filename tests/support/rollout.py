@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,16 @@ def unreadable_weights() -> LocalWeights:
 
 
 NO_WEIGHTS = handle_of({})
+
+
+class Phases:
+    """Records the phases that were announced: (name, total, progress), outermost last."""
+
+    def __init__(self) -> None:
+        self.announced: list[tuple[str, int | None, int]] = []
+
+    @contextmanager
+    def __call__(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        done: list[int] = []
+        yield done.append
+        self.announced.append((name, total, sum(done)))

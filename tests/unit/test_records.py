@@ -12,7 +12,7 @@ import pytest
 from trigon.errors import DataError
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import SCHEMA_VERSION, RolloutRow, TokenRecord, find_rollouts, read_rollouts
-from trigon.records.run import open_run
+from trigon.records.run import flatten, open_run
 from trigon.report.run_folder import RunFolder
 
 ROW = RolloutRow(
@@ -112,3 +112,13 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
         open_run(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         open_run(tmp_path / "missing")
+
+
+def test_a_configuration_is_flat_with_dotted_keys():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_mappings_that_are_values_stay_whole():
+    config = {"a": {"b": {"c": 1}, "d": {}}}
+    assert flatten(config) == {"a.b.c": 1, "a.d": {}}
+    assert flatten(config, mappings=["a.b"]) == {"a.b": {"c": 1}}

@@ -1,11 +1,11 @@
 """collect() samples and scores groups, in order; scoring overlaps with sampling."""
 
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 
-from support.rollout import NO_WEIGHTS
+from support.rollout import NO_WEIGHTS, Phases
 from trigon.errors import EngineError, RewardError
 from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
@@ -45,19 +45,6 @@ def rewards(tmp_path):
     )
     yield pool
     pool.close()
-
-
-class Phases:
-    """Records the phases that were announced: (name, total, progress)."""
-
-    def __init__(self):
-        self.announced = []
-
-    @contextmanager
-    def __call__(self, name, *, total=None):
-        done = []
-        yield done.append
-        self.announced.append((name, total, sum(done)))
 
 
 def make_prompts():

@@ -1,14 +1,13 @@
 """Validation samples the complete set, in calls of a given size, with the same seeds each time."""
 
 import json
-from contextlib import contextmanager
 
 import datasets
 import pytest
 from PIL import Image
 
 from support.builders import make_builder
-from support.rollout import NO_WEIGHTS
+from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.dataset import open_prompts
 from trigon.data.mixture import mix
 from trigon.errors import BadRow
@@ -24,19 +23,6 @@ REWARD_TYPE = "sequential"
 def reward(completion):
     return {"overall": float(completion["response"].split()[0] == completion["ground_truth"])}
 """
-
-
-class Phases:
-    """Records the phases that were announced: (name, total, progress), outermost last."""
-
-    def __init__(self):
-        self.announced = []
-
-    @contextmanager
-    def __call__(self, name, *, total=None):
-        done = []
-        yield done.append
-        self.announced.append((name, total, sum(done)))
 
 
 class RecordingEngine(FakeEngine):

@@ -17,7 +17,7 @@ from trigon.records.run import open_run
 from trigon.report.run_folder import RunFolder
 from trigon.view.filters import CHOICES, RolloutFilter, parse_filter
 from trigon.view.index import IndexedRun, index_path
-from trigon.view.runs import MetricsFile, flat, open_runs
+from trigon.view.runs import MetricsFile, open_runs
 
 
 @pytest.fixture
@@ -246,7 +246,3 @@ def test_a_cache_that_cannot_be_made_is_an_error(folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="choose another --cache"):
         open_runs([folder], cache=tmp_path / "file" / "cache")
-
-
-def test_a_configuration_is_flat_with_dotted_keys():
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}

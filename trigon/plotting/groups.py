@@ -11,7 +11,7 @@ from typing import Any
 
 from trigon.config.options import format_value, options
 from trigon.errors import ConfigError
-from trigon.records.run import RunRecord
+from trigon.records.run import RunRecord, flatten
 from trigon.suggestions import nearest_key
 
 SEED = "seed"
@@ -80,29 +80,17 @@ def comparable(run: RunRecord) -> dict[str, Any]:
     the run folder is *, and "seed3" is "seed*" in a run with seed 3: trigon quickstart makes the
     model and the data of a run next to it, from its seed.
     """
-    given = _flatten(run.config())
+    defaults = {option.name: option.default for option in options().values()}
+    given = flatten(run.config(), mappings=defaults)
     if not given:
         return {}
-    values = {option.name: option.default for option in options().values()} | given
+    values = defaults | given
     saved = values.get("trainer.save_checkpoint_path")
     parents = {str(run.path.parent), str(run.path.resolve().parent), *([str(Path(saved).parent)] if saved else [])}
     seeds = {str(value) for name, value in values.items() if _is_seed(name) and value is not None}
     return {
         name: _replace(value, parents - {".", "/"}, seeds) for name, value in values.items() if name not in NOT_COMPARED
     }
-
-
-def _flatten(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the values of nested sections by dotted names; an option that is a mapping is one."""
-    known = {option.name for option in options().values()}
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{path}{key}"
-        if isinstance(value, Mapping) and name not in known:
-            flat |= _flatten(value, f"{name}.")
-        else:
-            flat[name] = value
-    return flat
 
 
 def _is_seed(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,3 +103,21 @@ def open_run(path: Path) -> RunRecord:
 def is_run(path: Path) -> bool:
     """Return whether a folder is that of a run."""
     return path.is_dir() and ((path / METRICS).is_file() or (path / CONFIG).is_file() or (path / "rollouts").is_dir())
+
+
+def flatten(config: Mapping[str, Any], *, mappings: Collection[str] | None = None) -> dict[str, Any]:
+    """Return a nested configuration with dotted keys: {"trainer.max_steps": 3}.
+
+    mappings: names whose value is a mapping; every other mapping is a section. None: not known, so
+    that only empty mappings are values.
+    """
+
+    def entries(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and (value if mappings is None else name not in mappings):
+                yield from entries(value, f"{name}.")
+            else:
+                yield name, value
+
+    return dict(entries(config, ""))

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from trigon.config.options import options
 from trigon.errors import DataError
 from trigon.records.rollouts import read_rollouts
-from trigon.records.run import RunRecord
+from trigon.records.run import RunRecord, flatten
 from trigon.sharing.secrets import hide, short_path
 
 HubKind = Literal["models", "datasets"]
@@ -84,7 +84,7 @@ def read_facts(
     if not config:
         raise DataError(f"{run.path} has no config.yaml, from which the model card is made")
     known = {option.name: option for option in options().values()}
-    given = _flatten(config, known)
+    given = flatten(config, mappings=known)
     values = {name: option.default for name, option in known.items()} | given
     record = json.loads((exported / "trigon_export.json").read_text(encoding="utf-8"))
     model = str(values["worker.actor.model.model_path"])
@@ -188,17 +188,6 @@ def count_prompts(run: RunRecord, step: int) -> dict[str, int]:
         dataset = re.sub(r"[^\w.-]", "-", prompt_id.rpartition(":")[0])
         counts[dataset] = counts.get(dataset, 0) + 1
     return counts
-
-
-def _flatten(config: Mapping[str, Any], known: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{path}{key}"
-        if isinstance(value, Mapping) and name not in known:
-            flat |= _flatten(value, known, f"{name}.")
-        else:
-            flat[name] = value
-    return flat
 
 
 def _equal(value: Any, default: Any) -> bool:

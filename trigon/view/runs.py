@@ -10,7 +10,7 @@ from typing import Any
 
 from trigon.errors import CheckpointError, DataError
 from trigon.records.metrics import METRICS, StepMetrics, parse_step
-from trigon.records.run import RunRecord, open_run
+from trigon.records.run import RunRecord, flatten, open_run
 from trigon.view.index import IndexedRun, index_path
 
 UPDATE_SECONDS = 2.0
@@ -160,17 +160,6 @@ def _short_names(paths: Sequence[Path]) -> Mapping[Path, str]:
     return {path: str(path) for path in paths}
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration with dotted keys: {"trainer.max_steps": 3}."""
-    result: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
-    return result
-
-
 def configurations(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     """Return every key of the runs' configurations, with its value in each.
 
@@ -180,7 +169,7 @@ def configurations(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     problems = []
     for run in runs:
         try:
-            flats.append(flat(run.record.config()))
+            flats.append(flatten(run.record.config()))
         except (DataError, OSError) as error:
             problems.append(str(error))
             flats.append({})

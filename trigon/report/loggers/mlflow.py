@@ -10,8 +10,9 @@ from typing import Any
 from PIL import Image
 
 from trigon.json_files import write_json
+from trigon.records.run import flatten
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import COLUMNS, cells, flat, image_strip
+from trigon.report.loggers.samples import COLUMNS, cells, image_strip
 
 
 class MLflowLogger:
@@ -48,7 +49,7 @@ class MLflowLogger:
             created = client.create_run(experiment_id, run_name=run.experiment)
             self._run_id = created.info.run_id
             write_json(record, {"run_id": self._run_id, "server_sha256": server})
-            parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
+            parameters = [mlflow.entities.Param(key, str(value)[:500]) for key, value in flatten(run.config).items()]
             for start in range(0, len(parameters), 100):  # a server takes 100 at a time
                 client.log_batch(self._run_id, params=parameters[start : start + 100])
         return f"run {self._run_id}"

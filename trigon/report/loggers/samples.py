@@ -7,8 +7,7 @@ import html
 import io
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from PIL import Image
 
@@ -115,17 +114,6 @@ def as_html(samples: Sequence[Sample]) -> str:
         )
         lines.append(f"<tr><td>{images}</td>{texts}</tr>")
     return "\n".join((*lines, "</table>"))
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration with dotted keys."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[f"{prefix}{key}"] = value
-    return values
 
 
 def one_per_prompt(samples: Sequence[Sample]) -> list[tuple[str, Image.Image]]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from trigon.records.run import flatten
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
-from trigon.report.loggers.samples import as_text, flat, one_per_prompt
+from trigon.report.loggers.samples import as_text, one_per_prompt
 
 
 class TensorBoardLogger:
@@ -29,7 +30,7 @@ class TensorBoardLogger:
             folder = self._all_experiments / run.project / run.experiment
         # purge_step: TensorBoard hides earlier events from this step on.
         self._writer = SummaryWriter(str(folder), purge_step=run.first_step)
-        self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in flat(run.config).items())), 0)
+        self._writer.add_text("config", _as_code("\n".join(f"{k}: {v}" for k, v in flatten(run.config).items())), 0)
         return str(folder)
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
