@@ -13,7 +13,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-oldest test-loggers bench docs lint format clean
+.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-faults test-oldest test-loggers bench docs lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -39,6 +39,10 @@ test-all: test laptop-model ## the same, then every algorithm, model family, rec
 
 test-unit: $(VENV)/.ready ## unit tests only
 	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit
+
+test-faults: $(VENV)/.ready ## every fault and attack of docs/reliability.md, and longer fuzzing (under 25 minutes on 2 cores)
+	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) --hypothesis-profile faults -m "faults and not alone"
+	$(VENV)/$(PYTEST) $(DURATIONS) --hypothesis-profile faults -m "faults and alone"
 
 test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported transformers
 	$(VENV_OLDEST)/$(PYTEST) $(PARALLEL) -m "not alone"

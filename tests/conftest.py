@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from trigon.garbage import set_gc_threshold
 
@@ -40,6 +41,14 @@ os.environ.update(
         "VLLM_NO_USAGE_STATS": "1",
     }
 )
+
+
+# `make test` tries the same few inputs each time; `make test-faults` many, and other ones each time.
+settings.register_profile("quick", max_examples=30, derandomize=True, database=None, deadline=None)
+settings.register_profile(
+    "faults", max_examples=1000, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
