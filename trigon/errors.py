@@ -10,7 +10,8 @@
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
-    `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
 Every message says what was wrong, gives the value, and says what to do.
 """
@@ -56,6 +57,10 @@ class WorkerError(EngineError):
 
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
+
+
+class WatchError(TrigonError):
+    """A watcher (trainer.watch) stopped the run."""
 
 
 class PushError(TrigonError):

@@ -188,6 +188,11 @@ class CheckpointStore:
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=resumable)
 
+    def last_before(self, step: int) -> Path | None:
+        """Return the newest checkpoint of an earlier step than this one, or None; not verified."""
+        earlier = {saved: folder for saved, folder in self._complete_folders().items() if saved < step}
+        return earlier[max(earlier)] if earlier else None
+
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.
 

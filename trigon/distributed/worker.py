@@ -44,6 +44,7 @@ from trigon.training.memory import memory_of
 from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.watch.meter import measure_worker
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -253,7 +254,7 @@ class Worker:
         engines = self._require_engines
         metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
         images = {} if engines.images is None else engines.images.pop_metrics()
-        return {**metrics, **images, **gpu_memory_metrics()}
+        return {**metrics, **images, **gpu_memory_metrics(), **measure_worker()}
 
     # -- traces --
 
