@@ -18,6 +18,7 @@ from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
 from trigon.errors import WatchError
+from trigon.garbage import return_freed_memory
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
@@ -285,6 +286,8 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
             if stopping:
                 run.store.wait()
     run.hooks.step(step, recorded)
+    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
+        return_freed_memory()
     if alarm is not None:
         raise WatchError(describe_stop(run, step, alarm))
     return stopping

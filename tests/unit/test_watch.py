@@ -152,24 +152,43 @@ def test_a_second_episode_warns_again_after_as_many_steps_without():
     assert [step for step, watched in said.items() if watched.new] == [5, 20]
 
 
-@pytest.mark.parametrize("gap", [{"actor/entropy": float("nan")}, {"actor/entropy": float("inf")}, None])
-def test_a_step_without_the_number_neither_counts_nor_ends_a_series(gap):
+def warned_with_gaps(key: str, failing: float, gap: float | None) -> list[int]:
+    """Return when a run warns whose steps 2 to 4 have no number; None: not even the metric."""
     watch = open_watch()
     raised = []
-    for step in range(1, 9):
-        numbers = {**HEALTHY, "actor/entropy": 0.001}
+    for step in range(1, 13):
+        numbers = {**HEALTHY, key: failing}
         if step in (2, 3, 4):
-            numbers |= gap or {}
+            numbers[key] = gap if gap is not None else 0.0
             if gap is None:
-                del numbers["actor/entropy"]
+                del numbers[key]
         if observe(watch, step, numbers).new:
             raised.append(step)
-    assert raised == [8]
+    return raised
+
+
+@pytest.mark.parametrize("gap", [float("nan"), float("inf"), None])
+def test_a_step_without_the_number_neither_counts_nor_ends_a_series(gap):
+    assert warned_with_gaps("actor/kl_loss", 9.0, gap) == [8]
+
+
+def test_a_step_without_an_update_has_the_entropy_of_the_step_before():
+    assert warned_with_gaps("actor/entropy", 0.001, None) == [5]
+    assert warned_with_gaps("actor/entropy", 0.001, float("nan")) == [8]
+    assert warned_with_gaps("actor/entropy", 0.4, None) == []
 
 
 def test_rules_that_compare_with_the_start_say_nothing_before_there_is_a_start():
-    shrinking = [{"response_length/mean": 200.0 / 2**step} for step in range(9)]
-    assert run_steps(open_watch(), shrinking) == {}
+    norms = [{"actor/grad_norm": 1000.0**step} for step in range(9)]
+    assert run_steps(open_watch(steps=1), norms) == {}
+    assert list(run_steps(open_watch(steps=1), [*norms, *norms])) != []
+
+
+def test_a_collapse_within_a_few_steps_is_found():
+    # As in a run of a tiny model that was paid for short completions.
+    lengths = [19.0, 12.1, 2.8, 1.9, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    said = run_steps(open_watch(), [{"response_length/mean": length} for length in lengths])
+    assert [step for step, watched in said.items() if watched.new] == [9]
 
 
 def test_nothing_is_said_of_what_the_configuration_asks_for():

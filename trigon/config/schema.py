@@ -690,14 +690,14 @@ class WatchConfig(Section):
     """length: share of completions cut at data.max_response_length."""
 
     min_length_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """length: mean length as a share of that of the first 10 steps."""
+    """length: mean length as a share of that of the first 3 steps."""
 
     max_failed_fraction: float = Field(default=0.05, ge=0, lt=1)
     """reward_failures: share of a step's completions.
     More than worker.reward.max_failed_fraction of them end the run in any case."""
 
     max_mismatch_growth: float = Field(default=5.0, gt=1, le=1e12)
-    """mismatch: times the mean difference of log-probabilities of the first 10 steps."""
+    """mismatch: times the mean difference of log-probabilities of the first 3 steps."""
 
     max_mismatch_kl: float = Field(default=0.1, gt=0, le=1e6)
     """mismatch: nats per token between engine and trainer (mismatch/k3)."""

@@ -34,7 +34,7 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import set_gc_threshold
+from trigon.garbage import return_freed_memory, set_gc_threshold
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
@@ -279,6 +279,8 @@ class Worker:
         assert self._write_state is not None, "stage_state() has not been called"
         write, self._write_state = self._write_state, None
         write()
+        del write
+        return_freed_memory()
 
     def load_state(self, folder: Path) -> None:
         """Load this rank's part of a checkpoint, which any number of ranks may have written."""

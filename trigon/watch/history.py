@@ -11,11 +11,16 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-FIRST_STEPS = 10
-"""How many values the level at the start is the median of."""
+FIRST_STEPS = 3
+"""How many values the level at the start is the median of: so few that a fast collapse is not yet
+among them.
+"""
 
 LATEST_STEPS = 20
-"""How many values the level until now is the median of."""
+"""How many values at most the level until now is the median of."""
+
+LEAST_LATEST_STEPS = 10
+"""The same at least."""
 
 
 @dataclass(slots=True)
@@ -47,9 +52,9 @@ class History:
         return median(values) if len(values) == FIRST_STEPS else None
 
     def level_until_now(self, key: str) -> float | None:
-        """Return the median of the latest absolute values; None until there are FIRST_STEPS."""
+        """Return the median of the latest absolute values; None at the start."""
         values = self.latest.get(key, [])
-        return median(map(abs, values)) if len(values) >= FIRST_STEPS else None
+        return median(map(abs, values)) if len(values) >= LEAST_LATEST_STEPS else None
 
     def state(self) -> dict[str, Any]:
         """Return what load_state takes, as JSON."""

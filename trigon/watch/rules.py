@@ -63,7 +63,8 @@ class Rule:
     """One way in which training fails.
 
     needs: the metrics without which a step says nothing. judge: see Judge. means: what it usually
-    means. advice: what to do.
+    means. advice: what to do. lasts: a step without the metrics has those of the step before: where
+    no group has an advantage there is no update, and the policy stays as it is.
     """
 
     watcher: WatcherName
@@ -72,9 +73,12 @@ class Rule:
     judge: Judge
     means: str
     advice: str
+    lasts: bool = False
 
     def look(self, metrics: Mapping[str, float], history: History, thresholds: Thresholds) -> str | bool:
         """Return what is wrong with a step; False: nothing; True: the step does not say."""
+        if self.lasts and all(key not in metrics for key in self.needs):
+            metrics = {key: values[-1] for key in self.needs if (values := history.latest.get(key))}
         if not all(isfinite(metrics.get(key, float("nan"))) for key in self.needs):
             return True
         return self.judge(metrics, history, thresholds) or False
@@ -193,6 +197,7 @@ RULES: tuple[Rule, ...] = (
         "The policy samples the same completions again and again, and can find no better ones.",
         "Lower worker.actor.optim.lr, raise worker.actor.entropy_coeff or worker.actor.clip_ratio_high, or add a KL "
         "term (algorithm.disable_kl=false)",
+        lasts=True,
     ),
     Rule(
         "length",
@@ -241,5 +246,11 @@ RULES: tuple[Rule, ...] = (
 )
 """All rules but that of the validation, which compares with the best so far, and the memory's."""
 
-REMEMBERED = ("actor/pg_loss", "actor/grad_norm", "response_length/mean", "mismatch/logprobs_diff_mean")
+REMEMBERED = (
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "response_length/mean",
+    "mismatch/logprobs_diff_mean",
+)
 """The metrics whose history the rules read."""
