@@ -47,18 +47,24 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="soak_"))
     try:
-        points = soak(folder, arguments.steps, arguments.engine, arguments.overrides)
+        points, status = soak(folder, arguments.steps, arguments.engine, arguments.overrides)
         metrics = read_metrics(folder / "run")
         if arguments.output is not None:
             arguments.output.write_text(json.dumps({"points": points, "metrics": metrics}), encoding="utf-8")
         print(report(points, metrics, engine=arguments.engine), flush=True)
+        if status != 0:
+            tail = (folder / "run.log").read_text(encoding="utf-8")[-3000:]
+            raise SystemExit(f"the run ended with status {status} before step {arguments.steps}:\n{tail}")
     finally:
         if arguments.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def soak(folder: Path, steps: int, engine: str, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """Train for this number of steps, and return what was measured after each step seen."""
+def soak(folder: Path, steps: int, engine: str, overrides: Sequence[str]) -> tuple[list[dict[str, float]], int]:
+    """Train for this number of steps.
+
+    Returns: what was measured after each step seen, and the exit status of the run.
+    """
     subprocess.run([sys.executable, "-m", "trigon.cli", "tiny", str(folder), "--max-updates", "60"], check=True)
     run = folder / "run"
     command = [
@@ -82,10 +88,7 @@ def soak(folder: Path, steps: int, engine: str, overrides: Sequence[str]) -> lis
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    if process.returncode != 0:
-        tail = (folder / "run.log").read_text(encoding="utf-8")[-3000:]
-        raise SystemExit(f"the run ended with status {process.returncode} after {len(points)} points:\n{tail}")
-    return points
+    return points, process.returncode
 
 
 def watch(process: subprocess.Popen[bytes], run: Path) -> list[dict[str, float]]:
