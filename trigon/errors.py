@@ -9,6 +9,7 @@
     |-- EngineError        an engine violated its protocol
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
+    |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
     `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
 
@@ -52,6 +53,10 @@ class ParityError(EngineError):
 
 class WorkerError(EngineError):
     """A worker died, hung, or raised an unexpected error. All other workers were stopped."""
+
+
+class NotFiniteError(TrigonError):
+    """Training has diverged: weights, gradients or log-probabilities are nan or infinite."""
 
 
 class CheckpointError(TrigonError):

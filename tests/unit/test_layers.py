@@ -23,6 +23,7 @@ LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
     "evaluation": 7, "api": 7,
     "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "validation": 6, "parity": 6,
+    "skipped_updates": 6,
     "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
@@ -63,6 +64,7 @@ NEIGHBOURS = {
     ("loop", "parity"),
     ("loop", "batch"),
     ("loop", "train_groups"),
+    ("loop", "skipped_updates"),
 }
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.

@@ -57,7 +57,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
-from trigon.training.checkpointing import check_lora_rank, read_updates
+from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 
 
 def run_training(
@@ -257,7 +257,11 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
     """Return the store of the checkpoints in the run folder."""
     trainer = config.trainer
     return CheckpointStore(
-        folder.path, keep=trainer.save_limit, background=trainer.save_in_background, warn=console.warn
+        folder.path,
+        keep=trainer.save_limit,
+        background=trainer.save_in_background,
+        warn=console.warn,
+        check_actor=require_finite_files,
     )
 
 
@@ -269,10 +273,10 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     other way round.
     """
     trainer = config.trainer
+    checkpoint: Checkpoint | None
     if trainer.load_checkpoint_path is not None:
-        checkpoint: Checkpoint | None = open_checkpoint(
-            Path(trainer.load_checkpoint_path), resumable=not trainer.val_only
-        )
+        checkpoint = open_checkpoint(Path(trainer.load_checkpoint_path), resumable=not trainer.val_only)
+        require_finite_files(checkpoint.actor)
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
     if checkpoint is not None and not trainer.val_only:
@@ -382,6 +386,7 @@ def make_run(
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
+        max_skipped_updates=config.trainer.max_skipped_updates,
         token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,

@@ -90,16 +90,24 @@ class CheckpointStore:
     keep=1 can leave two. background: save returns as soon as copies are taken, and a thread writes,
     hashes and publishes them, one save at a time; the process does not end before it is done.
     warn: called with a message for a damaged checkpoint, a fallback to an earlier one, and a
-    folder that could not be removed.
+    folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
+    content cannot be used although its files are as they were written; None: not asked.
     """
 
     def __init__(
-        self, root: Path, *, keep: int, background: bool = False, warn: Callable[[str], None] = warnings.warn
+        self,
+        root: Path,
+        *,
+        keep: int,
+        background: bool = False,
+        warn: Callable[[str], None] = warnings.warn,
+        check_actor: Callable[[Path], None] | None = None,
     ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._warn = warn
+        self._check_actor = check_actor
         self._pending: tuple[int, Future[None]] | None = None  # the step being saved in the background
 
     def save(self, step: int, *, write: Write, progress: Mapping[str, Any], score: float | None) -> None:
@@ -187,6 +195,11 @@ class CheckpointStore:
         """
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=resumable)
+
+    def newest_complete(self) -> Path | None:
+        """Return the folder of the newest checkpoint whose files all exist; none is read."""
+        folders = self._complete_folders()
+        return folders[max(folders)] if folders else None
 
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.
@@ -279,6 +292,8 @@ class CheckpointStore:
         for step in steps:
             try:
                 _verify(self._root / f"global_step_{step}", optimizer=resumable)
+                if self._check_actor is not None:
+                    self._check_actor(self._root / f"global_step_{step}" / "actor")
             except CheckpointError as error:
                 problems.append(str(error))
                 continue

@@ -658,6 +658,10 @@ class TrainerConfig(Section):
     """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
     EasyR1's default is 8."""
 
+    max_skipped_updates: int = Field(default=3, ge=0, le=1000)
+    """Updates in a row whose gradients are not finite after which the run stops; it also stops if
+    more than half of the last 20 are. 0: never. Trigon only."""
+
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
     Trigon only."""
