@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
@@ -25,6 +27,7 @@ from trigon.build.options import (
     make_initial_kl,
     make_intervals,
     make_sampling_params,
+    make_watch_settings,
     model_path,
     needs_old_logprobs,
 )
@@ -58,6 +61,11 @@ from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
+from trigon.watch.meter import MemoryMeter
+from trigon.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from trigon.distributed.worker_group import WorkerGroup
 
 
 def run_training(
@@ -149,6 +157,9 @@ def run_training(
             defer_interrupts=defer_interrupts,
             hooks=objects.hooks,
         )
+        meter = open_meter(rewards, worker_group)
+        stack.callback(meter.close)
+        run = replace(run, watch=Watch(make_watch_settings(config, plan), meter))
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
@@ -341,6 +352,21 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
         config=config.model_dump(mode="json"),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
+    )
+
+
+def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None) -> MemoryMeter:
+    """Return what measures the memory of all processes of the run, until it is closed."""
+
+    def reward_workers() -> Sequence[int]:
+        return rewards.process_ids
+
+    if worker_group is None:
+        return MemoryMeter(reward_workers=reward_workers)
+    from trigon.distributed.cluster import object_store_metrics
+
+    return MemoryMeter(
+        reward_workers=reward_workers, workers=worker_group.local_process_ids, object_store=object_store_metrics
     )
 
 

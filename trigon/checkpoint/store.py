@@ -195,10 +195,13 @@ class CheckpointStore:
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=resumable)
 
-    def newest_complete(self) -> Path | None:
-        """Return the folder of the newest checkpoint whose files all exist; none is read."""
-        folders = self._complete_folders()
-        return folders[max(folders)] if folders else None
+    def newest_complete(self, *, before: int | None = None) -> Path | None:
+        """Return the folder of the newest checkpoint whose files all exist; none is read.
+
+        before: only of earlier steps than this one.
+        """
+        steps = {step: folder for step, folder in self._complete_folders().items() if before is None or step < before}
+        return steps[max(steps)] if steps else None
 
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
+from trigon.metrics import Max, Metrics, Min
 
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""
@@ -126,6 +127,17 @@ def _job_config() -> ray.job_config.JobConfig:
 def has_gpus() -> bool:
     """Return whether any node of the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def object_store_metrics() -> Metrics:
+    """Return what Ray's object stores hold, and what is free in them, on all nodes, in GiB."""
+    name = "object_store_memory"
+    total = ray.cluster_resources().get(name, 0.0)
+    free = ray.available_resources().get(name, 0.0)  # absent where nothing is free
+    return {
+        "perf/object_store_used_gb": Max((total - free) / 2**30),
+        "perf/object_store_free_gb": Min(free / 2**30),
+    }
 
 
 @contextmanager

@@ -198,6 +198,11 @@ class RewardPool:
                     self._kill_worker(worker)
                     self._start_worker(worker.number)
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The process ids of the workers now. May be read in any thread."""
+        return tuple(worker.process.pid for worker in list(self._workers))
+
     def close(self) -> None:
         """Kill all workers and the processes that they started. The pool is then unusable."""
         for worker in self._workers:
