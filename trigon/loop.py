@@ -94,6 +94,7 @@ class Run:
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
     """
 
     plan: Plan
@@ -119,6 +120,7 @@ class Run:
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
+    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
+        kept = []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
     return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
 
@@ -318,6 +323,7 @@ def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
         "prompts": training_prompts(run).state(),
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
+        **run.made_from,
     }
 
 
