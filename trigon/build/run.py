@@ -137,8 +137,7 @@ def run_training(
             action = "validating the weights of" if config.trainer.val_only else "resuming after"
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
             warn_if_complete(config, plan, checkpoint, console)
-        folder.write_config(dump_config(config))
-        folder.append_start(origin.describe_start())
+        folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
         run = make_run(

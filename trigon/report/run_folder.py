@@ -72,21 +72,22 @@ class RunFolder:
             _remove_incomplete_line(path / name)
 
     def write_config(self, text: str) -> None:
-        """Write config.yaml, after copying another one that is there into earlier_configs.
+        """Write config.yaml: text is the resolved configuration as YAML."""
+        _replace(self.path / CONFIG, text.encode())
 
-        text: the resolved configuration as YAML.
+    def record_start(self, config: str, content: Mapping[str, Any]) -> None:
+        """Write config.yaml, and add a line to starts.jsonl: the time, and content.
+
+        Another config.yaml that is there is copied into earlier_configs first.
         """
         path, earlier = self.path / CONFIG, self.path / EARLIER_CONFIGS
-        if path.exists() and (content := path.read_bytes()) != text.encode():
+        if path.exists() and (before := path.read_bytes()) != config.encode():
             earlier.mkdir(exist_ok=True)
             copies = sorted(earlier.glob("*.yaml"))
             # A start that died between the copy and the replacement has made the copy already.
-            if not copies or copies[-1].read_bytes() != content:
-                _replace(earlier / f"{len(copies) + 1:03d}.yaml", content)
-        _replace(path, text.encode())
-
-    def append_start(self, content: Mapping[str, Any]) -> None:
-        """Append a line to starts.jsonl: the time, and content."""
+            if not copies or copies[-1].read_bytes() != before:
+                _replace(earlier / f"{len(copies) + 1:03d}.yaml", before)
+        self.write_config(config)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _append(self.path / STARTS, to_json_line({"time": now, **content}))
 
