@@ -99,6 +99,7 @@ class Run:
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
     """
 
     plan: Plan
@@ -126,6 +127,7 @@ class Run:
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
     watch: Watch = field(default_factory=Watch)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +353,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
+    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
+        kept = []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
     recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
     return Progress(step=checkpoint.step, kl=kl, surplus=surplus, recent_updates=recent)
@@ -400,6 +405,7 @@ def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
         "surplus": surplus_state(progress.surplus),
         "recent_grad_norms": list(progress.recent_updates.norms),
         "watch": run.watch.state(),
+        **run.made_from,
     }
 
 

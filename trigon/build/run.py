@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
@@ -31,6 +31,7 @@ from trigon.build.options import (
     model_path,
     needs_old_logprobs,
 )
+from trigon.build.origin import KEY, Origin
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -99,7 +100,10 @@ def run_training(
             console.warn(warning)
         store = open_store(config, folder, console)
         checkpoint = choose_checkpoint(config, store)
+        origin = Origin(config, checkpoint, console.print)
+        origin.add_options(objects.reward)
         announce_downloads(config, console)
+        origin.add_model()
         processors = open_processors(config)
         check_hardware = partial(check_run_memory, config, console)
         worker_group = None
@@ -126,8 +130,7 @@ def run_training(
         if train_prompts is not None:
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
-            if checkpoint is not None:
-                prompts.check_state(checkpoint.progress["prompts"])
+        origin.add_data(prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
         if worker_group is None:
@@ -141,7 +144,7 @@ def run_training(
             action = "validating the weights of" if config.trainer.val_only else "resuming after"
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
             warn_if_complete(config, plan, checkpoint, console)
-        folder.write_config(dump_config(config))
+        folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
         run = make_run(
@@ -153,6 +156,7 @@ def run_training(
             rewards,
             store,
             report,
+            made_from={KEY: origin.state()},
             should_stop=should_stop,
             defer_interrupts=defer_interrupts,
             hooks=objects.hooks,
@@ -393,6 +397,7 @@ def make_run(
     store: CheckpointStore,
     report: Reporter,
     *,
+    made_from: Mapping[str, Any],
     should_stop: Callable[[], bool],
     defer_interrupts: Callable[[], AbstractContextManager[None]],
     hooks: Hooks,
@@ -418,6 +423,7 @@ def make_run(
         store=store,
         save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),
         report=report,
+        made_from=made_from,
         traced_steps=frozenset(config.trainer.profile_steps),
         tracer=engines.tracer,
         should_stop=should_stop,

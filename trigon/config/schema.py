@@ -69,6 +69,9 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of environment variables. A single one may be written without the brackets of a list."""
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Names of options. A single one may be written without the brackets of a list."""
+
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
@@ -821,6 +824,12 @@ class TrainerConfig(Section):
 
     find_last_checkpoint: bool = True
     """Resume from the last checkpoint in the run folder, if there is one."""
+
+    accept_changes: Names = ()
+    """Options that may have other values, or files of other content, than in the run that saved the
+    checkpoint: their names, or `all`.
+    Any other change that a run's numbers depend on is an error before anything is loaded, which
+    gives this option as it has to be set; see docs/resuming.md. Trigon only."""
 
 
 class Config(Section):
