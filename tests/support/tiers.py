@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-all`, and which are skipped without vLLM.
+"""Which tests `make test` leaves to others, and which are skipped without vLLM.
 
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
 workers, resume, export, a learning test. The files below have more cases of the same kinds; their
@@ -8,6 +8,10 @@ tests are extended, except those whose ids match the pattern.
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
+
+RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 KEPT = {
     "learn/test_every_algorithm.py": None,
@@ -79,3 +83,13 @@ def is_extended(file: str, test_id: str) -> bool:
         return False
     pattern = KEPT[file]
     return pattern is None or re.search(pattern, test_id) is None
+
+
+@cache
+def faults() -> frozenset[tuple[str, str]]:
+    """Return the (file, function) of the tests named on the page on reliability, as for is_extended.
+
+    `make test-faults` runs them, and those marked as faults.
+    """
+    named = re.findall(r"`tests/([\w/]+\.py)::(\w+)`", RELIABILITY.read_text(encoding="utf-8"))
+    return frozenset(named)

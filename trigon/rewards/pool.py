@@ -329,7 +329,7 @@ class RewardPool:
         try:
             for line in lines:
                 self._handle_message(worker, json.loads(line), scoring)
-        except (ValueError, KeyError, IndexError, TypeError):  # the user's code has written to the channel
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):  # the user's code has written to it
             worker.process.ended = True
         if worker.process.ended:
             self._replace_worker(worker, scoring, timed_out=False)
@@ -403,6 +403,8 @@ class RewardPool:
             self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
         else:
             self._timeouts.clear()
+            if code == -signal.SIGKILL and scoring.retry(failed_index):  # it may not be the cause
+                return
             scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", worker.process.tail)
 
     def _stop_if_hanging(self, group: object, output: str) -> None:
