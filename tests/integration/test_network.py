@@ -50,11 +50,6 @@ def temporary() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def left_in(temporary: Path) -> set[Path]:
-    """Return what is in the temporary folder, but for what torch has compiled for later runs."""
-    return {path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")}
-
-
 def watch(process: subprocess.Popen[str], outside: str | None) -> tuple[set[Listener], set[Listener]]:
     """Return the sockets of a run, from its start to its end, and those reached from outside."""
     seen: set[Listener] = set()
@@ -125,7 +120,7 @@ def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
     private = {name for name in seen if name.startswith(f"trigon-{os.geteuid()}-")}
     assert private
     assert {seen[name] for name in private} == {0o700}
-    assert left_in(temporary) == set()
+    assert list(temporary.iterdir()) == []
     assert segments() <= before
 
 
@@ -137,7 +132,7 @@ def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_livi
     shared_before = set(Path("/dev/shm").iterdir())
     living = start_in("living", steps=10_000)
     wait_for(lambda: num_lines(tmp_path / "living") >= 1, living, tmp_path / "living")
-    of_living = left_in(temporary)
+    of_living = set(temporary.iterdir())
     assert of_living
 
     killed = start_in("killed", *TWO_WORKERS, steps=10_000)
@@ -148,16 +143,16 @@ def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_livi
     killed.wait()
     while any(map(is_running, processes)):
         time.sleep(0.1)
-    of_killed = left_in(temporary) - of_living
+    of_killed = set(temporary.iterdir()) - of_living
     assert any((path / "ray" / "session_latest").exists() for path in of_killed)
 
     following = start_in("following", steps=1)
     wait_for(lambda: not any(path.exists() for path in of_killed), following, tmp_path / "following")
     finish(following, tmp_path / "following")
-    assert left_in(temporary) == of_living
+    assert set(temporary.iterdir()) == of_living
     assert all((path / "lock").exists() for path in of_living)
     assert set(Path("/dev/shm").iterdir()) <= shared_before
 
     press_ctrl_c(living)
     assert living.wait(timeout=120) == 130, log_of(tmp_path / "living").read_text()[-4000:]
-    assert left_in(temporary) == set()
+    assert list(temporary.iterdir()) == []

@@ -14,7 +14,7 @@ from trigon.distributed.cluster import set_environment
 from trigon.distributed.local_ray import choose_base
 from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.network import LOOPBACK, find_interface, loopback_variables
-from trigon.variables import set_variables
+from trigon.variables import keep_compiled_code, set_variables
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -85,3 +85,22 @@ def test_variables_have_their_former_values_afterwards(monkeypatch):
         assert os.environ["TRIGON_TEST_A"] == os.environ["TRIGON_TEST_B"] == "within"
     assert os.environ["TRIGON_TEST_A"] == "before"
     assert "TRIGON_TEST_B" not in os.environ
+
+
+def test_compiled_code_is_kept_in_the_users_cache_which_nobody_else_may_write(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled_code()
+    folder = tmp_path / "trigon" / "torchinductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+    # Where there is no room for it, torch chooses.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

@@ -6,10 +6,8 @@ the temporary folder. Does not start Ray.
 
 from __future__ import annotations
 
-import getpass
 import ipaddress
 import os
-import re
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -78,10 +76,8 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[LocalCluster]
                     "_temp_dir": str(folder / "ray"),
                 },
                 {
-                    # For the files of the workers, which are killed at the end and remove none; but
-                    # not for what torch compiles, which is for later runs too.
+                    # For the files of the workers, which are killed at the end and remove none.
                     "TMPDIR": str(temporary),
-                    "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductor_folder(),
                 },
             )
     finally:
@@ -118,12 +114,3 @@ def reload_auth_token() -> None:
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _inductor_folder() -> str:
-    """Return the folder of code that torch compiles, if TORCHINDUCTOR_CACHE_DIR is not set."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # no entry for this user id, in containers
-        user = str(os.geteuid())
-    return str(Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)))

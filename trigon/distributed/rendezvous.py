@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import datetime
 import socket
+from typing import TYPE_CHECKING
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 JOIN_SECONDS = 600.0
 """Maximum deadline of joining the process group, in which a wrong network setting makes ranks hang.
@@ -25,7 +29,7 @@ def listen_at(address: str) -> socket.socket:
     return listener
 
 
-def open_store(address: str, port: int, *, size: int, listener: socket.socket | None) -> TCPStore:
+def open_store(address: str, port: int, *, size: int, listener: socket.socket | None) -> Store:
     """Return the store of all ranks, which all of them open together.
 
     Args:
@@ -34,5 +38,7 @@ def open_store(address: str, port: int, *, size: int, listener: socket.socket | 
     """
     timeout = datetime.timedelta(seconds=JOIN_SECONDS)
     if listener is None:
-        return TCPStore(address, port, size, is_master=False, timeout=timeout)
-    return TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+        store: Store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+    else:
+        store = TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    return store

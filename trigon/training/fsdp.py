@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from torch.distributed.fsdp import (
 from trigon.models.head import FORWARD_METHODS
 from trigon.models.policy import Policy
 from trigon.training.parallel import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Rendezvous:
 
     rank: int
     size: int
-    store: dist.Store
+    store: Store
 
 
 class TorchProcessGroup:

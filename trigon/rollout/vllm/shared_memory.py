@@ -44,14 +44,15 @@ def private_segments() -> Iterator[None]:
         return f"/{prefix}{secrets.token_hex(8)}"
 
     before = mapped_segments()
-    original_group_name, original_file_name = _CPUSHMDistributed.make_group_name, shared_memory._make_filename
+    names: Any = shared_memory  # its type stub has public names only
+    original_group_name, original_file_name = _CPUSHMDistributed.make_group_name, names._make_filename
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
-    shared_memory._make_filename = file_name
+    names._make_filename = file_name
     try:
         yield
     finally:
         _CPUSHMDistributed.make_group_name = staticmethod(original_group_name)
-        shared_memory._make_filename = original_file_name
+        names._make_filename = original_file_name
     dist.barrier()  # every rank has mapped what the others created
     for segment in mapped_segments() - before:
         if segment.name.startswith(prefix):
