@@ -33,6 +33,7 @@ LAYER = {
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
     "torchvision_stub": 0, "processes": 0,
     "torchvision_stub": 0, "content": 0,
+    "torchvision_stub": 0, "network": 0, "temporary": 0, "variables": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -105,7 +106,9 @@ ONLY_IN = {
 # told which hub, of which every place that opens a model or a dataset would have to be told
 # otherwise.
 ENVIRONMENT = (
+    "variables.py",
     "distributed/cluster.py",
+    "distributed/local_ray.py",
     "rollout/vllm/process.py",
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",

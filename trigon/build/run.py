@@ -61,6 +61,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.watch import Watch
@@ -90,6 +91,7 @@ def run_training(
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
+    remove_dead_folders()
     with ExitStack() as stack:
         rewards = open_rewards(config, objects)
         stack.callback(rewards.close)
@@ -108,7 +110,7 @@ def run_training(
         check_hardware = partial(check_run_memory, config, console)
         worker_group = None
         if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
             device = worker_group.device
         else:
             own_device = choose_device(config)

@@ -130,7 +130,7 @@ def require_finite_files(folder: Path) -> None:
     Raises: CheckpointError with the first tensor that is not finite.
     """
     path = folder / STATE_FILE
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")).get(FINITE, False):
+    if path.exists() and read_json_object(path).get(FINITE, False):
         return
     for part in (WEIGHTS_FOLDER, ADAPTER_FOLDER, OPTIMIZER_FOLDER):
         if not (folder / part).exists():
