@@ -102,9 +102,9 @@ ONLY_IN = {
     "trackio": ("report/loggers/trackio.py",),
 }
 
-# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
-# told which hub, of which every place that opens a model or a dataset would have to be told
-# otherwise.
+# rewards/process.py and the supervisor choose the environment of the processes that run user code;
+# models/hub.py is told which hub, of which every place that opens a model or a dataset would have
+# to be told otherwise.
 ENVIRONMENT = (
     "variables.py",
     "distributed/cluster.py",
@@ -112,6 +112,7 @@ ENVIRONMENT = (
     "rollout/vllm/process.py",
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
+    "rewards/confinement/supervisor.py",
     "models/hub.py",
     "build/start.py",
     "cli/",

@@ -39,7 +39,7 @@ from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.paths import DATASET_SUFFIXES, expand_path, is_python_object, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
@@ -59,6 +59,7 @@ from trigon.report.loggers.registry import check_loggers, make_loggers, open_log
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.temporary import remove_dead_folders
@@ -238,6 +239,11 @@ def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,
         passed_variables=reward.env,
+        confinement=Confinement(
+            level=reward.confinement,
+            network=reward.network,
+            readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
+        ),
     )
 
 

@@ -610,8 +610,20 @@ class RewardConfig(Section):
     """Further keyword arguments of the reward function."""
 
     env: Variables = ()
-    """Environment variables that reward workers get although they look like secrets, by name:
+    """Environment variables that reward workers get besides those of docs/rewards.md, by name:
     `[OPENAI_API_KEY]`. Trigon only."""
+
+    confinement: Literal["default", "strict", "off"] = "default"
+    """What is kept from reward functions (docs/rewards.md). default: all other processes.
+    strict: also the network, and files except those of Python, of the function's folder and of
+    `readable`; they write to a temporary folder only. Trigon only."""
+
+    network: bool | None = None
+    """Whether reward functions may open network connections. null: yes, but not with `strict`.
+    Trigon only."""
+
+    readable: Files = ()
+    """Files and folders that reward functions can read with `confinement: strict`. Trigon only."""
 
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""
