@@ -330,7 +330,7 @@ def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
     on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
     saved = run.store.newest_complete(before=alarm.first_step)
     if saved is None:
-        return f"{text}. No checkpoint from before step {alarm.first_step} was saved. {on}"
+        return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
     return (
         f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
         f"from it with trainer.load_checkpoint_path={saved} and other options. {on}"
