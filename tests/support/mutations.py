@@ -213,4 +213,28 @@ MUTATIONS = (
         "unit/test_records.py",
         "version",
     ),
+    Mutation(
+        "a resumed run notices other code and files",
+        "build/origin.py",
+        "return set(before[part]).isdisjoint(now[part]) and not _is_unknown(before[part], now[part])",
+        "return False",
+        "unit/test_build_origin.py",
+        "other_validation_data",
+    ),
+    Mutation(
+        "a resumed run notices other options",
+        "build/origin.py",
+        "if name in saved and saved[name] != value\n        }",
+        "if name in saved and False\n        }",
+        "unit/test_build_origin.py",
+        "before_a_hub_is_asked",
+    ),
+    Mutation(
+        "a resumed run notices other images in the same files",
+        "data/content.py",
+        "self.fingerprint == other.fingerprint and same_files",
+        "self.fingerprint == other.fingerprint",
+        "unit/test_data_stream.py",
+        "image_file_with_other_content",
+    ),
 )
