@@ -25,7 +25,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import socket
 import warnings
@@ -36,7 +35,7 @@ from types import TracebackType
 from typing import Any
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
 from trigon.records.run import CONFIG, SOURCES
@@ -108,14 +107,11 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            content = json.loads(path.read_bytes())
+            return read_json_object(path)
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is not valid JSON ({error}); remove it to measure the budgets again"
             ) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} contains no budgets; remove it to measure them again")
-        return content
 
     def write_skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
         """Add rows of a dataset to skipped_rows.jsonl, and return the file.

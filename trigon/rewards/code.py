@@ -31,8 +31,9 @@ _MAX_DEPTH = 100
 def code_digests(reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
     """Return digests of a reward's code; it is the same code as another's if they share one.
 
-    None: it cannot be compared. The first one of a file is of its text, the second one of its syntax tree, so that comments and
-    spaces do not count. Raises: OSError if the file cannot be read.
+    Without any, it cannot be compared. The first one of a file is of its text, the second one of
+    its syntax tree, so that comments and spaces do not count.
+    Raises: OSError if the file cannot be read.
     """
     if isinstance(reward, RewardSource):
         if reward.pickled:

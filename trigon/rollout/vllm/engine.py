@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
+from trigon.network import loopback_variables
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
@@ -19,7 +20,9 @@ from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_inpu
 from trigon.rollout.vllm.process import one_thread, start_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
+from trigon.temporary import private_folder
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
+from trigon.variables import set_variables
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
 _FAILED = ("abort", "error")
@@ -52,12 +55,20 @@ class VllmEngine:
         self._unusable_because = ""  # empty while the engine can be used
         names = checkpoint_names(settings.model_folder)
         self._expected_names = canonical_names(names, processors)
-        self._llm_engine = start_llm_engine(
-            engine_arguments(settings, processors, checkpoint_names=names),
-            device=settings.device,
-            model_runner=settings.model_runner,
-            architectures=processors.hf_config.architectures,
-        )
+        with ExitStack() as stack:
+            store_folder = None
+            if settings.tensor_parallel_size is None:  # vLLM makes a process group, which only itself may reach
+                store_folder = stack.enter_context(private_folder())
+                # NCCL opens its sockets when they are first used.
+                stack.enter_context(set_variables(loopback_variables()))
+            self._llm_engine = start_llm_engine(
+                engine_arguments(settings, processors, checkpoint_names=names),
+                device=settings.device,
+                model_runner=settings.model_runner,
+                architectures=processors.hf_config.architectures,
+                store_folder=store_folder,
+            )
+            self._resources = stack.pop_all()
         self._state = SleepingState(())
         if settings.device == "cuda":
             [model] = self._llm_engine.apply_model(itself)
@@ -204,6 +215,7 @@ class VllmEngine:
             # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
             self._llm_engine.engine_core.shutdown()
             del self._llm_engine
+            self._resources.close()
 
     def _wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
         try:
