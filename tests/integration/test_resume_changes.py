@@ -18,11 +18,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from support.runs import CONFIG, lines, overrides_of
+from trigon.build.objects import NO_OBJECTS, RunObjects
 from trigon.build.run import run_training
 from trigon.checkpoint.manifest import PROGRESS, replacing_files
 from trigon.config.load import load_config
 from trigon.errors import CheckpointError
 from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.rewards.callables import reward_source
 
 REWARD_OPTION = "worker.reward.reward_function"
 
@@ -62,7 +64,7 @@ def saved(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(parts: Path, folder: Path, *overrides: str) -> None:
+def train(parts: Path, folder: Path, *overrides: str, objects: RunObjects = NO_OBJECTS) -> None:
     """Make one step in this process, after the last checkpoint, and save it."""
     options = [
         *overrides_of(parts, folder, steps=40),
@@ -84,6 +86,7 @@ def train(parts: Path, folder: Path, *overrides: str) -> None:
         should_stop=lambda: True,
         defer_interrupts=nullcontext,
         export_to=None,
+        objects=objects,
     )
 
 
@@ -255,6 +258,21 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(parts, saved,
     assert "is of an earlier version, and has no record of the options" in captured.out.replace("\n", " ")
     assert "warning" not in captured.out + captured.err
     assert starts(folder)[-1]["after_step"] == 1
+
+
+@pytest.mark.faults
+def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
+    def given(modulo: int) -> RunObjects:
+        def reward(response, ground_truth, judge, api_key):
+            return sum(map(ord, response)) % modulo / 7
+
+        return RunObjects(reward=reward_source(reward, kwargs={"judge": "", "api_key": ""}))
+
+    train(parts, tmp_path / "run", objects=given(7))
+    train(parts, tmp_path / "run", objects=given(7))
+    assert starts(tmp_path / "run")[-1]["accepted_changes"] == []
+    with pytest.raises(CheckpointError, match=r"worker\.reward\.reward_function has other content than then \(code\)"):
+        train(parts, tmp_path / "run", objects=given(5))
 
 
 def remove_record(checkpoint: Path) -> None:

@@ -68,6 +68,9 @@ FREE = {
     "worker.reward.num_cpus",
     "worker.reward.timeout_seconds",
     "worker.reward.max_failed_fraction",
+    "worker.reward.network",
+    "worker.reward.confinement",
+    "worker.reward.readable",
 }
 
 # Together they use every option on which numbers depend.

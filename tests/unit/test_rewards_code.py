@@ -159,6 +159,20 @@ def test_functions_that_refer_to_themselves_and_objects_that_cannot_be_pickled_h
     assert re.fullmatch(r"py3\.\d+:[0-9a-f]{32}", function_digest(module.reward))
 
 
+def test_an_object_that_raises_makes_code_that_cannot_be_compared():
+    class Odd:
+        def __repr__(self):
+            raise ValueError("not today")
+
+    held = {Odd(): 1}
+
+    def reward(response, ground_truth):
+        return float(len(held))
+
+    assert function_digest(reward) == ""
+    assert code_digests(reward_source([reward, "math"], kwargs={})) == []
+
+
 def test_the_digest_of_a_function_is_the_same_in_another_process():
     script = f"""
 import sys

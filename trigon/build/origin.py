@@ -73,6 +73,7 @@ class Origin:
 
     def __init__(self, config: Config, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
         self._config = config
+        self._resumed = checkpoint
         # A run that only validates may do so with other data and sampling.
         self._checkpoint = None if config.trainer.val_only else checkpoint
         self._say = say
@@ -137,8 +138,9 @@ class Origin:
     def describe_start(self) -> dict[str, Any]:
         """Return what the run folder keeps of a start: where it resumes, what has changed."""
         return {
-            "after_step": 0 if self._checkpoint is None else self._checkpoint.step,
-            "checkpoint": None if self._checkpoint is None else str(self._checkpoint.folder),
+            "after_step": 0 if self._resumed is None else self._resumed.step,
+            "checkpoint": None if self._resumed is None else str(self._resumed.folder),
+            "validates_only": self._config.trainer.val_only,
             "accepted_changes": [asdict(change) for change in self.accepted],
             "notes": self.notes,
             "versions": _versions(),
@@ -233,8 +235,8 @@ class Origin:
         ]
         for name, parts in self._contents.items():
             before = self._saved.get("contents", {}).get(name, {})
-            if any(_is_unknown(before.get(part, ()), digests) for part, digests in parts.items()):
-                notes.append(f"{name} cannot be compared, since Python is another version")
+            if any(part in before and _is_unknown(before[part], digests) for part, digests in parts.items()):
+                notes.append(f"{name} cannot be compared (Python is another version, or an object cannot be read)")
         return notes
 
     def _refusal(self, changes: Sequence[Change]) -> str:
@@ -261,7 +263,7 @@ def _differs(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str
 def _is_unknown(before: Sequence[str], now: Sequence[str]) -> bool:
     """Return whether two lists of digests have no digest of the same kind (rewards/code.py)."""
     kinds = [{digest.rpartition(":")[0] for digest in digests} for digests in (before, now)]
-    return bool(before) and bool(now) and kinds[0].isdisjoint(kinds[1])
+    return kinds[0].isdisjoint(kinds[1])
 
 
 def _model_digests(folder: Path, *, with_weights: bool) -> dict[str, list[str]]:

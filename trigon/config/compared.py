@@ -22,6 +22,9 @@ from trigon.config.options import options
 from trigon.config.schema import Config
 from trigon.suggestions import nearest_key
 
+_MAX_NAME = 100
+_MAX_UNKNOWN = 10  # problems, each of which takes time to find the nearest name
+
 ALL = "all"
 """Stands in trainer.accept_changes for every name."""
 
@@ -43,12 +46,12 @@ def is_accepted(name: str, accepted: Collection[str]) -> bool:
 
 def find_unknown_names(config: Config) -> list[str]:
     """Return a problem for each name in trainer.accept_changes that is no option."""
-    names = [option.name for option in options().values()]
+    known = [*(option.name for option in options().values()), ALL]
+    unknown = [name[:_MAX_NAME] for name in config.trainer.accept_changes if name not in known]
     return [
         f"trainer.accept_changes has {name!r}, which is not the name of an option; did you mean "
-        f"{nearest_key(name, [*names, ALL])}?"
-        for name in config.trainer.accept_changes
-        if name not in names and name != ALL
+        f"{nearest_key(name, known)}?"
+        for name in unknown[:_MAX_UNKNOWN]
     ]
 
 

@@ -31,12 +31,13 @@ _MAX_DEPTH = 100
 def code_digests(reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
     """Return digests of a reward's code; it is the same code as another's if they share one.
 
-    The first one of a file is of its text, the second one of its syntax tree, so that comments and
-    spaces do not count. Raises: OSError if the file cannot be read.
+    Without any, it cannot be compared. The first one of a file is of its text, the second one of
+    its syntax tree, so that comments and spaces do not count.
+    Raises: OSError if the file cannot be read.
     """
     if isinstance(reward, RewardSource):
         if reward.pickled:
-            return [reward.content]
+            return [reward.content] if reward.content else []
         if reward.module:
             return [_digest(reward.module.encode())]
         modules = sorted(_local_modules(Path(reward.file)).items())
@@ -49,6 +50,8 @@ def code_digests(reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
         )
         return [_digest(text), PYTHON + _digest(trees)]
     parts = [(term.name, term.weight, code_digests(term.source)) for term in reward]
+    if not all(digests for _, _, digests in parts):
+        return []
     # All first ones together, and all last ones: a list in which every term has a common digest.
     return [
         (PYTHON if any(each[2][place].startswith(PYTHON) for each in parts) else "")
@@ -61,10 +64,13 @@ def function_digest(function: object) -> str:
     """Return a digest of a Python function, with the plain values and functions that it uses.
 
     Numbers, texts, lists, dicts, sets, arrays, functions and classes are compared by content; of
-    other objects the type and the attributes are.
+    other objects what pickle keeps of them is. "" if they cannot be read.
     """
     content = _Content()
-    content.add(function)
+    try:
+        content.add(function)
+    except Exception:  # noqa: BLE001 - objects of the user may raise anything, for example in repr
+        return ""
     return PYTHON + content.digest.hexdigest()[:32]
 
 
