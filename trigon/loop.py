@@ -195,7 +195,9 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         run.hooks.rollouts(batch.groups)
         learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
         progress = Progress(step, prepared.kl, batch.surplus, recent)
-        metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
+        metrics = merge(
+            batch.metrics, parity, prepared.metrics, learned, run.rollout.pop_metrics(), training_prompts(run).metrics()
+        )
         if finish_step(run, progress, batch, metrics):
             break
     return progress
