@@ -12,7 +12,8 @@
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
-    `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
 Every message says what was wrong, gives the value, and says what to do.
 """
@@ -66,6 +67,10 @@ class NotFiniteError(TrigonError):
 
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
+
+
+class WatchError(TrigonError):
+    """A watcher (trainer.watch) stopped the run."""
 
 
 class PushError(TrigonError):

@@ -17,7 +17,8 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
-from trigon.errors import NotFiniteError
+from trigon.errors import NotFiniteError, WatchError
+from trigon.garbage import return_freed_memory
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
@@ -30,6 +31,7 @@ from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngi
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
 from trigon.validation import Evaluator
+from trigon.watch.watch import Alarm, Watch
 
 
 class SaveState(Protocol):
@@ -97,6 +99,7 @@ class Run:
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
     """
 
     plan: Plan
@@ -123,6 +126,8 @@ class Run:
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
+    watch: Watch = field(default_factory=Watch)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,9 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validate(run, progress)))
+        validation = validate(run, progress)
+        run.watch.validation(0, validation)
+        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation))
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -277,26 +284,59 @@ def update_policy(
 
 
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
-    """Validate, report and save what is due after a step. Returns whether the run ends here."""
+    """Validate, report and save what is due after a step. Returns whether the run ends here.
+
+    Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
+    saved before, unless the watcher says that training fails.
+    """
     step, last = progress.step, run.plan.total_steps
     score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         validation = validate(run, progress)
         metrics, score = merge(metrics, validation), validation["val/reward_score"].value
-    stopping = step == last or run.should_stop()
+    watched = run.watch.observe(step, metrics)
+    metrics = merge(metrics, watched.metrics)
+    ending = step == last or run.should_stop()
+    alarm = None if ending else watched.stop
+    stopping = ending or (alarm is not None and alarm.saves)
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
     recorded = run.report.step(
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
-    if stopping or is_due(step, run.intervals.save_every):
+    for seen in watched.new:
+        if seen is not alarm:
+            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
+    if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
         with run.report.phase("save_checkpoint"):
             run.report.flush()  # a run that resumes from the checkpoint does not write them again
             run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
             if stopping:
                 run.store.wait()
     run.hooks.step(step, recorded)
+    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
+        return_freed_memory()
+    if alarm is not None:
+        raise WatchError(describe_stop(run, step, alarm))
     return stopping
+
+
+def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
+    """Return what a watcher saw, which checkpoint is from before, and how to go on."""
+    run.store.wait()  # a save in progress may be that checkpoint
+    text = (
+        f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
+    )
+    if alarm.saves:
+        return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
+    on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
+    saved = run.store.newest_complete(before=alarm.first_step)
+    if saved is None:
+        return f"{text}. No checkpoint from before step {alarm.first_step} was saved. {on}"
+    return (
+        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
+        f"from it with trainer.load_checkpoint_path={saved} and other options. {on}"
+    )
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
@@ -310,9 +350,13 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
+    run.watch.load_state(checkpoint.progress.get("watch", {}))
     kept = checkpoint.progress.get("surplus", [])
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
+        kept = []
+    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
         kept = []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
     recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
@@ -362,6 +406,8 @@ def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
         "recent_grad_norms": list(progress.recent_updates.norms),
+        "watch": run.watch.state(),
+        **run.made_from,
     }
 
 

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-all`, and which are skipped without vLLM.
+"""Which tests `make test` leaves to others, and which are skipped without vLLM.
 
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
 workers, resume, export, a learning test. The files below have more cases of the same kinds; their
@@ -8,6 +8,10 @@ tests are extended, except those whose ids match the pattern.
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
+
+RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 KEPT = {
     "learn/test_every_algorithm.py": None,
@@ -33,6 +37,7 @@ KEPT = {
     "integration/test_gpu_placement.py": None,
     "integration/test_many_workers.py": r"test_two_workers_(have_the_numbers_of_one|process_each_image)",
     "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
+    "integration/test_network.py": r"test_two_workers_listen",
     "integration/test_plan_equals_run.py": None,
     "integration/test_page_sessions.py": r" options\]",
     "integration/test_push.py": r"^(?!test_a_lora_run)",
@@ -53,6 +58,7 @@ NEEDS_VLLM = {
     "integration/test_images_cost_once.py": r"-vllm\]",
     "integration/test_many_workers.py": r"tensor_parallelism|test_a_cluster_of_two_nodes_has",
     "integration/test_model_families.py": r"-vllm\]",
+    "integration/test_network.py": r"",
     "integration/test_page_sessions.py": r" (ten-minutes|debugging)\]",
     "integration/test_rollout_deepstack.py": r"",
     "integration/test_rollout_engines.py": r"\[vllm-",
@@ -80,3 +86,13 @@ def is_extended(file: str, test_id: str) -> bool:
         return False
     pattern = KEPT[file]
     return pattern is None or re.search(pattern, test_id) is None
+
+
+@cache
+def faults() -> frozenset[tuple[str, str]]:
+    """Return the (file, function) of the tests named on the page on reliability, as for is_extended.
+
+    `make test-faults` runs them, and those marked as faults.
+    """
+    named = re.findall(r"`tests/([\w/]+\.py)::(\w+)`", RELIABILITY.read_text(encoding="utf-8"))
+    return frozenset(named)

@@ -28,10 +28,12 @@ LAYER = {
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2, "plotting": 2,
-    "algorithms": 1, "config": 1, "records": 1,
+    "algorithms": 1, "config": 1, "records": 1, "watch": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
-    "torchvision_stub": 0,
+    "torchvision_stub": 0, "processes": 0,
+    "torchvision_stub": 0, "content": 0,
+    "torchvision_stub": 0, "network": 0, "temporary": 0, "variables": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -100,14 +102,17 @@ ONLY_IN = {
     "trackio": ("report/loggers/trackio.py",),
 }
 
-# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
-# told which hub, of which every place that opens a model or a dataset would have to be told
-# otherwise.
+# rewards/process.py and the supervisor choose the environment of the processes that run user code;
+# models/hub.py is told which hub, of which every place that opens a model or a dataset would have
+# to be told otherwise.
 ENVIRONMENT = (
+    "variables.py",
     "distributed/cluster.py",
+    "distributed/local_ray.py",
     "rollout/vllm/process.py",
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
+    "rewards/confinement/supervisor.py",
     "models/hub.py",
     "build/start.py",
     "cli/",

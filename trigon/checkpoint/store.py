@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
@@ -46,7 +45,7 @@ from trigon.checkpoint.manifest import (
     write_manifest,
 )
 from trigon.errors import CheckpointError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 
 TRACKER = "checkpoint_tracker.json"
 
@@ -196,10 +195,13 @@ class CheckpointStore:
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=resumable)
 
-    def newest_complete(self) -> Path | None:
-        """Return the folder of the newest checkpoint whose files all exist; none is read."""
-        folders = self._complete_folders()
-        return folders[max(folders)] if folders else None
+    def newest_complete(self, *, before: int | None = None) -> Path | None:
+        """Return the folder of the newest checkpoint whose files all exist; none is read.
+
+        before: only of earlier steps than this one.
+        """
+        steps = {step: folder for step, folder in self._complete_folders().items() if before is None or step < before}
+        return steps[max(steps)] if steps else None
 
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.
@@ -340,7 +342,10 @@ class CheckpointStore:
 
     def _remove(self, folder: Path) -> None:
         try:
-            shutil.rmtree(folder)
+            if folder.is_symlink():  # a checkpoint that the user moved to another disk
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
         except OSError as error:  # no reason to stop training
             self._warn(f"could not remove {folder}: {error}; the next save tries again")
 
@@ -419,10 +424,15 @@ def _read_progress(folder: Path) -> tuple[int, Mapping[str, Any], float | None]:
     """Return (step, progress, score)."""
     path = folder / PROGRESS
     try:
-        state = json.loads(path.read_bytes())
-        return state["step"], state["progress"], state["val_reward_score"]
+        state = read_json_object(path, max_bytes=None)  # its size is in the manifest
+        step, progress, score = state["step"], state["progress"], state["val_reward_score"]
+        if type(step) is not int or not isinstance(progress, dict):
+            raise ValueError("it has no step, or no progress")
+        if score is not None and not isfinite(score):
+            raise ValueError(f"its score is {score}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; restore it, or use another checkpoint") from error
+    return step, progress, score
 
 
 def _is_optimizer(name: str) -> bool:

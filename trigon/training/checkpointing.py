@@ -12,7 +12,6 @@ state.py has the format of the tensor files.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trigon.errors import CheckpointError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.names import OptimizerStrategy
@@ -113,7 +112,7 @@ def read_updates(folder: Path, *, has_adapters: bool, strategy: OptimizerStrateg
                 f"{folder} has no {name}. A checkpoint saved with trainer.save_model_only=true cannot be resumed; "
                 "export it and set worker.actor.model.model_path to the result"
             )
-    state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    state = read_object(folder / STATE_FILE, strategy=str, updates=int)
     # adamw could be used for weights in bfloat16; its states can be continued by adamw_bf16.
     if state["strategy"] != strategy and not (strategy == "adamw_bf16" and _loses_updates(folder / OPTIMIZER_FOLDER)):
         raise CheckpointError(
@@ -131,7 +130,7 @@ def require_finite_files(folder: Path) -> None:
     Raises: CheckpointError with the first tensor that is not finite.
     """
     path = folder / STATE_FILE
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")).get(FINITE, False):
+    if path.exists() and read_json_object(path).get(FINITE, False):
         return
     for part in (WEIGHTS_FOLDER, ADAPTER_FOLDER, OPTIMIZER_FOLDER):
         if not (folder / part).exists():
@@ -157,7 +156,22 @@ def check_lora_rank(folder: Path, rank: int) -> None:
 
 def read_adapter_rank(folder: Path) -> int:
     """Return the rank of the LoRA adapters in the folder."""
-    return int(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"])
+    return int(read_object(folder / ADAPTER_CONFIG, r=int)["r"])
+
+
+def read_object(path: Path, **types: type) -> dict[str, Any]:
+    """Return the content of a JSON file of a checkpoint.
+
+    types: keys that it must have, with the types of their values. Raises: CheckpointError.
+    """
+    try:
+        content = read_json_object(path)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; restore it, or use another checkpoint") from error
+    for key, kind in types.items():
+        if type(content.get(key)) is not kind:
+            raise CheckpointError(f"{path} has no valid {key!r}; restore it, or use another checkpoint")
+    return content
 
 
 def load_policy_and_optimizer(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Metrics, Sum
 from trigon.models.load import Processors
+from trigon.network import loopback_variables
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
@@ -21,7 +23,9 @@ from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_inpu
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
+from trigon.temporary import private_folder
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
+from trigon.variables import set_variables
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
 _FAILED = ("abort", "error")
@@ -60,7 +64,14 @@ class VllmEngine:
         self._expected_names = canonical_names(names, processors)
         self._arguments = engine_arguments(settings, processors, checkpoint_names=names)
         self._llm_engine: Any = None
-        self._start()
+        self._store_folder: Path | None = None
+        with ExitStack() as stack:
+            if settings.tensor_parallel_size is None:  # vLLM makes a process group, which only itself may reach
+                self._store_folder = stack.enter_context(private_folder())
+                # NCCL opens its sockets when they are first used.
+                stack.enter_context(set_variables(loopback_variables()))
+            self._start()
+            self._resources = stack.pop_all()  # for as long as the process group, which outlives a restart
 
     def _start(self) -> None:
         """Start vLLM, and put it to sleep."""
@@ -69,6 +80,7 @@ class VllmEngine:
             device=self._settings.device,
             model_runner=self._settings.model_runner,
             architectures=self._processors.hf_config.architectures,
+            store_folder=self._store_folder,
         )
         self._state = SleepingState(())
         if self._settings.device == "cuda":
@@ -259,6 +271,7 @@ class VllmEngine:
             if self._llm_engine is not None:
                 self._llm_engine.engine_core.shutdown()
             self._llm_engine = None
+            self._resources.close()
 
     def _step(self) -> list[Any]:
         """Return the outputs of vLLM's next step. Raises: RolloutError."""
