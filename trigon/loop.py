@@ -17,7 +17,7 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
-from trigon.errors import WatchError
+from trigon.errors import NotFiniteError, WatchError
 from trigon.garbage import return_freed_memory
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
@@ -25,8 +25,9 @@ from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_validation
+from trigon.skipped_updates import RecentUpdates, describe_skipped, how_to_go_on
 from trigon.train_groups import AdvantageSettings, prepare_groups
-from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
 from trigon.validation import Evaluator
@@ -94,9 +95,11 @@ class Run:
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
     token_groups: groups of each step and validation that are recorded with per-token values.
+    max_skipped_updates: see RecentUpdates.require_progress.
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
     """
 
     plan: Plan
@@ -113,6 +116,7 @@ class Run:
     needs_old_logprobs: bool
     evaluator: Evaluator | None
     token_groups: int
+    max_skipped_updates: int
     parity: ParityCheck
     store: CheckpointStore
     save_state: SaveState
@@ -123,6 +127,7 @@ class Run:
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
     watch: Watch = field(default_factory=Watch)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +140,21 @@ class Progress:
     step: int
     kl: AdaptiveKl
     surplus: list[RolloutGroup]
+    recent_updates: RecentUpdates = field(default_factory=RecentUpdates)
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Run all steps that are left, and return the progress made.
 
-    Raises what the engines raise; nothing is retried.
+    Raises what the engines raise; nothing is retried. A NotFiniteError also says from which
+    checkpoint to go on.
     """
-    with run.store.wait_on_exit():
-        return take_steps(run, resume_from)
+    try:
+        with run.store.wait_on_exit():
+            return take_steps(run, resume_from)
+    except NotFiniteError as error:
+        last = run.store.newest_complete() or (None if resume_from is None else resume_from.folder)
+        raise NotFiniteError(f"{error}.\n{how_to_go_on(last)}") from error
 
 
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
@@ -189,9 +200,11 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         shows = is_due(step, run.intervals.train_samples_every)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         run.hooks.rollouts(batch.groups)
-        learned = update_policy(run, prepared.groups)
-        progress = Progress(step, prepared.kl, batch.surplus)
-        metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
+        learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
+        progress = Progress(step, prepared.kl, batch.surplus, recent)
+        metrics = merge(
+            batch.metrics, parity, prepared.metrics, learned, run.rollout.pop_metrics(), training_prompts(run).metrics()
+        )
         if finish_step(run, progress, batch, metrics):
             break
     return progress
@@ -245,14 +258,29 @@ def record_rollouts(
     run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
 
 
-def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:
-    """Make a step's optimizer updates, and return their metrics, merged."""
+def update_policy(
+    run: Run, step: int, groups: Sequence[TrainGroup], recent: RecentUpdates
+) -> tuple[Metrics, RecentUpdates]:
+    """Make a step's optimizer updates, and return their metrics, merged, and the recent updates.
+
+    Raises: NotFiniteError if too many updates are skipped.
+    """
     metrics: Metrics = {}
     with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
-        for minibatch in minibatches(groups, run.plan):
-            metrics = merge(metrics, run.trainer.step(minibatch))
+        for number, minibatch in enumerate(minibatches(groups, run.plan), start=1):
+            update = dict(run.trainer.step(minibatch))
+            norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
+            recent = recent.after(update, limit=run.max_skipped_updates)
+            if norm is not None:
+                cause = describe_skipped(minibatch, update, grad_norm=norm.value)
+                run.report.warn(
+                    f"update {number} of step {step} is skipped, since its gradient is not finite "
+                    f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
+                )
+                recent.require_progress(cause, limit=run.max_skipped_updates)
+            metrics = merge(metrics, update)
             advance(1)
-    return metrics
+    return metrics, recent
 
 
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
@@ -302,7 +330,7 @@ def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
     if alarm.saves:
         return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
     on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
-    saved = run.store.last_before(alarm.first_step)
+    saved = run.store.newest_complete(before=alarm.first_step)
     if saved is None:
         return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
     return (
@@ -327,8 +355,12 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
+    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
+        kept = []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
-    return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
+    recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
+    return Progress(step=checkpoint.step, kl=kl, surplus=surplus, recent_updates=recent)
 
 
 def rewind(run: Run, step: int) -> None:
@@ -358,7 +390,9 @@ def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
         "prompts": training_prompts(run).state(),
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
+        "recent_grad_norms": list(progress.recent_updates.norms),
         "watch": run.watch.state(),
+        **run.made_from,
     }
 
 

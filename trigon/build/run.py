@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
@@ -31,6 +31,7 @@ from trigon.build.options import (
     model_path,
     needs_old_logprobs,
 )
+from trigon.build.origin import KEY, Origin
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -38,7 +39,7 @@ from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.paths import DATASET_SUFFIXES, expand_path, is_python_object, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
@@ -58,9 +59,11 @@ from trigon.report.loggers.registry import check_loggers, make_loggers, open_log
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
-from trigon.training.checkpointing import check_lora_rank, read_updates
+from trigon.temporary import remove_dead_folders
+from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.watch import Watch
 
@@ -89,6 +92,7 @@ def run_training(
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
+    remove_dead_folders()
     with ExitStack() as stack:
         rewards = open_rewards(config, objects)
         stack.callback(rewards.close)
@@ -99,12 +103,15 @@ def run_training(
             console.warn(warning)
         store = open_store(config, folder, console)
         checkpoint = choose_checkpoint(config, store)
+        origin = Origin(config, checkpoint, console.print)
+        origin.add_options(objects.reward)
         announce_downloads(config, console)
+        origin.add_model()
         processors = open_processors(config)
         check_hardware = partial(check_run_memory, config, console)
         worker_group = None
         if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
             device = worker_group.device
         else:
             own_device = choose_device(config)
@@ -126,8 +133,7 @@ def run_training(
         if train_prompts is not None:
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
-            if checkpoint is not None:
-                prompts.check_state(checkpoint.progress["prompts"])
+        origin.add_data(prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
         if worker_group is None:
@@ -141,7 +147,7 @@ def run_training(
             action = "validating the weights of" if config.trainer.val_only else "resuming after"
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
             warn_if_complete(config, plan, checkpoint, console)
-        folder.write_config(dump_config(config))
+        folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
         run = make_run(
@@ -153,6 +159,7 @@ def run_training(
             rewards,
             store,
             report,
+            made_from={KEY: origin.state()},
             should_stop=should_stop,
             defer_interrupts=defer_interrupts,
             hooks=objects.hooks,
@@ -232,6 +239,11 @@ def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,
         passed_variables=reward.env,
+        confinement=Confinement(
+            level=reward.confinement,
+            network=reward.network,
+            readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
+        ),
     )
 
 
@@ -268,7 +280,11 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
     """Return the store of the checkpoints in the run folder."""
     trainer = config.trainer
     return CheckpointStore(
-        folder.path, keep=trainer.save_limit, background=trainer.save_in_background, warn=console.warn
+        folder.path,
+        keep=trainer.save_limit,
+        background=trainer.save_in_background,
+        warn=console.warn,
+        check_actor=require_finite_files,
     )
 
 
@@ -280,10 +296,10 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     other way round.
     """
     trainer = config.trainer
+    checkpoint: Checkpoint | None
     if trainer.load_checkpoint_path is not None:
-        checkpoint: Checkpoint | None = open_checkpoint(
-            Path(trainer.load_checkpoint_path), resumable=not trainer.val_only
-        )
+        checkpoint = open_checkpoint(Path(trainer.load_checkpoint_path), resumable=not trainer.val_only)
+        require_finite_files(checkpoint.actor)
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
     if checkpoint is not None and not trainer.val_only:
@@ -389,6 +405,7 @@ def make_run(
     store: CheckpointStore,
     report: Reporter,
     *,
+    made_from: Mapping[str, Any],
     should_stop: Callable[[], bool],
     defer_interrupts: Callable[[], AbstractContextManager[None]],
     hooks: Hooks,
@@ -408,11 +425,13 @@ def make_run(
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
+        max_skipped_updates=config.trainer.max_skipped_updates,
         token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
         save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),
         report=report,
+        made_from=made_from,
         traced_steps=frozenset(config.trainer.profile_steps),
         tracer=engines.tracer,
         should_stop=should_stop,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.variables import keep_compiled_code
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome
@@ -93,6 +94,7 @@ def start_run(
 
     check_logger_objects(loggers)
     quiet_torch(loaded)
+    keep_compiled_code()
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings

@@ -69,6 +69,9 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of environment variables. A single one may be written without the brackets of a list."""
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Names of options. A single one may be written without the brackets of a list."""
+
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
@@ -607,8 +610,20 @@ class RewardConfig(Section):
     """Further keyword arguments of the reward function."""
 
     env: Variables = ()
-    """Environment variables that reward workers get although they look like secrets, by name:
+    """Environment variables that reward workers get besides those of docs/rewards.md, by name:
     `[OPENAI_API_KEY]`. Trigon only."""
+
+    confinement: Literal["default", "strict", "off"] = "default"
+    """What is kept from reward functions (docs/rewards.md). default: all other processes.
+    strict: also the network, and files except those of Python, of the function's folder and of
+    `readable`; they write to a temporary folder only. Trigon only."""
+
+    network: bool | None = None
+    """Whether reward functions may open network connections. null: yes, but not with `strict`.
+    Trigon only."""
+
+    readable: Files = ()
+    """Files and folders that reward functions can read with `confinement: strict`. Trigon only."""
 
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""
@@ -736,6 +751,10 @@ class TrainerConfig(Section):
     """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
     EasyR1's default is 8."""
 
+    max_skipped_updates: int = Field(default=3, ge=0, le=1000)
+    """Updates in a row whose gradients are not finite after which the run stops; it also stops if
+    more than half of the last 20 are. 0: never. Trigon only."""
+
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
     Trigon only."""
@@ -817,6 +836,12 @@ class TrainerConfig(Section):
 
     find_last_checkpoint: bool = True
     """Resume from the last checkpoint in the run folder, if there is one."""
+
+    accept_changes: Names = ()
+    """Options that may have other values, or files of other content, than in the run that saved the
+    checkpoint: their names, or `all`.
+    Any other change that a run's numbers depend on is an error before anything is loaded, which
+    gives this option as it has to be set; see docs/resuming.md. Trigon only."""
 
 
 class Config(Section):

@@ -30,11 +30,6 @@ Result = TypeVar("Result")
 DISK_SECONDS = 3600.0
 """Minimum deadline of calls that load models, or write or read a checkpoint."""
 
-JOIN_SECONDS = 600.0
-"""Maximum deadline of joining the process group, in which a wrong network setting makes ranks hang.
-
-Most of it is for importing packages from a slow disk."""
-
 _HEARTBEAT_SECONDS = 1.0
 """Interval at which busy workers are asked for a heartbeat."""
 
