@@ -99,7 +99,8 @@ def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_
     assert saved_steps(folder) == [2]
     assert [line["metrics"].get("watch/equal_rewards") for line in lines(folder)] == [None, None, None, 1.0]
 
-    process = start(made, folder, *options, steps=4)  # with the usual reward
+    # With the usual reward.
+    process = start(made, folder, *options, "trainer.accept_changes=worker.reward.reward_function", steps=4)
     assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
     assert saved_steps(folder) == [2, 4]
     assert "watch/equal_rewards" not in lines(folder)[-1]["metrics"]
