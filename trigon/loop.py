@@ -17,6 +17,7 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
+from trigon.grace import Grace, StepLeft
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
@@ -94,6 +95,7 @@ class Run:
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    grace: whether a step is finished after a request to stop, or left.
     """
 
     plan: Plan
@@ -119,6 +121,7 @@ class Run:
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
+    grace: Grace = field(default_factory=Grace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, without waiting for a save in progress when an error is raised."""
     progress = restore(run, resume_from)
+    run.grace.saved_step = progress.step
     if run.intervals.validate_only:
         run.report.begin()
         run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
@@ -161,29 +165,39 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     sampler = open_sampler(run)
     for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
-        with awake(run, version=step - 1):
-            batch = sampler.collect_batch(
-                run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
-            )
-            probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
-        with rollouts_kept(run, step, batch.groups):
-            with run.report.phase("parity"):
-                parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
-            prepared = prepare_groups(
-                batch.groups,
-                run.advantage_settings,
-                trainer=run.trainer,
-                reference=run.reference,
-                needs_old_logprobs=run.needs_old_logprobs,
-                kl=progress.kl,
-                baselines=batch.baselines,
-                phase=run.report.phase,
-            )
-            scored = score_tokens(run, batch.groups)
+        run.grace.save_seconds = run.store.save_seconds
+        run.grace.begin_step(step)
+        position = training_prompts(run).state()
+        try:
+            with run.report.checking(run.grace.check_step):
+                with awake(run, version=step - 1):
+                    batch = sampler.collect_batch(
+                        run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
+                    )
+                    probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
+                with rollouts_kept(run, step, batch.groups):
+                    with run.report.phase("parity"):
+                        parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
+                    prepared = prepare_groups(
+                        batch.groups,
+                        run.advantage_settings,
+                        trainer=run.trainer,
+                        reference=run.reference,
+                        needs_old_logprobs=run.needs_old_logprobs,
+                        kl=progress.kl,
+                        baselines=batch.baselines,
+                        phase=run.report.phase,
+                    )
+                    scored = score_tokens(run, batch.groups)
+                    run.grace.check_step()
+        except StepLeft:
+            save_unsaved(run, progress, position)
+            break
         shows = is_due(step, run.intervals.train_samples_every)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         run.hooks.rollouts(batch.groups)
-        learned = update_policy(run, prepared.groups)
+        with run.grace.update():
+            learned = update_policy(run, prepared.groups)
         progress = Progress(step, prepared.kl, batch.surplus)
         metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
         if finish_step(run, progress, batch, metrics):
@@ -252,10 +266,15 @@ def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
     """Validate, report and save what is due after a step. Returns whether the run ends here."""
     step, last = progress.step, run.plan.total_steps
-    score = None
+    run.grace.score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
-        validation = validate(run, progress)
-        metrics, score = merge(metrics, validation), validation["val/reward_score"].value
+        try:
+            with run.grace.validation(), run.report.checking(run.grace.check_validation):
+                validation = validate(run, progress)
+        except StepLeft:
+            run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
+        else:
+            metrics, run.grace.score = merge(metrics, validation), validation["val/reward_score"].value
     stopping = step == last or run.should_stop()
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
@@ -263,13 +282,31 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
     if stopping or is_due(step, run.intervals.save_every):
-        with run.report.phase("save_checkpoint"):
-            run.report.flush()  # a run that resumes from the checkpoint does not write them again
-            run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
-            if stopping:
-                run.store.wait()
+        save(run, progress, training_prompts(run).state(), wait=stopping)
     run.hooks.step(step, recorded)
     return stopping
+
+
+def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, wait: bool) -> None:
+    """Save the state after a step. prompts: the state of the prompt stream then."""
+    with run.report.phase("save_checkpoint"):
+        run.report.flush()  # a run that resumes from the checkpoint does not write them again
+        state = progress_state(progress, prompts)
+        run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score)
+        if wait:
+            run.store.wait()
+    run.grace.saved_step = progress.step
+
+
+def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
+    """Save the state after the last step, before any update of a step that is left.
+
+    prompts: the state of the prompt stream before the step that is left.
+    """
+    if progress.step > run.grace.saved_step:
+        save(run, progress, prompts, wait=True)
+    else:
+        run.store.wait()
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
@@ -312,10 +349,13 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
         yield
 
 
-def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
-    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore."""
+def progress_state(progress: Progress, prompts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore.
+
+    prompts: the state of the prompt stream.
+    """
     return {
-        "prompts": training_prompts(run).state(),
+        "prompts": prompts,
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
     }

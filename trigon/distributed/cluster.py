@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
+from trigon.signals import termination_blocked
 
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""
@@ -35,6 +36,9 @@ _EXIT_SECONDS = 60
 
 A process with hundreds of GiB in host memory that GPUs can read takes more than ten seconds.
 """
+
+_KILL_SECONDS = 3.0
+"""How long Ray has to end a worker, before this module kills it."""
 
 _SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of a network interface
 
@@ -97,7 +101,12 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
     )
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=True, job_config=_job_config(), **local_options)
+        # Ray's processes and the workers keep them blocked: only the driver acts on a signal that
+        # all processes of a job get. Ray itself does the same with SIGINT.
+        with termination_blocked():
+            ray.init(
+                address=address, logging_level="ERROR", log_to_driver=True, job_config=_job_config(), **local_options
+            )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
             f"there is no Ray cluster at {address!r}, or it rejects the token of this shell ({_first_line(error)}). "
@@ -109,7 +118,20 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
             signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
         yield
     finally:
+        if address == "local":
+            _kill_local_cluster()
         ray.shutdown()
+
+
+def _kill_local_cluster() -> None:
+    """Kill the processes that ray.init started, which do not end at SIGTERM; see open_cluster.
+
+    ray.shutdown() sends it to one after the other, and waits a second each before it kills it. Not
+    public in Ray 2.60.
+    """
+    node = ray._private.worker._global_node
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
 def _job_config() -> ray.job_config.JobConfig:
@@ -257,10 +279,19 @@ def _find_interface(address: str) -> str | None:
 
 
 def _wait_for_exit(pids: Sequence[int]) -> None:
-    """Wait until killed processes have exited, so that their memory and files are free again."""
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while time.monotonic() < deadline and any(_is_alive(pid) for pid in pids):
+    """Wait until killed processes have exited, so that their memory and files are free again.
+
+    Ray asks a process to exit, which one that is stopped or hangs cannot do: it is killed here.
+    """
+    started = time.monotonic()
+    alive = [pid for pid in pids if _is_alive(pid)]
+    while alive and time.monotonic() < started + _EXIT_SECONDS:
         time.sleep(0.05)
+        alive = [pid for pid in alive if _is_alive(pid)]
+        if time.monotonic() > started + _KILL_SECONDS:
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:

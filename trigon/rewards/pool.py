@@ -34,6 +34,7 @@ from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
 from trigon.rewards.process import ChildProcess, check_passed_variables, describe_exit, withheld_variable
 from trigon.rewards.scoring import Scoring
+from trigon.signals import termination_blocked
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0
@@ -239,7 +240,9 @@ class RewardPool:
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
     def _start_worker(self, number: int) -> None:
-        worker = _Worker(number, ChildProcess(f"reward {number}", passed_variables=self._passed_variables))
+        with termination_blocked():  # until the worker has its handlers
+            process = ChildProcess(f"reward {number}", passed_variables=self._passed_variables)
+        worker = _Worker(number, process)
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
         self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))

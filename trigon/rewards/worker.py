@@ -47,6 +47,8 @@ from trigon.rewards.contract import (
 )
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
+from trigon.signals import outlive_stop_signals
+from trigon.stacks import register_stacks
 
 MAX_MEMORY_BYTES = 16 << 30
 """Maximum address space of a worker, enough to import large libraries."""
@@ -68,12 +70,14 @@ Result = dict[str, object]
 def main(channel_fd: int) -> None:
     """Process requests until the channel closes."""
     _exit_with_parent()
+    outlive_stop_signals()  # the driver, which saves first, ends this process
     _limit_resources()
     os.set_inheritable(channel_fd, False)
     for stream_of_text in (sys.stdout, sys.stderr):
         assert isinstance(stream_of_text, io.TextIOWrapper)
         stream_of_text.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable(file=_STDERR)
+    register_stacks()
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rwb") as stream:
         if setup := stream.readline():
             for message in _serve(json.loads(setup), stream):
