@@ -30,6 +30,7 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartingEngine
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.trace import FOLDER
+from trigon.watchdog import FILE as HANG_STACKS
 
 if TYPE_CHECKING:
     from trigon.distributed.preflight import NodeReport
@@ -67,7 +68,12 @@ def open_worker_group(
         )
         layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
         with start_workers(layout, ray_actor_class(Worker), run_name) as workers:
-            worker_group = WorkerGroup(workers, device, deadline_seconds=trainer.worker_timeout_seconds)
+            worker_group = WorkerGroup(
+                workers,
+                device,
+                deadline_seconds=trainer.worker_timeout_seconds,
+                stacks_file=folder / HANG_STACKS,
+            )
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
             reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             check_node_reports(reports)

@@ -23,6 +23,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,6 +92,7 @@ class CheckpointStore:
     warn: called with a message for a damaged checkpoint, a fallback to an earlier one, and a
     folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
     content cannot be used although its files are as they were written; None: not asked.
+    save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class CheckpointStore:
         self._warn = warn
         self._check_actor = check_actor
         self._pending: tuple[int, Future[None]] | None = None  # the step being saved in the background
+        self._save_started = 0.0
+        self.save_seconds: float | None = None
 
     def save(self, step: int, *, write: Write, progress: Mapping[str, Any], score: float | None) -> None:
         """Save the checkpoint of this step; after a crash at any moment it is complete or absent.
@@ -127,6 +131,7 @@ class CheckpointStore:
         for prefix in (_SAVING, _REMOVING):
             for stale in self._root.glob(f"{prefix}*"):
                 self._remove(stale)
+        self._save_started = time.monotonic()
         self.check_space(max((total_bytes(folder) for folder in self._complete_folders().values()), default=0))
 
         temporary = self._root / f"{_SAVING}{final.name}"
@@ -247,6 +252,7 @@ class CheckpointStore:
             os.rename(temporary, final)
             sync_to_disk(self._root)
             self._write_tracker()
+        self.save_seconds = max(time.monotonic() - self._save_started, self.save_seconds or 0.0)
         self._remove_old(newest=int(final.name.rpartition("_")[2]))
 
     @contextmanager

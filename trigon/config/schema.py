@@ -756,8 +756,14 @@ class TrainerConfig(Section):
     more than half of the last 20 are. 0: never. Trigon only."""
 
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
-    """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
-    Trigon only."""
+    """Maximum seconds of a call to the workers, and of any part of a step without progress.
+    The run then ends with an error and the stacks of its processes; see docs/resuming.md. Trigon
+    only."""
+
+    grace_seconds: float | None = Field(default=30.0, gt=0, le=MAX_SECONDS)
+    """Seconds after SIGTERM or SIGHUP by which the run must have saved; null: as long as it takes.
+    A step that takes longer is left, and the step before it is saved; see docs/resuming.md. Raise
+    it with terminationGracePeriodSeconds of Kubernetes. Trigon only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU if there is one. Trigon only."""

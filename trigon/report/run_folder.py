@@ -6,6 +6,7 @@
       starts.jsonl                      one line per start: where it resumed, and what had changed
       local_sources.json                paths of the model and the data that are not hub ids
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      hang_stacks.txt                   stacks of all processes, if the run hung (watchdog.py)
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
       rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line

@@ -42,6 +42,7 @@ from trigon.rewards.process import (
 )
 from trigon.rewards.scoring import Scoring
 from trigon.rewards.setup import make_setup
+from trigon.signals import termination_blocked
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0
@@ -239,7 +240,8 @@ class RewardPool:
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
     def _start_worker(self, number: int) -> None:
-        process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
+        with termination_blocked():  # until the worker has its handlers
+            process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
         worker = _Worker(number, process)
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
