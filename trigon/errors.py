@@ -9,8 +9,10 @@
     |-- EngineError        an engine violated its protocol
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
+    |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
-    `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
 Every message says what was wrong, gives the value, and says what to do.
 """
@@ -54,8 +56,16 @@ class WorkerError(EngineError):
     """A worker died, hung, or raised an unexpected error. All other workers were stopped."""
 
 
+class NotFiniteError(TrigonError):
+    """Training has diverged: weights, gradients or log-probabilities are nan or infinite."""
+
+
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
+
+
+class WatchError(TrigonError):
+    """A watcher (trainer.watch) stopped the run."""
 
 
 class PushError(TrigonError):

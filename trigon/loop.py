@@ -17,17 +17,21 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
+from trigon.errors import NotFiniteError, WatchError
+from trigon.garbage import return_freed_memory
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_validation
+from trigon.skipped_updates import RecentUpdates, describe_skipped
 from trigon.train_groups import AdvantageSettings, prepare_groups
-from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
 from trigon.validation import Evaluator
+from trigon.watch.watch import Alarm, Watch
 
 
 class SaveState(Protocol):
@@ -91,9 +95,11 @@ class Run:
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
     token_groups: groups of each step and validation that are recorded with per-token values.
+    max_skipped_updates: see RecentUpdates.require_progress.
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
     """
 
     plan: Plan
@@ -110,6 +116,7 @@ class Run:
     needs_old_logprobs: bool
     evaluator: Evaluator | None
     token_groups: int
+    max_skipped_updates: int
     parity: ParityCheck
     store: CheckpointStore
     save_state: SaveState
@@ -119,6 +126,8 @@ class Run:
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
+    watch: Watch = field(default_factory=Watch)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +140,21 @@ class Progress:
     step: int
     kl: AdaptiveKl
     surplus: list[RolloutGroup]
+    recent_updates: RecentUpdates = field(default_factory=RecentUpdates)
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Run all steps that are left, and return the progress made.
 
-    Raises what the engines raise; nothing is retried.
+    Raises what the engines raise; nothing is retried. A NotFiniteError also says from which
+    checkpoint to go on.
     """
-    with run.store.wait_on_exit():
-        return take_steps(run, resume_from)
+    try:
+        with run.store.wait_on_exit():
+            return take_steps(run, resume_from)
+    except NotFiniteError as error:
+        last = run.store.newest_complete() or (None if resume_from is None else resume_from.folder)
+        raise NotFiniteError(f"{error}.\n{how_to_go_on(last)}") from error
 
 
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
@@ -151,7 +166,9 @@ def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validate(run, progress)))
+        validation = validate(run, progress)
+        run.watch.validation(0, validation)
+        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation))
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -183,8 +200,8 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         shows = is_due(step, run.intervals.train_samples_every)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         run.hooks.rollouts(batch.groups)
-        learned = update_policy(run, prepared.groups)
-        progress = Progress(step, prepared.kl, batch.surplus)
+        learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
+        progress = Progress(step, prepared.kl, batch.surplus, recent)
         metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
         if finish_step(run, progress, batch, metrics):
             break
@@ -239,37 +256,85 @@ def record_rollouts(
     run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
 
 
-def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:
-    """Make a step's optimizer updates, and return their metrics, merged."""
+def update_policy(
+    run: Run, step: int, groups: Sequence[TrainGroup], recent: RecentUpdates
+) -> tuple[Metrics, RecentUpdates]:
+    """Make a step's optimizer updates, and return their metrics, merged, and the recent updates.
+
+    Raises: NotFiniteError if too many updates are skipped.
+    """
     metrics: Metrics = {}
     with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
-        for minibatch in minibatches(groups, run.plan):
-            metrics = merge(metrics, run.trainer.step(minibatch))
+        for number, minibatch in enumerate(minibatches(groups, run.plan), start=1):
+            update = dict(run.trainer.step(minibatch))
+            norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
+            recent = recent.after(update, limit=run.max_skipped_updates)
+            if norm is not None:
+                cause = describe_skipped(minibatch, update, grad_norm=norm.value)
+                run.report.warn(
+                    f"update {number} of step {step} is skipped, since its gradient is not finite "
+                    f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
+                )
+                recent.require_progress(cause, limit=run.max_skipped_updates)
+            metrics = merge(metrics, update)
             advance(1)
-    return metrics
+    return metrics, recent
 
 
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
-    """Validate, report and save what is due after a step. Returns whether the run ends here."""
+    """Validate, report and save what is due after a step. Returns whether the run ends here.
+
+    Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
+    saved before, unless the watcher says that training fails.
+    """
     step, last = progress.step, run.plan.total_steps
     score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
         validation = validate(run, progress)
         metrics, score = merge(metrics, validation), validation["val/reward_score"].value
-    stopping = step == last or run.should_stop()
+    watched = run.watch.observe(step, metrics)
+    metrics = merge(metrics, watched.metrics)
+    ending = step == last or run.should_stop()
+    alarm = None if ending else watched.stop
+    stopping = ending or (alarm is not None and alarm.saves)
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
     recorded = run.report.step(
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
-    if stopping or is_due(step, run.intervals.save_every):
+    for seen in watched.new:
+        if seen is not alarm:
+            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
+    if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
         with run.report.phase("save_checkpoint"):
             run.report.flush()  # a run that resumes from the checkpoint does not write them again
             run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
             if stopping:
                 run.store.wait()
     run.hooks.step(step, recorded)
+    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
+        return_freed_memory()
+    if alarm is not None:
+        raise WatchError(describe_stop(run, step, alarm))
     return stopping
+
+
+def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
+    """Return what a watcher saw, which checkpoint is from before, and how to go on."""
+    run.store.wait()  # a save in progress may be that checkpoint
+    text = (
+        f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
+    )
+    if alarm.saves:
+        return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
+    on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
+    saved = run.store.newest_complete(before=alarm.first_step)
+    if saved is None:
+        return f"{text}. No checkpoint from before step {alarm.first_step} was saved. {on}"
+    return (
+        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
+        f"from it with trainer.load_checkpoint_path={saved} and other options. {on}"
+    )
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
@@ -283,12 +348,32 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
+    run.watch.load_state(checkpoint.progress.get("watch", {}))
     kept = checkpoint.progress.get("surplus", [])
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
+    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
+        kept = []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
-    return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
+    recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
+    return Progress(step=checkpoint.step, kl=kl, surplus=surplus, recent_updates=recent)
+
+
+def how_to_go_on(last: Path | None) -> str:
+    """Return what to do after a NotFiniteError. last: the newest checkpoint, if there is one."""
+    if last is None:
+        return (
+            "No checkpoint was saved before. Start again with a lower worker.actor.optim.lr; see "
+            "docs/troubleshooting.md (Training has diverged)"
+        )
+    return (
+        f"This state is not saved. The last checkpoint, {last}, holds finite values: the same command with a lower "
+        "worker.actor.optim.lr goes on from it. If it ends in the same way, go on from an earlier one with "
+        f"trainer.load_checkpoint_path={last.parent / 'global_step_...'}; see docs/troubleshooting.md (Training has "
+        "diverged)"
+    )
 
 
 def rewind(run: Run, step: int) -> None:
@@ -318,6 +403,9 @@ def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
         "prompts": training_prompts(run).state(),
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
+        "recent_grad_norms": list(progress.recent_updates.norms),
+        "watch": run.watch.state(),
+        **run.made_from,
     }
 
 

@@ -30,9 +30,9 @@ MUTATIONS = (
         "a_damaged_newest",
     ),
     Mutation(
-        "a truncated file of a checkpoint",
+        "a damaged list of files of a checkpoint",
         "checkpoint/manifest.py",
-        'if path.stat().st_size != entry["bytes"]:',
+        "if not is_valid or PROGRESS not in files:",
         "if False:",
         "unit/test_checkpoint_store.py",
         "a_damaged_newest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,19 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock on a file, by fcntl.flock, or has inherited one.
+
+    Shows whether processes live whose ids are unknown, such as those in another namespace.
+    """
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

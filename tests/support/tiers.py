@@ -87,9 +87,9 @@ def is_extended(file: str, test_id: str) -> bool:
 
 @cache
 def faults() -> frozenset[tuple[str, str]]:
-    """Return the (file, function) of the tests named on the page on reliability, as for is_extended.
+    """Return the (file, function) of the tests that the page on reliability names.
 
-    `make test-faults` runs them, and those marked as faults.
+    As for is_extended. `make test-faults` runs them, and those marked as faults.
     """
     named = re.findall(r"`tests/([\w/]+\.py)::(\w+)`", RELIABILITY.read_text(encoding="utf-8"))
     return frozenset(named)

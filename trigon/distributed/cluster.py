@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, choose_base, prepare_local_cluster
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
+from trigon.metrics import Max, Metrics, Min
 from trigon.network import find_interface, loopback_variables
 from trigon.temporary import private_folder
 from trigon.variables import set_variables
@@ -129,6 +130,17 @@ def _job_config() -> ray.job_config.JobConfig:
 def has_gpus() -> bool:
     """Return whether any node of the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def object_store_metrics() -> Metrics:
+    """Return what Ray's object stores hold, and what is free in them, on all nodes, in GiB."""
+    name = "object_store_memory"
+    total = ray.cluster_resources().get(name, 0.0)
+    free = ray.available_resources().get(name, 0.0)  # absent where nothing is free
+    return {
+        "perf/object_store_used_gb": Max((total - free) / 2**30),
+        "perf/object_store_free_gb": Min(free / 2**30),
+    }
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import set_gc_threshold
+from trigon.garbage import return_freed_memory, set_gc_threshold
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Metrics
 from trigon.network import LOOPBACK
@@ -46,6 +46,7 @@ from trigon.training.memory import memory_of
 from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.watch.meter import measure_worker
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -268,7 +269,7 @@ class Worker:
         engines = self._require_engines
         metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
         images = {} if engines.images is None else engines.images.pop_metrics()
-        return {**metrics, **images, **gpu_memory_metrics()}
+        return {**metrics, **images, **gpu_memory_metrics(), **measure_worker()}
 
     # -- traces --
 
@@ -293,6 +294,8 @@ class Worker:
         assert self._write_state is not None, "stage_state() has not been called"
         write, self._write_state = self._write_state, None
         write()
+        del write
+        return_freed_memory()
 
     def load_state(self, folder: Path) -> None:
         """Load this rank's part of a checkpoint, which any number of ranks may have written."""

@@ -6,6 +6,7 @@ Runs in the driver, and counts the bytes that go through it. Does not depend on 
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -177,6 +178,10 @@ class WorkerGroup:
                     request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
                     heartbeats[worker.actor.heartbeat.remote(request)] = worker.rank
         return [results[worker.rank] for worker in self.workers]
+
+    def local_process_ids(self) -> list[int]:
+        """Return the process ids of the workers on this machine."""
+        return [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
 
     def submit_all(self, method: Callable[[W, *Arguments], Any], *arguments: *Arguments) -> None:
         """Queue a call of a method of Worker on all ranks, and return at once.
