@@ -7,6 +7,7 @@
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
     |-- RewardError        the reward function: it cannot be loaded, or fails too often
     |-- EngineError        an engine violated its protocol
+    |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
@@ -46,6 +47,10 @@ class RewardError(TrigonError):
 
 class EngineError(TrigonError):
     """An engine violated its protocol."""
+
+
+class RolloutError(EngineError):
+    """The rollout engine failed while it loaded weights or sampled. A new one may work."""
 
 
 class ParityError(EngineError):

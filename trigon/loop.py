@@ -25,7 +25,7 @@ from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_validation
-from trigon.skipped_updates import RecentUpdates, describe_skipped
+from trigon.skipped_updates import RecentUpdates, describe_skipped, how_to_go_on
 from trigon.train_groups import AdvantageSettings, prepare_groups
 from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
@@ -202,7 +202,9 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         run.hooks.rollouts(batch.groups)
         learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
         progress = Progress(step, prepared.kl, batch.surplus, recent)
-        metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
+        metrics = merge(
+            batch.metrics, parity, prepared.metrics, learned, run.rollout.pop_metrics(), training_prompts(run).metrics()
+        )
         if finish_step(run, progress, batch, metrics):
             break
     return progress
@@ -330,7 +332,7 @@ def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
     on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
     saved = run.store.newest_complete(before=alarm.first_step)
     if saved is None:
-        return f"{text}. No checkpoint from before step {alarm.first_step} was saved. {on}"
+        return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
     return (
         f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
         f"from it with trainer.load_checkpoint_path={saved} and other options. {on}"
@@ -359,21 +361,6 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
     recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
     return Progress(step=checkpoint.step, kl=kl, surplus=surplus, recent_updates=recent)
-
-
-def how_to_go_on(last: Path | None) -> str:
-    """Return what to do after a NotFiniteError. last: the newest checkpoint, if there is one."""
-    if last is None:
-        return (
-            "No checkpoint was saved before. Start again with a lower worker.actor.optim.lr; see "
-            "docs/troubleshooting.md (Training has diverged)"
-        )
-    return (
-        f"This state is not saved. The last checkpoint, {last}, holds finite values: the same command with a lower "
-        "worker.actor.optim.lr goes on from it. If it ends in the same way, go on from an earlier one with "
-        f"trainer.load_checkpoint_path={last.parent / 'global_step_...'}; see docs/troubleshooting.md (Training has "
-        "diverged)"
-    )
 
 
 def rewind(run: Run, step: int) -> None:

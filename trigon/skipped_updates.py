@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -101,6 +102,18 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, grad_nor
     largest = max((float(tensor.abs().max()) for tensor in dict(_inputs(groups))["advantages"]), default=0.0)
     rate = metrics["actor/lr"].value
     return f"gradient norm {grad_norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
+
+
+def how_to_go_on(last: Path | None) -> str:
+    """Return what to do after a NotFiniteError. last: the newest checkpoint, if there is one."""
+    page = "see docs/troubleshooting.md (Training has diverged)"
+    if last is None:
+        return f"No checkpoint was saved before. Start again with a lower worker.actor.optim.lr; {page}"
+    return (
+        f"This state is not saved. The last checkpoint, {last}, holds finite values: the same command goes on from it "
+        "with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr. If it ends in the same "
+        f"way, go on from an earlier one with trainer.load_checkpoint_path={last.parent / 'global_step_...'}; {page}"
+    )
 
 
 def _inputs(groups: Sequence[TrainGroup]) -> Iterator[tuple[str, list[Tensor]]]:

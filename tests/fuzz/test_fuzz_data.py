@@ -159,8 +159,9 @@ def test_any_messages(value: Any):
 PARTS = [
     "{{ content }}", "{% for i in range(1000000) %}", "{% for x in content %}", "{% endfor %}", "{{ x * 99999 }}",
     "{% set x = content * 1000 %}", "{% macro m() %}", "{{ m() }}", "{% endmacro %}", "{{ content.__class__.__mro__ }}",
-    "{{ content|join('x' * 100) }}", "{{ lipsum(100) }}", "{{ cycler }}", "{% if content %}", "{% endif %}", "{% raw %}",
-    "{{ content|center(100000000) }}", "{{ '%1000000000d' % 1 }}", "{{ range(999999999)|list }}", "{{ 9 ** 9 }}", "{{", "}}",
+    "{{ content|join('x' * 100) }}", "{{ lipsum(100) }}", "{{ cycler }}", "{% if content %}", "{% endif %}",
+    "{{ content|center(100000000) }}", "{{ '%1000000000d' % 1 }}", "{{ range(999999999)|list }}", "{{ 9 ** 9 }}", "{{",
+    "}}", "{% raw %}",
 ]  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def test_any_request(response: str, ground_truth: Any, row: dict[str, Any]):
 
 
 # The function writes the completion, a text of JSON values or of any characters, to its own channel
-# to the parent, which knows nothing of it. Every completion must still get a score or an error.
+# to the parent. Every completion must still get a score or an error.
 HOSTILE = """
 import os, stat
 

@@ -1,4 +1,4 @@
-"""A run on one machine is reached by nobody else, and leaves no temporary file behind."""
+"""A run on one machine is reached from no other, and leaves no temporary file behind."""
 
 from __future__ import annotations
 

@@ -89,10 +89,11 @@ def saved_steps(folder: Path) -> list[int]:
 def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_goes_on(made, tmp_path):
     folder = tmp_path / "run"
     options = ("trainer.watch.equal_rewards=stop", "trainer.watch.equal_reward_steps=3", "trainer.val_freq=-1")
+    options += ("trainer.save_limit=-1",)
     message, last = stopped(launch(made, folder, CONSTANT, *options, steps=9), folder, "equal_rewards")
     assert last == 3
     assert "since step 1: all completions have the reward 0.5" in message
-    assert "No checkpoint from before step 1 was saved" in message
+    assert "There is no checkpoint from before step 1" in message
     assert saved_steps(folder) == [2]
     assert [line["metrics"].get("watch/equal_rewards") for line in lines(folder)] == [None, None, None, 1.0]
 
@@ -105,7 +106,7 @@ def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_
 def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made, tmp_path):
     folder = tmp_path / "run"
     options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.length=stop", "trainer.save_freq=1")
-    options += ("trainer.watch.max_cut_fraction=1",)
+    options += ("trainer.watch.max_cut_fraction=1", "trainer.save_limit=-1")
     message, last = stopped(launch(made, folder, SHORT, *options, steps=60), folder, "length")
     assert "on average (response_length/mean), and had" in message
     lengths = [line.metrics["response_length/mean"] for line in read_metrics(folder)]

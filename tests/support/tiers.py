@@ -20,6 +20,7 @@ KEPT = {
     r"not_finite|\[2, read by 1 and 4\]|\[on 4, hybrid\]",
     "invariants/test_sharded_offload.py": r"\[tied, bf16\]",
     "invariants/test_checkpoint_killed.py": r"\[best-background\]",
+    "integration/test_diverging_runs.py": r"test_gradients_that_are_nan",
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
     "unit/test_check_page.py": r"thresholds",
     "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice)"
@@ -51,6 +52,7 @@ KEPT = {
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
 
 NEEDS_VLLM = {
+    "integration/test_diverging_runs.py": r"test_two_workers_survive",
     "integration/test_environment.py": r"\[vllm\]",
     "integration/test_export.py": r"test_an_export_has_the_same_logprobs_in_vllm_and_transformers",
     "integration/test_images_cost_once.py": r"-vllm\]",
@@ -63,6 +65,7 @@ NEEDS_VLLM = {
     "integration/test_rollout_videos.py": r"\[vllm-",
     "integration/test_rollout_vllm.py": r"",
     "integration/test_rollout_vllm_cuda_config.py": r"",
+    "integration/test_rollout_vllm_faults.py": r"",
     "integration/test_rollout_vllm_random_weights.py": r"",
     "integration/test_tile_models.py": r"test_another_supported_language_model_gives_the_same_log",
 }
@@ -87,9 +90,9 @@ def is_extended(file: str, test_id: str) -> bool:
 
 @cache
 def faults() -> frozenset[tuple[str, str]]:
-    """Return the (file, function) of the tests named on the page on reliability, as for is_extended.
+    """Return the (file, function) of the tests that the page on reliability names.
 
-    `make test-faults` runs them, and those marked as faults.
+    As for is_extended. `make test-faults` runs them, and those marked as faults.
     """
     named = re.findall(r"`tests/([\w/]+\.py)::(\w+)`", RELIABILITY.read_text(encoding="utf-8"))
     return frozenset(named)

@@ -97,7 +97,7 @@ def test_a_stop_without_an_earlier_checkpoint_says_so(parts, tmp_path):
     watch = watch_of(equal_rewards="stop", equal_reward_steps=2)
     with (
         open_run(parts, tmp_path, complete=always_wrong_from(1), plan=plan_of(steps=20), watch=watch) as run,
-        pytest.raises(WatchError, match="No checkpoint from before step 1 was saved"),
+        pytest.raises(WatchError, match="There is no checkpoint from before step 1"),
     ):
         train(run, None)
     assert saved_steps(tmp_path) == []

@@ -141,8 +141,8 @@ def test_three_in_a_row_end_the_run_with_the_cause_and_the_checkpoint_to_go_on_f
         "trainer.max_skipped_updates=3",
         "gradient norm inf, learning rate 1e-06",
         "Gradient norms of the last updates: skipped, 1, skipped, skipped, skipped",
-        f"The last checkpoint, {tmp_path / 'global_step_4'}, holds finite values: the same command with a lower "
-        "worker.actor.optim.lr",
+        f"The last checkpoint, {tmp_path / 'global_step_4'}, holds finite values: the same command goes on from "
+        "it with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr",
         "trainer.load_checkpoint_path=",
     ):
         assert part in message

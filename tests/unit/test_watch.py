@@ -211,6 +211,8 @@ def test_the_validation_has_to_be_far_below_its_best_twice():
     assert list(said) == [4]
     assert said[4].new[0].first_step == 3
     assert "val/reward_score is 0.3, and was 0.8 after step 2" in said[4].new[0].text
+    # A first validation without a score is none.
+    assert scores(0.8, 0.3, 0.3, before=float("nan")) != {}
     # Negative rewards, and rewards around 0: the range is the scale.
     assert scores(-1.0, -0.2, -0.5, -0.5, before=-1.0) == {}
     assert list(scores(-1.0, -0.2, -0.9, -0.9, before=-1.0)) == [4]

@@ -26,6 +26,8 @@ from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import LOCK
+from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.restart import RestartingEngine
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.trace import FOLDER
 
@@ -119,7 +121,7 @@ def open_workers(
     shows_videos: bool,
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
-    from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTracer, WorkersTrainEngine
+    from trigon.distributed.engines import WorkersReference, WorkersTracer, WorkersTrainEngine
     from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
@@ -136,11 +138,26 @@ def open_workers(
         device=describe_workers(config, worker_group),
         trainer=WorkersTrainEngine(worker_group, regularized=make_loss_terms(config).regularized),
         reference=WorkersReference(worker_group) if needs_reference(config) and not kl_is_full(config) else None,
-        rollout=WorkersRolloutEngine(worker_group, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
+        rollout=open_workers_rollout(config, worker_group, report),
         sizes=tuple(sizes),
         tracer=WorkersTracer(worker_group, resolve_run_folder(config).absolute() / FOLDER),
         tune_micro_batch=tune_micro_batch,
     )
+
+
+def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Reporter) -> RolloutEngine:
+    """Return the rollout engine of the workers, which is started anew once if it fails.
+
+    Not with tensor parallelism: when one rank of a replica fails, the others wait for it in a
+    collective operation, and cannot be told to start anew.
+    """
+    from trigon.distributed.engines import WorkersRolloutEngine
+
+    rollout = config.worker.rollout
+    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=rollout.tensor_parallel_size)
+    if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
+        return RestartingEngine(engine, warn=report.warn)
+    return engine
 
 
 def join_ranks(

@@ -40,6 +40,7 @@ from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Metrics
 from trigon.network import LOOPBACK
 from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.restart import RestartableEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import memory_of
@@ -231,6 +232,20 @@ class Worker:
             on_progress=on_progress if returns_completions else None,
             on_group=on_group if returns_completions else None,
         )
+
+    def restart_rollout(self) -> None:
+        """Start the rollout engine anew, asleep. Collective: vLLM's start is."""
+        while self._awake_contexts:  # of ranks on which the last wake() did not fail
+            self._awake_contexts.pop().close()
+        rollout = self._require_engines.rollout
+        assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"
+        self._require_engines.trainer.offload()
+        rollout.restart()
+
+    def pop_rollout_metrics(self) -> Metrics:
+        """Return the counts of the rollout engine; none for all but the first rank of a replica."""
+        metrics = self._require_engines.rollout.pop_metrics()
+        return metrics if self._require_engines.replica_rank == 0 else {}
 
     # -- training --
 

@@ -1,7 +1,7 @@
 """Measures the memory of a run on this machine, once for each step.
 
 Memory of the driver, of the reward workers and of the other processes below the driver; what the
-machine or the control group has left; shared memory. About a millisecond a step, and a thread that
+machine or the control group has left; shared memory. A few milliseconds a step, and a thread that
 reads what is left once a second, because a step needs most in its middle.
 """
 

@@ -141,7 +141,9 @@ class Watch:
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Take the validation before training as the first one."""
-        self._validations.add(step, metrics["val/reward_score"].value)
+        score = metrics["val/reward_score"].value
+        if isfinite(score):  # nan: no completion could be scored
+            self._validations.add(step, score)
 
     def observe(self, step: int, metrics: Metrics) -> Watched:
         """Return what the watchers say about a step. To be called once for each step, in order."""

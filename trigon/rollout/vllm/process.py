@@ -91,6 +91,21 @@ def start_llm_engine(
         return llm_engine
 
 
+def stop_llm_engine(llm_engine: Any) -> None:
+    """Stop a vllm.LLMEngine that another one replaces, and keep the process groups.
+
+    vLLM's own shutdown destroys all groups of torch.distributed, which the trainer of this rank
+    uses too. The next engine takes over vLLM's groups, which need no communication to be found. The
+    caller drops its references afterwards, and collects garbage. Not public in 0.32.
+    """
+    client = llm_engine.engine_core
+    client._finalizer.detach()  # would shut down, groups included, when the client is collected
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
 @contextmanager
 def private_store(folder: Path) -> Iterator[None]:
     """Make vLLM create the store of its process group in this folder, not in the temporary folder.
