@@ -350,7 +350,8 @@ def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
         return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
     return (
         f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
-        f"from it with trainer.load_checkpoint_path={saved} and other options. {on}"
+        f"from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
+        f"trainer.accept_changes. {on}"
     )
 
 
