@@ -30,6 +30,7 @@ LAYER = {
     "algorithms": 1, "config": 1, "records": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
+    "secrets": 0,
     "torchvision_stub": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
@@ -45,6 +46,7 @@ NEIGHBOURS = {
     ("tiny", "cli"),
     ("cli", "build"),
     ("host_memory", "cpus"),
+    ("terminal", "secrets"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
@@ -98,7 +100,8 @@ ONLY_IN = {
     "trackio": ("report/loggers/trackio.py",),
 }
 
-# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
+# rewards/process.py chooses the environment of the processes that run user code, and
+# rewards/arguments.py reads the variables that its arguments name; models/hub.py is
 # told which hub, of which every place that opens a model or a dataset would have to be told
 # otherwise.
 ENVIRONMENT = (
@@ -106,6 +109,7 @@ ENVIRONMENT = (
     "rollout/vllm/process.py",
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
+    "rewards/arguments.py",
     "models/hub.py",
     "build/start.py",
     "cli/",

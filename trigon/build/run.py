@@ -57,6 +57,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.secrets import mask
 from trigon.training.checkpointing import check_lora_rank, read_updates
 
 
@@ -334,7 +335,7 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
     return LoggedRun(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
-        config=config.model_dump(mode="json"),
+        config=mask("", config.model_dump(mode="json")),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
     )

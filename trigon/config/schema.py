@@ -603,7 +603,8 @@ class RewardConfig(Section):
     """`file.py:function` (default function: main), or a shipped name (docs/rewards.md)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the reward function."""
+    """Further keyword arguments of the reward function; `env:NAME` reads an environment variable.
+    Secrets among them are not written anywhere, see docs/rewards.md."""
 
     env: Variables = ()
     """Environment variables that reward workers get although they look like secrets, by name:

@@ -24,6 +24,7 @@ from trigon.report.console import Console
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
+from trigon.secrets import ARGUMENTS, mask
 from trigon.types import Score
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def score(
         )
     names = name_rewards(rewards)
     summaries = tuple(
-        summarize_reward(completions, number, spec=rewards[number], kwargs=each_kwargs[number])
+        summarize_reward(completions, number, spec=rewards[number], kwargs=mask(ARGUMENTS, each_kwargs[number]))
         for number in range(len(rewards))
     )
     comparisons = tuple(

@@ -30,10 +30,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
+from trigon.rewards.arguments import resolve_arguments
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
 from trigon.rewards.process import ChildProcess, check_passed_variables, describe_exit, withheld_variable
 from trigon.rewards.scoring import Scoring
+from trigon.secrets import ARGUMENTS, mask, scrub
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0
@@ -75,8 +77,8 @@ class RewardPool:
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
         completions of one scoring that may fail. passed_variables: environment variables that the
         workers get although they look like secrets.
-        Raises: RewardError if there is no such file, if one of the variables is not set, or if JSON
-        cannot represent kwargs.
+        Raises: RewardError if there is no such file, if one of the variables is not set, also of
+        `env:NAME` in kwargs, or if JSON cannot represent kwargs.
         """
         source = find_source(reward) if isinstance(reward, str) else reward
         setup: dict[str, Any] = {"source": None, "terms": [], "timeout_seconds": timeout_seconds}
@@ -94,11 +96,11 @@ class RewardPool:
                     f"{len(source)}; bind them with functools.partial"
                 )
         try:
-            self._setup = json.dumps({**setup, "kwargs": dict(kwargs)})
+            self._setup = json.dumps({**setup, "kwargs": resolve_arguments(kwargs)})
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
-                "use only text, numbers, lists and dicts"
+                f"{ARGUMENTS}={mask(ARGUMENTS, dict(kwargs))!r} cannot be sent to another process: {error}; use only "
+                "text, numbers, lists and dicts"
             ) from error
         check_passed_variables(passed_variables)
         self._passed_variables = tuple(passed_variables)
@@ -338,7 +340,7 @@ class RewardPool:
         """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
         if worker.contract is None:
             if "load_error" in message:
-                self._fatal_error = self._explain(str(message["load_error"]))
+                self._fatal_error = self._explain(scrub(str(message["load_error"])))
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
             return
@@ -349,14 +351,14 @@ class RewardPool:
             raise ValueError("unexpected message from a reward worker")
         worker.num_results += 1
         if "retry_singly" in message:
-            scoring.set_chunk_error(worker.pending, str(message["error"]))
+            scoring.set_chunk_error(worker.pending, scrub(str(message["error"])))
             scoring.requeue(worker.pending, singly=True)
             worker.pending.clear()
             return
         self._timeouts.clear()
         index = worker.pending[0]
         scoring.set_seconds(index, float(message["seconds"]))
-        error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
+        error, traceback = scrub(str(message.get("error", ""))), scrub(str(message.get("traceback", "")))
         if not error:
             try:  # validated again: the worker runs untrusted code
                 scoring.succeed(index, read_scores(message["scores"]))
@@ -380,11 +382,12 @@ class RewardPool:
     def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""
         code = self._kill_worker(worker)
+        output = scrub(worker.process.tail)
         # Any other code: it had exited, and a child process of it kept the channel open.
         timed_out = timed_out and code == -signal.SIGKILL
         if worker.contract is None:
             ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else describe_exit(code)
-            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{worker.process.tail}"
+            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{output}"
             raise RewardError(self._fatal_error)
         self._start_worker(worker.number)
         if scoring is None or not worker.pending:
@@ -399,11 +402,11 @@ class RewardPool:
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
             scoring.set_seconds(failed_index, self._timeout_seconds)
-            scoring.fail(failed_index, "timeout", error, worker.process.tail)
-            self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
+            scoring.fail(failed_index, "timeout", error, output)
+            self._stop_if_hanging(scoring.group_of(failed_index), output)
         else:
             self._timeouts.clear()
-            scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", worker.process.tail)
+            scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", output)
 
     def _stop_if_hanging(self, group: object, output: str) -> None:
         """Count a timeout.
