@@ -157,7 +157,8 @@ class DataConfig(Section):
     Raising it uses more prompt tokens."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1, le=MAX_PIXELS)
-    """Images with more pixels are rejected before decoding, to bound memory. Trigon only."""
+    """Images with more pixels are rejected before decoding, to bound memory.
+    Also those whose decoding takes more than 12 bytes for each of these pixels. Trigon only."""
 
     filter_overlong_prompts: bool = True
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
