@@ -34,6 +34,8 @@ LAYER = {
     "torchvision_stub": 0, "processes": 0, "content": 0, "network": 0, "temporary": 0, "variables": 0,
     "signals": 0, "grace": 0, "stacks": 0,
     "watchdog": 0, "watchdog_process": 0,
+    "secrets": 0,
+    "torchvision_stub": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -54,6 +56,7 @@ NEIGHBOURS = {
     ("watchdog", "watchdog_process"),
     ("watchdog_process", "signals"),
     ("watchdog_process", "stacks"),
+    ("terminal", "secrets"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
@@ -111,6 +114,10 @@ ONLY_IN = {
 # rewards/process.py and the supervisor choose the environment of the processes that run user code;
 # models/hub.py is told which hub, of which every place that opens a model or a dataset would have
 # to be told otherwise.
+# rewards/process.py chooses the environment of the processes that run user code, and
+# rewards/arguments.py reads the variables that its arguments name; models/hub.py is
+# told which hub, of which every place that opens a model or a dataset would have to be told
+# otherwise.
 ENVIRONMENT = (
     "variables.py",
     "distributed/cluster.py",
@@ -119,6 +126,7 @@ ENVIRONMENT = (
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
     "rewards/confinement/supervisor.py",
+    "rewards/arguments.py",
     "models/hub.py",
     "build/start.py",
     "cli/",

@@ -64,6 +64,7 @@ from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.secrets import mask
 from trigon.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 from trigon.watch.meter import MemoryMeter
@@ -373,7 +374,7 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
     return LoggedRun(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
-        config=config.model_dump(mode="json"),
+        config=mask("", config.model_dump(mode="json")),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
     )

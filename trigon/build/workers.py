@@ -96,7 +96,7 @@ def config_for_workers(config: Config) -> Config:
     """Return the configuration for processes on other nodes, with other working folders.
 
     Model paths become absolute, and a chat template that is a file of the driver is replaced by its
-    text.
+    text. The arguments of the reward function, which may be secrets, stay with the driver.
     """
     model, data = config.worker.actor.model, config.data
 
@@ -108,10 +108,11 @@ def config_for_workers(config: Config) -> Config:
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
+    reward = config.worker.reward.model_copy(update={"reward_function_kwargs": {}})
     chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
-            "worker": config.worker.model_copy(update={"actor": actor}),
+            "worker": config.worker.model_copy(update={"actor": actor, "reward": reward}),
             "data": data.model_copy(update=chat_template),
         }
     )
