@@ -10,6 +10,7 @@
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
+    |   `-- DiskError      it could not be written: the disk is full, read-only, gone, ...
     `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
 
 Every message says what was wrong, gives the value, and says what to do.
@@ -56,6 +57,10 @@ class WorkerError(EngineError):
 
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
+
+
+class DiskError(CheckpointError):
+    """A checkpoint or an export could not be written. What was there before is intact."""
 
 
 class PushError(TrigonError):

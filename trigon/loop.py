@@ -265,7 +265,9 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     if stopping or is_due(step, run.intervals.save_every):
         with run.report.phase("save_checkpoint"):
             run.report.flush()  # a run that resumes from the checkpoint does not write them again
-            run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
+            state = progress_state(run, progress)
+            # A full disk is a warning, except at the last step: the run has the only copy.
+            run.store.save(step, write=run.save_state, progress=state, score=score, required=stopping)
             if stopping:
                 run.store.wait()
     run.hooks.step(step, recorded)

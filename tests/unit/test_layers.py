@@ -30,7 +30,7 @@ LAYER = {
     "algorithms": 1, "config": 1, "records": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
-    "torchvision_stub": 0,
+    "torchvision_stub": 0, "disk": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 

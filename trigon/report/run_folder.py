@@ -31,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
@@ -62,15 +63,18 @@ class RunFolder:
                 "trainer.save_checkpoint_path to a folder that can, or change its permissions"
             ) from error
         self._skipped_rows: list[bytes] = []
+        self._described: dict[str, bytes] = {}  # files to be written again if the folder is
         _remove_incomplete_line(path / METRICS)
 
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
-        _replace(self.path / CONFIG, text.encode())
+        self._described[CONFIG] = text.encode()
+        _replace(self.path / CONFIG, self._described[CONFIG])
 
     def write_local_sources(self, paths: Mapping[str, str]) -> None:
         """Write local_sources.json: see RunRecord.local_sources."""
         write_json(self.path / SOURCES, paths, ensure_ascii=False, sync=True)
+        self._described[SOURCES] = (self.path / SOURCES).read_bytes()
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json."""
@@ -108,13 +112,49 @@ class RunFolder:
             path.unlink(missing_ok=True)
         return path
 
+    def restore(self) -> str | None:
+        """Make the folder again if it was moved or deleted since the run has written to it.
+
+        Returns: a warning, or None if it is where it was. Raises: ConfigError if another run writes
+        to it by now; OSError.
+        """
+        try:
+            if (self.path / LOCK).read_text(encoding="utf-8") == _holder():
+                return None
+        except FileNotFoundError:
+            pass
+        is_new = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(self.path / LOCK)
+        os.close(self._lock)
+        self._lock = lock
+        for name, content in self._described.items():
+            _replace(self.path / name, content)
+        if is_new:
+            return (
+                f"THE RUN FOLDER {self.path} WAS MOVED OR DELETED. It was made again, and the run goes on in it, "
+                "without its earlier checkpoints, metrics and rollouts"
+            )
+        return f"{self.path / LOCK} was removed or replaced while the run writes to this folder; it is locked again"
+
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of a step, and flush it to the disk."""
+        """Append the line of a step, and flush it to the disk.
+
+        Raises: OSError; then no part of the line is in the file.
+        """
         line = to_json_line({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
-        with (self.path / METRICS).open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        with (self.path / METRICS).open("ab", buffering=0) as file:
+            num_bytes = file.seek(0, os.SEEK_END)
+            try:
+                written = 0
+                while written < len(line):  # a disk that is nearly full takes a part
+                    written += file.write(line[written:])
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(num_bytes)
+                raise
+        if num_bytes == 0:
+            sync_to_disk(self.path)
 
     def read_metrics(self) -> list[StepMetrics]:
         """Return the metrics of all steps so far; see read_metrics."""
@@ -189,8 +229,13 @@ def _lock(path: Path) -> int:
         text = f"{path} cannot be locked ({error}): make sure that no other run uses this folder"
         warnings.warn(sanitize(text, max_characters=5000), stacklevel=3)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(descriptor, _holder().encode(), 0)
     return descriptor
+
+
+def _holder() -> str:
+    """Return what a lock file of this process contains."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _remove_incomplete_line(path: Path) -> None:
@@ -205,8 +250,12 @@ def _remove_incomplete_line(path: Path) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file atomically: after a crash it has either the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it may hold the last bytes of a full disk
+        raise
