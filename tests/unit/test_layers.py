@@ -35,6 +35,7 @@ LAYER = {
     "signals": 0, "grace": 0, "stacks": 0,
     "watchdog": 0, "watchdog_process": 0,
     "secrets": 0,
+    "disk": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
