@@ -112,6 +112,23 @@ def test_a_forged_message_fails_its_completion_and_no_other(tmp_path, response):
         assert [score.overall for score in pool.score(requests("aa", "bbb"))] == [2.0, 3.0]
 
 
+@pytest.mark.faults
+def test_a_completion_whose_worker_is_killed_from_outside_is_scored_again(tmp_path):
+    text = f"""
+import os, signal
+REWARD_TYPE = "sequential"
+def compute_score(reward_input):
+    try:
+        os.close(os.open({str(tmp_path / "once")!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return 1.0
+    os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
+"""
+    with pool_of(tmp_path, text, num_workers=1) as pool:
+        scores = pool.score(requests("a", "b"))
+    assert [(score.outcome, score.overall) for score in scores] == [("ok", 1.0), ("ok", 1.0)]
+
+
 def test_a_running_thread_of_the_function_delays_nothing(tmp_path):
     with pool_of(tmp_path, REWARD.format(reward_type="sequential")) as pool:
         assert [score.overall for score in pool.score(requests("leave a thread", "a"))] == [14.0, 1.0]

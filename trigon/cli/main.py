@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done, 1: failed with a TrigonError, 130: interrupted by Ctrl-C. 2: wrong usage, that is the
     arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
-    `trigon train` adds EXIT_STOPPED.
+    `trigon train` adds those of other signals; see EXIT_SIGNAL.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
