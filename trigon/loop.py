@@ -367,6 +367,7 @@ def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: 
         run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
         if stopping:
             run.store.wait()
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
 
 
 def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
