@@ -19,6 +19,7 @@ from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
 from trigon.errors import NotFiniteError, WatchError
 from trigon.garbage import return_freed_memory
+from trigon.grace import Grace, StepLeft
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
@@ -100,6 +101,7 @@ class Run:
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
     made_from: entries of every checkpoint that say what the run is made from, as JSON.
+    grace: whether a step is finished after a request to stop, or left.
     """
 
     plan: Plan
@@ -128,6 +130,7 @@ class Run:
     hooks: Hooks = field(default_factory=Hooks)
     watch: Watch = field(default_factory=Watch)
     made_from: Mapping[str, Any] = field(default_factory=dict)
+    grace: Grace = field(default_factory=Grace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,7 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, without waiting for a save in progress when an error is raised."""
     progress = restore(run, resume_from)
+    run.grace.saved_step = progress.step
     if run.intervals.validate_only:
         run.report.begin()
         run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
@@ -178,29 +182,40 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     sampler = open_sampler(run)
     for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
-        with awake(run, version=step - 1):
-            batch = sampler.collect_batch(
-                run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
-            )
-            probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
-        with rollouts_kept(run, step, batch.groups):
-            with run.report.phase("parity"):
-                parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
-            prepared = prepare_groups(
-                batch.groups,
-                run.advantage_settings,
-                trainer=run.trainer,
-                reference=run.reference,
-                needs_old_logprobs=run.needs_old_logprobs,
-                kl=progress.kl,
-                baselines=batch.baselines,
-                phase=run.report.phase,
-            )
-            scored = score_tokens(run, batch.groups)
+        run.grace.save_seconds = run.store.save_seconds
+        run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+        run.grace.begin_step(step)
+        position = training_prompts(run).state()
+        try:
+            with run.report.checking(run.grace.check_step):
+                with awake(run, version=step - 1):
+                    batch = sampler.collect_batch(
+                        run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
+                    )
+                    probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
+                with rollouts_kept(run, step, batch.groups):
+                    with run.report.phase("parity"):
+                        parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
+                    prepared = prepare_groups(
+                        batch.groups,
+                        run.advantage_settings,
+                        trainer=run.trainer,
+                        reference=run.reference,
+                        needs_old_logprobs=run.needs_old_logprobs,
+                        kl=progress.kl,
+                        baselines=batch.baselines,
+                        phase=run.report.phase,
+                    )
+                    scored = score_tokens(run, batch.groups)
+                    run.grace.check_step()
+        except StepLeft:
+            save_unsaved(run, progress, position)
+            break
         shows = is_due(step, run.intervals.train_samples_every)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         run.hooks.rollouts(batch.groups)
-        learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
+        with run.grace.update():
+            learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
         progress = Progress(step, prepared.kl, batch.surplus, recent)
         metrics = merge(
             batch.metrics, parity, prepared.metrics, learned, run.rollout.pop_metrics(), training_prompts(run).metrics()
@@ -290,10 +305,15 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     saved before, unless the watcher says that training fails.
     """
     step, last = progress.step, run.plan.total_steps
-    score = None
+    run.grace.score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
-        validation = validate(run, progress)
-        metrics, score = merge(metrics, validation), validation["val/reward_score"].value
+        try:
+            with run.grace.validation(), run.report.checking(run.grace.check_validation):
+                validation = validate(run, progress)
+        except StepLeft:
+            run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
+        else:
+            metrics, run.grace.score = merge(metrics, validation), validation["val/reward_score"].value
     watched = run.watch.observe(step, metrics)
     metrics = merge(metrics, watched.metrics)
     ending = step == last or run.should_stop()
@@ -308,11 +328,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         if seen is not alarm:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
     if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
-        with run.report.phase("save_checkpoint"):
-            run.report.flush()  # a run that resumes from the checkpoint does not write them again
-            run.store.save(step, write=run.save_state, progress=progress_state(run, progress), score=score)
-            if stopping:
-                run.store.wait()
+        save(run, progress, training_prompts(run).state(), stopping=stopping)
     run.hooks.step(step, recorded)
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
@@ -338,6 +354,31 @@ def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
         f"from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
         f"trainer.accept_changes. {on}"
     )
+
+
+def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: bool) -> None:
+    """Save the state after a step. prompts: the state of the prompt stream then.
+
+    stopping: wait for it, and raise a DiskError, since the run has the only copy.
+    """
+    with run.report.phase("save_checkpoint"):
+        run.report.flush()  # a run that resumes from the checkpoint does not write them again
+        state = progress_state(run, progress, prompts)
+        run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
+        if stopping:
+            run.store.wait()
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+
+
+def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
+    """Save the state after the last step, before any update of a step that is left.
+
+    prompts: the state of the prompt stream before the step that is left.
+    """
+    run.store.wait()
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+    if progress.step > run.grace.saved_step:
+        save(run, progress, prompts, stopping=True)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
@@ -385,10 +426,13 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
         yield
 
 
-def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
-    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore."""
+def progress_state(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore.
+
+    prompts: the state of the prompt stream.
+    """
     return {
-        "prompts": training_prompts(run).state(),
+        "prompts": prompts,
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
         "recent_grad_norms": list(progress.recent_updates.norms),

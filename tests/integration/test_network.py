@@ -1,4 +1,4 @@
-"""A run on one machine is reached from no other, and leaves no temporary file behind."""
+"""No other machine reaches a run on one machine, and it leaves no temporary file behind."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def temporary() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     yield path
     shutil.rmtree(path)
+
+
+def segments() -> set[Path]:
+    """Return the shared memory of runs: of vLLM, of multiprocessing and of Ray."""
+    parts = ("trigon-", "cpushm", "psm_", "plasma")
+    return {path for path in Path("/dev/shm").iterdir() if any(part in path.name for part in parts)}
 
 
 def watch(process: subprocess.Popen[str], outside: str | None) -> tuple[set[Listener], set[Listener]]:
@@ -103,9 +109,6 @@ def test_one_worker_listens_on_the_loopback_address_only(made, folder):
 
 
 def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
-    def segments() -> set[Path]:
-        return set(Path("/dev/shm").iterdir())
-
     before = segments()
     process = start(made, folder, *TWO_WORKERS, steps=1, environment={"TMPDIR": str(temporary)})
     seen: dict[str, int] = {}
@@ -129,7 +132,7 @@ def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_livi
         variables = {"TMPDIR": str(temporary)}
         return start(made, tmp_path / name, "trainer.save_freq=-1", *options, steps=steps, environment=variables)
 
-    shared_before = set(Path("/dev/shm").iterdir())
+    segments_before = segments()
     living = start_in("living", steps=10_000)
     wait_for(lambda: num_lines(tmp_path / "living") >= 1, living, tmp_path / "living")
     of_living = set(temporary.iterdir())
@@ -151,7 +154,7 @@ def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_livi
     finish(following, tmp_path / "following")
     assert set(temporary.iterdir()) == of_living
     assert all((path / "lock").exists() for path in of_living)
-    assert set(Path("/dev/shm").iterdir()) <= shared_before
+    assert segments() <= segments_before
 
     press_ctrl_c(living)
     assert living.wait(timeout=120) == 130, log_of(tmp_path / "living").read_text()[-4000:]

@@ -333,7 +333,8 @@ def main(reward_input):
 @pytest.mark.parametrize("without", SYSTEMS)
 def test_the_memory_of_all_processes_of_a_function_counts(pool_of, without):
     text = """
-import os, time
+import ctypes, os, time
+PR_SET_DUMPABLE = 4
 REWARD_TYPE = "sequential"
 def main(reward_input):
     number, mebibytes = map(int, reward_input["response"].split())
@@ -341,6 +342,7 @@ def main(reward_input):
     for _ in range(number):
         if os.fork() == 0:
             own = b"x" * (mebibytes << 20)
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0 if mebibytes == 60 else 1)  # 0 hides its memory
             time.sleep(20)
             os._exit(0)
     time.sleep(3)

@@ -236,6 +236,8 @@ MUTATIONS = (
         "self.fingerprint == other.fingerprint",
         "unit/test_data_stream.py",
         "image_file_with_other_content",
+    ),
+    Mutation(
         "the store of the ranks listens on one address",
         "distributed/rendezvous.py",
         "listener.bind((address, 0))",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,3 +79,14 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def signal_all(pid: int, number: signal.Signals) -> dict[int, str]:
+    """Send a signal to a process and to all that it has started, as systemd does; return them."""
+    found = descendants(pid)
+    for each in (*found, pid):
+        try:
+            os.kill(each, number)
+        except ProcessLookupError:
+            found.pop(each, None)
+    return found

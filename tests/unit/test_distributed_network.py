@@ -87,7 +87,7 @@ def test_variables_have_their_former_values_afterwards(monkeypatch):
     assert "TRIGON_TEST_B" not in os.environ
 
 
-def test_compiled_code_is_kept_in_the_users_cache_which_nobody_else_may_write(monkeypatch, tmp_path):
+def test_compiled_code_is_kept_in_the_users_cache_which_is_private(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

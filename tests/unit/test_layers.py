@@ -32,6 +32,10 @@ LAYER = {
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
     "torchvision_stub": 0, "processes": 0, "content": 0, "network": 0, "temporary": 0, "variables": 0,
+    "signals": 0, "grace": 0, "stacks": 0,
+    "watchdog": 0, "watchdog_process": 0,
+    "secrets": 0,
+    "disk": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -46,6 +50,13 @@ NEIGHBOURS = {
     ("tiny", "cli"),
     ("cli", "build"),
     ("host_memory", "cpus"),
+    ("watchdog", "errors"),
+    ("watchdog", "signals"),
+    ("watchdog", "stacks"),
+    ("watchdog", "watchdog_process"),
+    ("watchdog_process", "signals"),
+    ("watchdog_process", "stacks"),
+    ("terminal", "secrets"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
@@ -103,6 +114,10 @@ ONLY_IN = {
 # rewards/process.py and the supervisor choose the environment of the processes that run user code;
 # models/hub.py is told which hub, of which every place that opens a model or a dataset would have
 # to be told otherwise.
+# rewards/process.py chooses the environment of the processes that run user code, and
+# rewards/arguments.py reads the variables that its arguments name; models/hub.py is
+# told which hub, of which every place that opens a model or a dataset would have to be told
+# otherwise.
 ENVIRONMENT = (
     "variables.py",
     "distributed/cluster.py",
@@ -111,6 +126,7 @@ ENVIRONMENT = (
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
     "rewards/confinement/supervisor.py",
+    "rewards/arguments.py",
     "models/hub.py",
     "build/start.py",
     "cli/",

@@ -30,7 +30,7 @@ from trigon.errors import CheckpointError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.code import code_digests
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
-from trigon.sharing.secrets import HIDDEN, hide
+from trigon.secrets import HIDDEN, hide
 
 KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""

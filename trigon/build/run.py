@@ -32,6 +32,7 @@ from trigon.build.options import (
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
+from trigon.build.watch import open_watch
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -48,6 +49,7 @@ from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.gpu_memory import require_free_memory
+from trigon.grace import Grace
 from trigon.loop import Hooks, Run, train
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, model_folder
@@ -62,10 +64,12 @@ from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.secrets import mask
 from trigon.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.watch import Watch
+from trigon.watchdog import Watch as PhaseWatch
 
 if TYPE_CHECKING:
     from trigon.distributed.worker_group import WorkerGroup
@@ -81,14 +85,17 @@ def run_training(
     export_to: Path | None,
     loggers: Sequence[Logger] = (),
     objects: RunObjects = NO_OBJECTS,
+    grace: Grace | None = None,
+    use_watch: Callable[[PhaseWatch], object] | None = None,
 ) -> RunOutcome:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
-    checkpoint and ends the run. defer_interrupts: see Run. export_to: folder in which the last
-    checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
+    checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
+    last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens. objects: what else the run is given as Python objects.
+    this function opens. objects: what else the run is given as Python objects. use_watch: called
+    with the watchdog of the run.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -99,6 +106,9 @@ def run_training(
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
+        watch = stack.enter_context(open_watch(config, folder.path, console))
+        if use_watch is not None:
+            use_watch(watch)
         for warning in warnings:
             console.warn(warning)
         store = open_store(config, folder, console)
@@ -122,7 +132,7 @@ def run_training(
             console.warn(warning)
         rewards.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
-        report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint))
+        report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint, watch))
 
         builder = open_builder(config, processors)
         val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
@@ -162,6 +172,7 @@ def run_training(
             made_from={KEY: origin.state()},
             should_stop=should_stop,
             defer_interrupts=defer_interrupts,
+            grace=Grace() if grace is None else grace,
             hooks=objects.hooks,
         )
         meter = open_meter(rewards, worker_group)
@@ -337,6 +348,7 @@ def open_reporter(
     processors: Processors,
     loggers: Sequence[Logger],
     checkpoint: Checkpoint | None,
+    watch: PhaseWatch | None = None,
 ) -> Reporter:
     """Open the loggers, and return the reporter. checkpoint: from which the run resumes, if any."""
     for place in open_loggers(loggers, describe_run(config, folder.path, checkpoint)):
@@ -349,6 +361,7 @@ def open_reporter(
         num_devices=num_workers(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
+        watch=watch,
     )
 
 
@@ -361,7 +374,7 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
     return LoggedRun(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
-        config=config.model_dump(mode="json"),
+        config=mask("", config.model_dump(mode="json")),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
     )
@@ -408,6 +421,7 @@ def make_run(
     made_from: Mapping[str, Any],
     should_stop: Callable[[], bool],
     defer_interrupts: Callable[[], AbstractContextManager[None]],
+    grace: Grace,
     hooks: Hooks,
 ) -> Run:
     """Return the parts of the training loop."""
@@ -436,5 +450,6 @@ def make_run(
         tracer=engines.tracer,
         should_stop=should_stop,
         defer_interrupts=defer_interrupts,
+        grace=grace,
         hooks=hooks,
     )

@@ -30,6 +30,7 @@ from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartingEngine
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.trace import FOLDER
+from trigon.watchdog import FILE as HANG_STACKS
 
 if TYPE_CHECKING:
     from trigon.distributed.preflight import NodeReport
@@ -67,7 +68,12 @@ def open_worker_group(
         )
         layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
         with start_workers(layout, ray_actor_class(Worker), run_name) as workers:
-            worker_group = WorkerGroup(workers, device, deadline_seconds=trainer.worker_timeout_seconds)
+            worker_group = WorkerGroup(
+                workers,
+                device,
+                deadline_seconds=trainer.worker_timeout_seconds,
+                stacks_file=folder / HANG_STACKS,
+            )
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
             reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             check_node_reports(reports)
@@ -90,7 +96,7 @@ def config_for_workers(config: Config) -> Config:
     """Return the configuration for processes on other nodes, with other working folders.
 
     Model paths become absolute, and a chat template that is a file of the driver is replaced by its
-    text.
+    text. The arguments of the reward function, which may be secrets, stay with the driver.
     """
     model, data = config.worker.actor.model, config.data
 
@@ -102,10 +108,11 @@ def config_for_workers(config: Config) -> Config:
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
+    reward = config.worker.reward.model_copy(update={"reward_function_kwargs": {}})
     chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
-            "worker": config.worker.model_copy(update={"actor": actor}),
+            "worker": config.worker.model_copy(update={"actor": actor, "reward": reward}),
             "data": data.model_copy(update=chat_template),
         }
     )

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trigon.cpus import count_usable_cpus
+from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError
 from trigon.json_files import read_json_object, write_json
 
@@ -167,23 +168,23 @@ def total_bytes(folder: Path) -> int:
 def replacing_files(folder: Path, names: tuple[str, ...]) -> Iterator[None]:
     """Allow these files to be replaced in the context, and hash them again at its end.
 
-    names: paths within the folder.
+    names: paths within the folder; the caller flushes the files that replace them.
     A crash inside the context leaves a checkpoint that verifies, without entries for these files.
     """
     entries = read_manifest(folder)
     _write(folder, {name: entry for name, entry in entries.items() if name not in names})
+    sync_to_disk(folder)  # before a file is replaced
     yield
+    for parent in {(folder / name).parent for name in names}:
+        sync_to_disk(parent)
     _write(folder, entries | {name: _hash_file(folder / name) for name in names})
     sync_to_disk(folder)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_tree(folder: Path) -> None:
+    """Flush all files and folders below a folder, and itself, to the disk."""
+    for path in (*sorted(folder.rglob("*")), folder):
+        sync_to_disk(path)
 
 
 def _write(folder: Path, entries: dict[str, dict[str, Any]]) -> None:

@@ -161,7 +161,8 @@ class DataConfig(Section):
     Raising it uses more prompt tokens."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1, le=MAX_PIXELS)
-    """Images with more pixels are rejected before decoding, to bound memory. Trigon only."""
+    """Images with more pixels are rejected before decoding, to bound memory.
+    Also those whose decoding takes more than 12 bytes for each of these pixels. Trigon only."""
 
     filter_overlong_prompts: bool = True
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
@@ -607,7 +608,8 @@ class RewardConfig(Section):
     """`file.py:function` (default function: main), or a shipped name (docs/rewards.md)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the reward function."""
+    """Further keyword arguments of the reward function; `env:NAME` reads an environment variable.
+    Secrets among them are not written anywhere, see docs/rewards.md."""
 
     env: Variables = ()
     """Environment variables that reward workers get besides those of docs/rewards.md, by name:
@@ -756,8 +758,14 @@ class TrainerConfig(Section):
     more than half of the last 20 are. 0: never. Trigon only."""
 
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
-    """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
-    Trigon only."""
+    """Maximum seconds of a call to the workers, and of any part of a step without progress.
+    The run then ends with an error and the stacks of its processes; see docs/resuming.md. Trigon
+    only."""
+
+    grace_seconds: float | None = Field(default=30.0, gt=0, le=MAX_SECONDS)
+    """Seconds after SIGTERM or SIGHUP by which the run must have saved; null: as long as it takes.
+    A step that takes longer is left, and the step before it is saved; see docs/resuming.md. Raise
+    it with terminationGracePeriodSeconds of Kubernetes. Trigon only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU if there is one. Trigon only."""

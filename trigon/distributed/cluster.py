@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
 from trigon.network import find_interface, loopback_variables
+from trigon.signals import termination_blocked
 from trigon.temporary import private_folder
 from trigon.variables import set_variables
 
@@ -40,6 +41,9 @@ A process with hundreds of GiB in host memory that GPUs can read takes more than
 
 SEGMENTS_VARIABLE = "TRIGON_SHARED_MEMORY"
 """Environment variable of a worker: how the names of its shared memory segments begin."""
+
+_KILL_SECONDS = 3.0
+"""How long Ray has to end a worker, before this module kills it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,9 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     ):
         sigterm_handler = signal.getsignal(signal.SIGTERM)
         try:
-            with set_variables(local.variables):
+            # Ray's processes and the workers keep them blocked: only the driver acts on a signal
+            # that all processes of a job get. Ray itself does the same with SIGINT.
+            with set_variables(local.variables), termination_blocked():
                 ray.init(
                     address=address,
                     logging_level="ERROR",
@@ -113,7 +119,20 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
                 check_loopback()
             yield folder.name
         finally:
+            if address == "local":
+                _kill_local_cluster()
             ray.shutdown()
+
+
+def _kill_local_cluster() -> None:
+    """Kill the processes that ray.init started, which do not end at SIGTERM; see open_cluster.
+
+    ray.shutdown() sends it to one after the other, and waits a second each before it kills it. Not
+    public in Ray 2.60.
+    """
+    node = ray._private.worker._global_node
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
 def _job_config() -> ray.job_config.JobConfig:
@@ -255,10 +274,19 @@ def _check_resources(layout: Layout) -> None:
 
 
 def _wait_for_exit(pids: Sequence[int]) -> None:
-    """Wait until killed processes have exited, so that their memory and files are free again."""
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while time.monotonic() < deadline and any(_is_alive(pid) for pid in pids):
+    """Wait until killed processes have exited, so that their memory and files are free again.
+
+    Ray asks a process to exit, which one that is stopped or hangs cannot do: it is killed here.
+    """
+    started = time.monotonic()
+    alive = [pid for pid in pids if _is_alive(pid)]
+    while alive and time.monotonic() < started + _EXIT_SECONDS:
         time.sleep(0.05)
+        alive = [pid for pid in alive if _is_alive(pid)]
+        if time.monotonic() > started + _KILL_SECONDS:
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:

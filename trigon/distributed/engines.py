@@ -274,7 +274,7 @@ class _GenerationProgress:
         num_finished = heartbeat.num_samples - self._num_samples[rank]
         self._num_samples[rank] = heartbeat.num_samples
         self._num_groups[rank] += len(heartbeat.groups)
-        if self._on_progress is not None and num_finished:
+        if self._on_progress is not None:
             self._on_progress(num_finished)
         for index_in_share, payload in heartbeat.groups:
             index = self._shares[rank][index_in_share]

@@ -41,6 +41,8 @@ from trigon.metrics import Metrics
 from trigon.network import LOOPBACK
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartableEngine
+from trigon.signals import ignore_stop_signals
+from trigon.stacks import register_stacks
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import memory_of
@@ -130,8 +132,8 @@ def _concurrent(group: str) -> Callable[[Method], Method]:
 class Worker:
     """The Ray actor of one rank.
 
-    Ray runs its methods one at a time, in one thread and in the order of the calls. Only heartbeat
-    and write_state have threads of their own.
+    Ray runs its methods one at a time, in one thread and in the order of the calls. Only heartbeat,
+    and stage_state and write_state, have threads of their own.
     """
 
     def __init__(self, rank: int) -> None:
@@ -146,8 +148,12 @@ class Worker:
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
         self._files = RecentFiles(keeps_content=True)
+        # Sampling does not use the trainer: its state can be saved meanwhile.
+        self._trainer_in_use = threading.Lock()
         set_gc_threshold()
         faulthandler.enable()  # a crash then writes its stack to the log of this worker
+        register_stacks()
+        ignore_stop_signals()  # the driver, which saves first, ends this process
 
     def __repr__(self) -> str:  # the prefix of each line that this worker prints
         return f"rank {self._rank}"
@@ -202,9 +208,10 @@ class Worker:
         if self._require_engines.images is not None:
             self._require_engines.images.start_step()
         context = ExitStack()
-        context.enter_context(
-            self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
-        )
+        with self._trainer_in_use:
+            context.enter_context(
+                self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
+            )
         self._awake_contexts.append(context)
 
     def sleep(self) -> None:
@@ -282,7 +289,8 @@ class Worker:
         Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
         """
         engines = self._require_engines
-        metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
+        with self._trainer_in_use:
+            metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
         images = {} if engines.images is None else engines.images.pop_metrics()
         return {**metrics, **images, **gpu_memory_metrics(), **measure_worker()}
 
@@ -299,9 +307,15 @@ class Worker:
 
     # -- state --
 
+    @_concurrent("saving")
     def stage_state(self, folder: Path, model_only: bool) -> None:
-        """Copy the state for a checkpoint to host memory; write_state() writes it."""
-        self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
+        """Copy the state for a checkpoint to host memory; write_state() writes it.
+
+        Runs beside generate(), which a run that is asked to stop does not wait for, and after any
+        other method.
+        """
+        with self._trainer_in_use:
+            self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
 
     @_concurrent("saving")
     def write_state(self) -> None:
@@ -339,7 +353,8 @@ class Worker:
 
     def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
         """Return the encoded result of a function of groups: a tensor for each completion."""
-        return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups, self._files))))
+        with self._trainer_in_use:
+            return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups, self._files))))
 
     def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
         """Keep the files of a message's prompts, and return the prompts with their pixels."""

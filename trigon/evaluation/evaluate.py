@@ -67,6 +67,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.statistics import describe_validation
+from trigon.secrets import ARGUMENTS, mask
 from trigon.types import RolloutGroup
 
 
@@ -391,7 +392,7 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
         "limit": limit,
         "format_prompt": config.data.format_prompt,
         "reward_function": reward.reward_function,
-        "reward_function_kwargs": dict(reward.reward_function_kwargs),
+        "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
         "engine": config.worker.rollout.name,
         "n": sampling.n,
         "temperature": sampling.temperature,

@@ -25,6 +25,7 @@ from trigon.rewards.confinement.options import Confinement, ConfinementLevel
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
+from trigon.secrets import ARGUMENTS, mask
 from trigon.types import Score
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def score(
         )
     names = name_rewards(rewards)
     summaries = tuple(
-        summarize_reward(completions, number, spec=rewards[number], kwargs=each_kwargs[number])
+        summarize_reward(completions, number, spec=rewards[number], kwargs=mask(ARGUMENTS, each_kwargs[number]))
         for number in range(len(rewards))
     )
     comparisons = tuple(

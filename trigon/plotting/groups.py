@@ -26,6 +26,7 @@ NOT_COMPARED = frozenset(
         "trainer.profile_steps",
         "trainer.check_memory",
         "trainer.worker_timeout_seconds",
+        "trainer.grace_seconds",
         "trainer.save_freq",
         "trainer.save_limit",
         "trainer.save_model_only",

@@ -42,6 +42,8 @@ from trigon.rewards.process import (
 )
 from trigon.rewards.scoring import Scoring
 from trigon.rewards.setup import make_setup
+from trigon.secrets import scrub
+from trigon.signals import termination_blocked
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0
@@ -87,8 +89,8 @@ class RewardPool:
         completions of one scoring that may fail. passed_variables: environment variables that the
         workers get besides those of environment.ALLOWED. confinement: of the workers; the folders
         of the functions are always readable.
-        Raises: RewardError if there is no such file, if one of the variables is not set, or if JSON
-        cannot represent kwargs.
+        Raises: RewardError if there is no such file, if one of the variables is not set, also of
+        `env:NAME` in kwargs, or if JSON cannot represent kwargs.
         """
         setup = make_setup(reward, kwargs, timeout_seconds=timeout_seconds)
         self._setup, self._name, self._where = setup.message, setup.name, setup.where
@@ -239,7 +241,8 @@ class RewardPool:
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
     def _start_worker(self, number: int) -> None:
-        process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
+        with termination_blocked():  # until the worker has its handlers
+            process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
         worker = _Worker(number, process)
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
@@ -343,7 +346,7 @@ class RewardPool:
             return
         if worker.contract is None:
             if "load_error" in message:
-                self._fatal_error = explain_withheld(str(message["load_error"]), self._env)
+                self._fatal_error = explain_withheld(scrub(str(message["load_error"])), self._env)
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
             return
@@ -354,14 +357,14 @@ class RewardPool:
             raise ValueError("unexpected message from a reward worker")
         worker.num_results += 1
         if "retry_singly" in message:
-            scoring.set_chunk_error(worker.pending, str(message["error"]))
+            scoring.set_chunk_error(worker.pending, scrub(str(message["error"])))
             scoring.requeue(worker.pending, singly=True)
             worker.pending.clear()
             return
         self._timeouts.clear()
         index = worker.pending[0]
         scoring.set_seconds(index, float(message["seconds"]))
-        error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
+        error, traceback = scrub(str(message.get("error", ""))), scrub(str(message.get("traceback", "")))
         if not error:
             try:  # validated again: the worker runs untrusted code
                 scoring.succeed(index, read_scores(message["scores"]))
@@ -386,12 +389,13 @@ class RewardPool:
     def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""
         code = self._kill_worker(worker)
+        output = scrub(worker.process.tail)
         exit_text = worker.process.exceeded or describe_exit(code)
         # Any other code: it had exited just before.
         timed_out = timed_out and code == -signal.SIGKILL and not worker.process.exceeded
         if worker.contract is None:
             ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else exit_text
-            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{worker.process.tail}"
+            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{output}"
             raise RewardError(self._fatal_error)
         self._start_worker(worker.number)
         if scoring is None or not worker.pending:
@@ -406,13 +410,14 @@ class RewardPool:
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
             scoring.set_seconds(failed_index, self._timeout_seconds)
-            scoring.fail(failed_index, "timeout", error, worker.process.tail)
-            self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
+            scoring.fail(failed_index, "timeout", error, output)
+            self._stop_if_hanging(scoring.group_of(failed_index), output)
         else:
             self._timeouts.clear()
-            if code == -signal.SIGKILL and scoring.retry(failed_index):  # it may not be the cause
+            was_killed = code == -signal.SIGKILL and not worker.process.exceeded
+            if was_killed and scoring.retry(failed_index):  # it may not be the cause
                 return
-            scoring.fail(failed_index, "failed", f"its worker {exit_text}", worker.process.tail)
+            scoring.fail(failed_index, "failed", f"its worker {exit_text}", output)
 
     def _stop_if_hanging(self, group: object, output: str) -> None:
         """Count a timeout.

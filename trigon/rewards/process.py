@@ -78,7 +78,7 @@ class ChildProcess:
                 env=child_environment(os.environ, passed_variables),
                 pass_fds=(child_channel.fileno(),),
                 start_new_session=True,
-                stdin=child_control,
+                stdin=child_control.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )

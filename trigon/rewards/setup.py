@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trigon.errors import RewardError
+from trigon.rewards.arguments import resolve_arguments
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
+from trigon.secrets import ARGUMENTS, mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ def make_setup(
 ) -> RewardSetup:
     """Return the setup of a reward. Args: as of RewardPool.
 
-    Raises: RewardError if there is no such file, or if JSON cannot represent kwargs.
+    Raises: RewardError if there is no such file, if a variable of `env:NAME` in kwargs is not set,
+    or if JSON cannot represent kwargs.
     """
     source = find_source(reward) if isinstance(reward, str) else reward
     setup: dict[str, Any] = {"source": None, "terms": [], "timeout_seconds": timeout_seconds}
@@ -50,10 +53,10 @@ def make_setup(
                 f"{len(source)}; bind them with functools.partial"
             )
     try:
-        message = json.dumps({**setup, "kwargs": dict(kwargs)})
+        message = json.dumps({**setup, "kwargs": resolve_arguments(kwargs)})
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
-            "use only text, numbers, lists and dicts"
+            f"{ARGUMENTS}={mask(ARGUMENTS, dict(kwargs))!r} cannot be sent to another process: {error}; use only text, "
+            "numbers, lists and dicts"
         ) from error
     return RewardSetup(message, name, where, tuple(each.file for each in sources if each.file))

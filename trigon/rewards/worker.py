@@ -26,7 +26,6 @@ import io
 import json
 import os
 import resource
-import signal
 import socket
 import sys
 import time
@@ -47,6 +46,8 @@ from trigon.rewards.contract import (
 )
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
+from trigon.signals import outlive_stop_signals
+from trigon.stacks import register_stacks
 
 MAX_MEMORY_BYTES = 16 << 30
 """Maximum address space of a worker, enough to import large libraries."""
@@ -70,13 +71,14 @@ def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
 
     used: the mechanisms that confine this process. obstacle: why it has no namespaces, or "".
     """
+    outlive_stop_signals()  # the driver, which saves first, ends this process
     _limit_resources()
-    _survive_sigterm()
     os.set_inheritable(channel_fd, False)
     for stream_of_text in (sys.stdout, sys.stderr):
         assert isinstance(stream_of_text, io.TextIOWrapper)
         stream_of_text.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable(file=_STDERR)
+    register_stacks()
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rwb") as stream:
         stream.write(json.dumps({"used": list(used), "obstacle": obstacle}).encode() + b"\n")
         stream.flush()
@@ -194,34 +196,6 @@ def _time_limit(timeout_seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _survive_sigterm() -> None:
-    """Ignore SIGTERM, which may be sent to all processes of a run; the driver ends its workers.
-
-    What the user's code starts does not ignore it: programs get the default back from the kernel,
-    and processes of multiprocessing here. It is blocked meanwhile, so that none gets lost.
-    """
-    signal.signal(signal.SIGTERM, _ignore)
-    os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_end_by_sigterm)
-
-
-def _ignore(number: int, frame: object) -> None:
-    pass
-
-
-def _end_by_sigterm() -> None:
-    if signal.getsignal(signal.SIGTERM) is _ignore:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _unblock_sigterm()
-
-
-def _block_sigterm() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _unblock_sigterm() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _limit_resources() -> None:

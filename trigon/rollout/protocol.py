@@ -55,7 +55,8 @@ class RolloutEngine(Protocol):
         depend on which other prompts are sampled at the same time. Media placeholder tokens are
         never sampled.
         Args:
-            on_progress: called with the number of newly finished completions.
+            on_progress: called with the number of newly finished completions, 0 among them, every
+                few tokens or seconds. It may raise, which ends the call.
             on_group: called in the calling thread, once for each prompt, as soon as all of its
                 completions are finished or one has failed twice; with the list that is returned.
         Raises: EngineError outside awake(); RolloutError if the engine fails.

@@ -123,7 +123,7 @@ class TransformersEngine:
                 )
         completions: list[list[Completion]] = []
         for prompt in prompts:
-            completions.append(self._complete(prompt, sampling, step=step))
+            completions.append(self._complete(prompt, sampling, step=step, on_progress=on_progress))
             if on_progress is not None:
                 on_progress(sampling.n)
             if on_group is not None:
@@ -139,7 +139,9 @@ class TransformersEngine:
         self._awake = False
         del self._model
 
-    def _complete(self, prompt: Prompt, sampling: SamplingParams, *, step: int) -> list[Completion]:
+    def _complete(
+        self, prompt: Prompt, sampling: SamplingParams, *, step: int, on_progress: Callable[[int], None] | None
+    ) -> list[Completion]:
         from transformers import DynamicCache
 
         family, hf_config, n = self._processors.family, self._processors.hf_config, sampling.n
@@ -167,6 +169,8 @@ class TransformersEngine:
         logprobs: list[Tensor] = []
         running = torch.ones(n, dtype=torch.bool, device=self._device)
         for index in range(sampling.max_tokens):
+            if on_progress is not None:
+                on_progress(0)
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
             tokens.append(token)
             logprobs.append(logprob)

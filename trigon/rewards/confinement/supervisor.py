@@ -120,13 +120,13 @@ def _watch(
     The reason is "" if the driver wants it to end, or if it has ended by itself.
     """
     while True:
-        readable, _, _ = select.select([driver, wakeup], [], [], WATCH_SECONDS)
+        readable, _, _ = select.select([driver.fileno(), wakeup], [], [], WATCH_SECONDS)
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
         ended = tree.reap()
         if main_pid in ended:
             return "", ended[main_pid]
-        if driver in readable:
+        if driver.fileno() in readable:
             return "", signal.SIGKILL
         if can_list and (reason := _exceeded(confinement)):
             return reason, signal.SIGKILL

@@ -59,21 +59,27 @@ def resident_bytes(pids: Iterable[int], *, limit: int) -> int:
 
     Pages that several of them share are counted several times, unless the sum is above limit.
     """
-    pids = list(pids)
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
-            total += int(file.read().split()[1]) * _PAGE_BYTES
-    return total if total <= limit else sum(map(_proportional_bytes, pids))
+    resident = {pid: _resident_bytes(pid) for pid in pids}
+    total = sum(resident.values())
+    return total if total <= limit else sum(_proportional_bytes(pid, own) for pid, own in resident.items())
 
 
-def _proportional_bytes(pid: int) -> int:
-    """Return the memory of a process, where n processes that share a page have 1/n of it each."""
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+    return 0  # it has ended
+
+
+def _proportional_bytes(pid: int, resident: int) -> int:
+    """Return the memory of a process, where n processes that share a page have 1/n of it each.
+
+    resident: is returned where that cannot be read, which a process may bring about for itself.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         for line in file:
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) << 10
-    return 0
+    return resident
 
 
 def kill_descendants() -> None:

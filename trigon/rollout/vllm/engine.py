@@ -245,7 +245,7 @@ class VllmEngine:
                         elif submit_again(request):
                             continue
                         ended.append(request.prompt_index)
-                    if ended and on_progress is not None:
+                    if on_progress is not None:
                         on_progress(len(ended))
                     for prompt_index in dict.fromkeys(ended):
                         if groups.is_finished(prompt_index) and on_group is not None:
