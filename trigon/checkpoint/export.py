@@ -38,7 +38,7 @@ from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files
 from trigon.models.weight_files import save_weights
 from trigon.names import DTYPE_ALIASES
-from trigon.training.checkpointing import ADAPTER_CONFIG
+from trigon.training.checkpointing import ADAPTER_CONFIG, read_object
 from trigon.training.state import StoredTensor
 
 SHARD_BYTES = 5 * 10**9
@@ -344,7 +344,7 @@ def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
 
     The file is untouched if it is set already.
     """
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_object(path)
     before = json.dumps(config)
     if "dtype" not in config and "torch_dtype" not in config:
         config["dtype"] = _dtype_name(dtype)

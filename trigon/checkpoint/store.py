@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
@@ -47,7 +46,7 @@ from trigon.checkpoint.manifest import (
     write_manifest,
 )
 from trigon.errors import CheckpointError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 
 TRACKER = "checkpoint_tracker.json"
 
@@ -91,17 +90,25 @@ class CheckpointStore:
     keep=1 can leave two. background: save returns as soon as copies are taken, and a thread writes,
     hashes and publishes them, one save at a time; the process does not end before it is done.
     warn: called with a message for a damaged checkpoint, a fallback to an earlier one, and a
-    folder that could not be removed.
+    folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
+    content cannot be used although its files are as they were written; None: not asked.
     save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
     """
 
     def __init__(
-        self, root: Path, *, keep: int, background: bool = False, warn: Callable[[str], None] = warnings.warn
+        self,
+        root: Path,
+        *,
+        keep: int,
+        background: bool = False,
+        warn: Callable[[str], None] = warnings.warn,
+        check_actor: Callable[[Path], None] | None = None,
     ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._warn = warn
+        self._check_actor = check_actor
         self._pending: tuple[int, Future[None]] | None = None  # the step being saved in the background
         self._save_started = 0.0
         self.save_seconds: float | None = None
@@ -192,6 +199,14 @@ class CheckpointStore:
         """
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=resumable)
+
+    def newest_complete(self, *, before: int | None = None) -> Path | None:
+        """Return the folder of the newest checkpoint whose files all exist; none is read.
+
+        before: only of earlier steps than this one.
+        """
+        steps = {step: folder for step, folder in self._complete_folders().items() if before is None or step < before}
+        return steps[max(steps)] if steps else None
 
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.
@@ -285,6 +300,8 @@ class CheckpointStore:
         for step in steps:
             try:
                 _verify(self._root / f"global_step_{step}", optimizer=resumable)
+                if self._check_actor is not None:
+                    self._check_actor(self._root / f"global_step_{step}" / "actor")
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -331,7 +348,10 @@ class CheckpointStore:
 
     def _remove(self, folder: Path) -> None:
         try:
-            shutil.rmtree(folder)
+            if folder.is_symlink():  # a checkpoint that the user moved to another disk
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
         except OSError as error:  # no reason to stop training
             self._warn(f"could not remove {folder}: {error}; the next save tries again")
 
@@ -410,10 +430,15 @@ def _read_progress(folder: Path) -> tuple[int, Mapping[str, Any], float | None]:
     """Return (step, progress, score)."""
     path = folder / PROGRESS
     try:
-        state = json.loads(path.read_bytes())
-        return state["step"], state["progress"], state["val_reward_score"]
+        state = read_json_object(path, max_bytes=None)  # its size is in the manifest
+        step, progress, score = state["step"], state["progress"], state["val_reward_score"]
+        if type(step) is not int or not isinstance(progress, dict):
+            raise ValueError("it has no step, or no progress")
+        if score is not None and not isfinite(score):
+            raise ValueError(f"its score is {score}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; restore it, or use another checkpoint") from error
+    return step, progress, score
 
 
 def _is_optimizer(name: str) -> bool:

@@ -26,7 +26,7 @@ from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.media_files import media_name
+from trigon.data.media_files import linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
 from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
@@ -258,6 +258,14 @@ class PromptBuilder:
         """
         media = self._media(row, prompt_id)
         return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
+
+    def file_digests(self, row: Mapping[str, Any], prompt_id: str) -> str:
+        """Return a digest of each image or video that a row names by path; "" if it names none.
+
+        Raises: as build.
+        """
+        media = self._media(row, prompt_id)
+        return linked_digests(media.sources, media.kind, media.names, self.image_dir)
 
     def _with_pixels(
         self, row: Mapping[str, Any], media: RowMedia, name: str

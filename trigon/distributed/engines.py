@@ -221,6 +221,19 @@ class WorkersRolloutEngine:
             progress.receive(rank, heartbeat)
         return [progress.completions[index] for index in range(len(prompts))]
 
+    def restart(self) -> None:
+        """See RestartableEngine. All workers start their engines anew, since their starts are one.
+
+        A worker that is still sampling does so first.
+        """
+        self._worker_group.call_all(
+            Worker.restart_rollout, phase="restart of the rollout engines", min_deadline_seconds=DISK_SECONDS
+        )
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine."""
+        return merge(*self._worker_group.call_all(Worker.pop_rollout_metrics, phase="rollout"))
+
     def close(self) -> None:
         """Do nothing: the workers end with the context that started them."""
 

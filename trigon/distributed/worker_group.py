@@ -33,11 +33,6 @@ Result = TypeVar("Result")
 DISK_SECONDS = 3600.0
 """Minimum deadline of calls that load models, or write or read a checkpoint."""
 
-JOIN_SECONDS = 600.0
-"""Maximum deadline of joining the process group, in which a wrong network setting makes ranks hang.
-
-Most of it is for importing packages from a slow disk."""
-
 _HEARTBEAT_SECONDS = 1.0
 """Interval at which busy workers are asked for a heartbeat."""
 
@@ -188,6 +183,10 @@ class WorkerGroup:
                     request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
                     heartbeats[worker.actor.heartbeat.remote(request)] = worker.rank
         return [results[worker.rank] for worker in self.workers]
+
+    def local_process_ids(self) -> list[int]:
+        """Return the process ids of the workers on this machine."""
+        return [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
 
     def submit_all(self, method: Callable[[W, *Arguments], Any], *arguments: *Arguments) -> None:
         """Queue a call of a method of Worker on all ranks, and return at once.

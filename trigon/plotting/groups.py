@@ -34,6 +34,7 @@ NOT_COMPARED = frozenset(
         "trainer.save_checkpoint_path",
         "trainer.load_checkpoint_path",
         "trainer.find_last_checkpoint",
+        "trainer.accept_changes",
         "worker.reward.num_cpus",
         "worker.reward.timeout_seconds",
     }

@@ -1,7 +1,9 @@
 """Reads and writes the folder of a run, except its checkpoints: configuration, metrics, rollouts.
 
     root/
-      config.yaml                       the resolved configuration
+      config.yaml                       the resolved configuration of the last start
+      earlier_configs/001.yaml ...      those of earlier starts, if they were other ones
+      starts.jsonl                      one line per start: where it resumed, and what had changed
       local_sources.json                paths of the model and the data that are not hub ids
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
       hang_stacks.txt                   stacks of all processes, if the run hung (watchdog.py)
@@ -24,22 +26,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from trigon.errors import CheckpointError, ConfigError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
 from trigon.records.run import CONFIG, SOURCES
 from trigon.terminal import sanitize
 
+EARLIER_CONFIGS = "earlier_configs"
+STARTS = "starts.jsonl"
 BUDGETS = "auto_micro_batch.json"
 SKIPPED_ROWS = "skipped_rows.jsonl"
 LOCK = "run.lock"
@@ -64,11 +68,28 @@ class RunFolder:
                 "trainer.save_checkpoint_path to a folder that can, or change its permissions"
             ) from error
         self._skipped_rows: list[bytes] = []
-        _remove_incomplete_line(path / METRICS)
+        for name in (METRICS, STARTS):
+            _remove_incomplete_line(path / name)
 
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
         _replace(self.path / CONFIG, text.encode())
+
+    def record_start(self, config: str, content: Mapping[str, Any]) -> None:
+        """Write config.yaml, and add a line to starts.jsonl: the time, and content.
+
+        Another config.yaml that is there is copied into earlier_configs first.
+        """
+        path, earlier = self.path / CONFIG, self.path / EARLIER_CONFIGS
+        if path.exists() and (before := path.read_bytes()) != config.encode():
+            earlier.mkdir(exist_ok=True)
+            copies = sorted(earlier.glob("*.yaml"))
+            # A start that died between the copy and the replacement has made the copy already.
+            if not copies or copies[-1].read_bytes() != before:
+                _replace(earlier / f"{len(copies) + 1:03d}.yaml", before)
+        self.write_config(config)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        _append(self.path / STARTS, to_json_line({"time": now, **content}))
 
     def write_local_sources(self, paths: Mapping[str, str]) -> None:
         """Write local_sources.json: see RunRecord.local_sources."""
@@ -87,14 +108,11 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            content = json.loads(path.read_bytes())
+            return read_json_object(path)
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is not valid JSON ({error}); remove it to measure the budgets again"
             ) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} contains no budgets; remove it to measure them again")
-        return content
 
     def write_skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
         """Add rows of a dataset to skipped_rows.jsonl, and return the file.
@@ -116,10 +134,7 @@ class RunFolder:
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step, and flush it to the disk."""
         line = to_json_line({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
-        with (self.path / METRICS).open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.path / METRICS, line)
 
     def read_metrics(self) -> list[StepMetrics]:
         """Return the metrics of all steps so far; see read_metrics."""
@@ -205,6 +220,14 @@ def _remove_incomplete_line(path: Path) -> None:
         num_bytes = content.rfind(b"\n") + 1
         if num_bytes < len(content):
             os.truncate(path, num_bytes)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file, and flush it to the disk."""
+    with path.open("ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _replace(path: Path, content: bytes) -> None:

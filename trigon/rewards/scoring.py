@@ -73,6 +73,7 @@ class Scoring:
         self._tracebacks: dict[int, str] = {}  # of failed requests
         self._seconds: dict[int, float] = {}
         self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
+        self._retried: set[int] = set()
 
     # -- for the caller --
 
@@ -201,6 +202,14 @@ class Scoring:
         """Put requests back at the front of the queue, as single chunks or as one chunk."""
         singly = singly or not self._has_fixed_chunks
         self._queue.extendleft([[index] for index in reversed(indices)] if singly else [list(indices)])
+
+    def retry(self, index: int) -> bool:
+        """Put a request back at the front of the queue, once. Returns: False the second time."""
+        if index in self._retried:
+            return False
+        self._retried.add(index)
+        self.requeue([index], singly=True)
+        return True
 
     def encode_chunk(self, indices: Sequence[int]) -> str:
         """Return requests as a JSON list."""

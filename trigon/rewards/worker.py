@@ -1,9 +1,10 @@
 """The main program of a reward worker, which runs the reward function with resource limits.
 
 The function runs in the main thread. Does not depend on the number of workers and on how failures
-are handled. The parent's side is trigon.rewards.process and trigon.rewards.pool. Messages are lines
-of JSON:
+are handled. The driver's side is trigon.rewards.process and trigon.rewards.pool; this process has
+been started and confined by trigon.rewards.confinement.supervisor. Messages are lines of JSON:
 
+    <- {"used": ["landlock", ...], "obstacle": ""}  how it is confined, before user code is loaded
     -> {"source": {"file": ..., "module": ..., "function": ..., "pickled": ...}, "terms": [...],
         "kwargs": {...}, "timeout_seconds": 10.0}   source: null if the reward is a sum of terms
     <- {"contract": "batch"}                        or {"load_error": "..."}; then it exits
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import io
 import json
 import os
@@ -31,7 +31,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from trigon.cpus import count_usable_cpus
@@ -67,11 +67,14 @@ RewardInput = dict[str, Any]
 Result = dict[str, object]
 
 
-def main(channel_fd: int) -> None:
-    """Process requests until the channel closes."""
-    _exit_with_parent()
+def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
+    """Process requests until the channel closes.
+
+    used: the mechanisms that confine this process. obstacle: why it has no namespaces, or "".
+    """
     outlive_stop_signals()  # the driver, which saves first, ends this process
     _limit_resources()
+    _survive_sigterm()
     os.set_inheritable(channel_fd, False)
     for stream_of_text in (sys.stdout, sys.stderr):
         assert isinstance(stream_of_text, io.TextIOWrapper)
@@ -79,6 +82,8 @@ def main(channel_fd: int) -> None:
     faulthandler.enable(file=_STDERR)
     register_stacks()
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rwb") as stream:
+        stream.write(json.dumps({"used": list(used), "obstacle": obstacle}).encode() + b"\n")
+        stream.flush()
         if setup := stream.readline():
             for message in _serve(json.loads(setup), stream):
                 stream.write(json.dumps(message).encode() + b"\n")
@@ -182,7 +187,7 @@ def _failure(error: BaseException) -> Result:
 def _time_limit(timeout_seconds: float) -> Iterator[None]:
     """Print the stack after timeout_seconds, and limit the CPU time.
 
-    The parent kills this process shortly after timeout_seconds.
+    The driver kills this process shortly after timeout_seconds.
     """
     used_seconds = time.process_time()
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -195,22 +200,32 @@ def _time_limit(timeout_seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _exit_with_parent() -> None:
-    """Make the kernel kill this process group when the parent exits, for any reason.
+def _survive_sigterm() -> None:
+    """Ignore SIGTERM, which may be sent to all processes of a run; the driver ends its workers.
 
-    The parent never writes to the child's stdin, so the only event on that pipe is that the
-    parent's end closes. The kernel reports it by a signal, because code that holds the interpreter
-    lock reads no pipe. PR_SET_PDEATHSIG is not used because it is sent when the parent's *thread*
-    that started this process ends.
+    What the user's code starts does not ignore it: programs get the default back from the kernel,
+    and processes of multiprocessing here. It is blocked meanwhile, so that none gets lost.
     """
-    parent_pipe = os.dup(0)
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.close(devnull)
-    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
-    if hasattr(fcntl, "F_SETSIG"):  # Linux; other systems send SIGIO, which also ends the process
-        fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    signal.signal(signal.SIGTERM, _ignore)
+    os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_end_by_sigterm)
+
+
+def _ignore(number: int, frame: object) -> None:
+    pass
+
+
+def _end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock_sigterm()
+
+
+def _block_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _limit_resources() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trigon.errors import EngineError, ModelError
+from trigon.metrics import Metrics
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of
@@ -128,6 +129,10 @@ class TransformersEngine:
             if on_group is not None:
                 on_group(len(completions) - 1, completions[-1])
         return completions
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine. No request is ever submitted again."""
+        return {}
 
     def close(self) -> None:
         """See RolloutEngine."""
