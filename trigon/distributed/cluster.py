@@ -97,8 +97,8 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     ):
         sigterm_handler = signal.getsignal(signal.SIGTERM)
         try:
-            # Ray's processes and the workers keep them blocked: only the driver acts on a signal that
-            # all processes of a job get. Ray itself does the same with SIGINT.
+            # Ray's processes and the workers keep them blocked: only the driver acts on a signal
+            # that all processes of a job get. Ray itself does the same with SIGINT.
             with set_variables(local.variables), termination_blocked():
                 ray.init(
                     address=address,
@@ -138,7 +138,7 @@ def _kill_at_shutdown() -> None:
 
 
 def _kill_processes(node: Any, kill_all_processes: Callable[..., None], **options: bool) -> None:
-    """Call a method of Ray's node without asking its processes to end first; kill theirs, too."""
+    """Call a method of Ray's node without asking its processes to end first; end their children."""
     started = [info.process.pid for infos in node.all_processes.values() for info in infos]
     below = ProcessTree().below(*started)
     kill_all_processes(**options | {"allow_graceful": False, "wait": True})
