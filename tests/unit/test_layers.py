@@ -36,6 +36,7 @@ LAYER = {
     "watchdog": 0, "watchdog_process": 0,
     "secrets": 0,
     "disk": 0,
+    "signals": 0, "grace": 0, "stacks": 0, "watchdog": 0, "watchdog_process": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -57,6 +58,7 @@ NEIGHBOURS = {
     ("watchdog_process", "signals"),
     ("watchdog_process", "stacks"),
     ("terminal", "secrets"),
+    ("stacks", "processes"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),

@@ -18,7 +18,7 @@ from trigon.config.load import LoadedConfig
 from trigon.grace import Grace
 from trigon.signals import TERMINATION, Terminated
 from trigon.variables import keep_compiled_code
-from trigon.watchdog import Watch
+from trigon.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome
@@ -52,13 +52,13 @@ class StopSignals:
         self._received_at = 0.0
         self._is_deferring = False
         self._ends_at_once = False
-        self._watch = Watch()
+        self._watch = HangWatch()
 
     def requested(self) -> bool:
         """Return whether a signal was received."""
         return self.received is not None
 
-    def use_watch(self, watch: Watch) -> None:
+    def use_hang_watch(self, watch: HangWatch) -> None:
         """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal."""
         self._watch = watch
 
@@ -184,7 +184,7 @@ def start_run(
             should_stop=stop.requested,
             defer_interrupts=stop.deferred,
             grace=stop.grace,
-            use_watch=stop.use_watch,
+            use_hang_watch=stop.use_hang_watch,
             export_to=export_to,
             objects=NO_OBJECTS if objects is None else objects,
         )
