@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.grace import Grace
 from trigon.signals import TERMINATION, Terminated
 from trigon.variables import keep_compiled_code
@@ -134,6 +135,12 @@ def leave_closed_terminal() -> None:
     os.close(nowhere)
 
 
+def share_heaps() -> None:
+    """Limit the heaps of this process's threads (garbage.limit_arenas), unless the user has."""
+    if ARENAS_VARIABLE not in os.environ:
+        limit_arenas()
+
+
 def quiet_torch(loaded: LoadedConfig) -> None:
     """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
 
@@ -160,6 +167,7 @@ def start_run(
     from trigon.report.loggers.registry import check_logger_objects
 
     check_logger_objects(loggers)
+    share_heaps()
     quiet_torch(loaded)
     keep_compiled_code()
     from trigon.build.objects import NO_OBJECTS

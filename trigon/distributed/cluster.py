@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, choose_base, prepare_local_cluster
 from trigon.errors import ConfigError, WorkerError
+from trigon.garbage import ARENAS_VARIABLE, NUM_ARENAS
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
 from trigon.network import find_interface, loopback_variables
@@ -91,6 +92,8 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # By default Ray runs its workers at the lowest scheduling priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Workers have threads before any of their code runs, so glibc reads this as they start.
+    os.environ.setdefault(ARENAS_VARIABLE, str(NUM_ARENAS))
     with (
         private_folder(choose_base()) as folder,
         prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
