@@ -16,6 +16,8 @@ KEPT = {
     r"not_finite|\[2, read by 1 and 4\]|\[on 4, hybrid\]",
     "invariants/test_sharded_offload.py": r"\[tied, bf16\]",
     "invariants/test_checkpoint_killed.py": r"\[best-background\]",
+    "invariants/test_crash_points.py": r"\[export\]",
+    "integration/test_disk_faults.py": r"test_a_last_save",
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
     "unit/test_check_page.py": r"thresholds",
     "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice)"
