@@ -33,6 +33,7 @@ from trigon.data.messages import MARKERS, Message, content_parts, messages_as_te
 from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers, decoded_images
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
+from trigon.data.text_limits import check_option_text, check_prompt_text, check_row_size
 from trigon.data.videos import (
     DEFAULT_SAMPLING,
     FRAMES_PER_PATCH,
@@ -136,6 +137,7 @@ class PromptBuilder:
         self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
         self._model_type = family.model_type
         self._format = None if format_prompt is None else load_format_prompt(format_prompt)
+        check_option_text(system_prompt or "", "data.system_prompt", max_prompt_length=max_prompt_length)
         self._system_prompt = system_prompt
         self._max_image_pixels = max_image_pixels
         self._limit_images = limit_images
@@ -359,16 +361,18 @@ class PromptBuilder:
             takes_media=self.image_processor is not None,
             media_tokens=self._media_tokens,
         )
+        content_of = str if self.image_processor is None else content_parts  # text models take no parts
         try:
             with bounded_rendering():
                 text = self._tokenizer.apply_chat_template(
-                    [{"role": message.role, "content": self._content(message)} for message in messages],
+                    [{"role": message.role, "content": content_of(message.content)} for message in messages],
                     tokenize=False,
                     add_generation_prompt=True,
                 )
         except TemplateFailure as error:
             raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
 
+        check_prompt_text([text], name, max_prompt_length=self.max_prompt_length)
         template_ids = self._tokenize(text) if masked is None else masked.tokenize(text)
         placeholder = self._placeholders.get(media.kind)
         num_placeholders = template_ids.count(placeholder) if placeholder is not None else 0
@@ -411,10 +415,6 @@ class PromptBuilder:
             ids += [*self._tokenize(f"<{middle:.1f} seconds>"), start, *patch, end]
         return ids
 
-    def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """Return the content for the chat template; those of text models take no parts."""
-        return message.content if self.image_processor is None else content_parts(message.content)
-
     def _tokenize(self, text: str) -> list[int]:
         # The chat template writes every special token itself, so none is added.
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -430,9 +430,12 @@ class PromptBuilder:
         if column_value(row, self.answer_key) is None:
             raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
         messages = read_messages(column_value(row, self.prompt_key), f"{name}: column {self.prompt_key!r}")
+        texts = [message.content for message in messages]
+        check_prompt_text(texts, name, max_prompt_length=self.max_prompt_length)
+        check_row_size(without_column(without_column(row, self.image_key), self.video_key), name)
         masked = None
         if not self._allow_special_tokens:
-            masked = self._special_tokens.find([message.content for message in messages])
+            masked = self._special_tokens.find(texts)
         if masked is not None:
             messages = [Message(message.role, masked.mask(message.content)) for message in messages]
         if self._format is not None:
