@@ -1,4 +1,8 @@
-"""Writes JSON files atomically: after a crash, a file has its old or its new content."""
+"""Reads and writes JSON files.
+
+A file is replaced atomically: after a crash, it has its old or its new content. What is read may be
+damaged or hostile: whatever is wrong with it is a ValueError.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,37 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+MAX_BYTES = 64 * 2**20
+"""Default limit of read_json_object."""
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises: ValueError if it is not valid JSON, bytes are not UTF-8, or it is nested too deeply, of
+    which json.loads makes a RecursionError.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json_object(path: Path, *, max_bytes: int | None = MAX_BYTES) -> dict[str, Any]:
+    """Return the content of a JSON file that holds an object.
+
+    max_bytes: a larger file is refused; None: no limit. Raises: ValueError, whose text continues
+    "the file cannot be read:"; OSError.
+    """
+    with path.open("rb") as file:
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    value = parse_json(content)
+    if not isinstance(value, dict):
+        raise ValueError(f"it contains a {type(value).__name__} instead of an object")
+    return value
 
 
 def write_json(

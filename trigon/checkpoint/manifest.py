@@ -6,24 +6,29 @@ before they are used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trigon.cpus import count_usable_cpus
+from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 """The one file, beside those of the train engine, that every checkpoint has."""
 
+WITH_EXPORTS = ("actor/huggingface", "actor/lora_adapter")
+"""Folders to which an export may add files, and of which a run loads nothing."""
+
 _MAX_HASHING_THREADS = 8
+_DAMAGED_DISK = (errno.EIO, errno.EUCLEAN)
 
 
 def start_hashing_threads() -> ThreadPool:
@@ -51,10 +56,22 @@ def write_manifest(folder: Path, threads: ThreadPool) -> None:
 def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: True) -> None:
     """Raise CheckpointError unless all files of the manifest have their sizes and hashes.
 
-    include: takes the path of a file within the folder and returns whether to verify it; hashing
-    reads it entirely.
+    A file that engines would load and the manifest does not have is an error too: tensors are read
+    from all files of a folder. include: takes the path of a file within the folder and returns
+    whether to verify it; hashing reads it entirely.
     """
-    entries = {name: entry for name, entry in read_manifest(folder).items() if include(name)}
+    with _unreadable_is_damaged(folder):
+        _verify_files(folder, read_manifest(folder), include)
+
+
+def _verify_files(folder: Path, manifest: Mapping[str, Mapping[str, Any]], include: Callable[[str], bool]) -> None:
+    added = [name for name in _files_below(folder, "actor") if name not in manifest and include(name)]
+    if added:
+        raise CheckpointError(
+            f"{folder / added[0]} was not saved with the checkpoint, and could be loaded with it; move it away "
+            f"({len(added)} such {'file' if len(added) == 1 else 'files'})"
+        )
+    entries = {name: entry for name, entry in manifest.items() if include(name)}
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
@@ -69,15 +86,50 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
             raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
 
 
+def _files_below(folder: Path, inner: str) -> Iterator[str]:
+    """Yield the paths within folder of all files below inner that a run could load.
+
+    Links are followed. What begins with a dot is skipped, since file systems and desktops leave
+    such files, except a safetensors file, which would be read.
+    """
+    visited: set[tuple[int, int]] = set()
+    for parent, folders, files in os.walk(folder / inner, onerror=_raise, followlinks=True):
+        status = os.stat(parent)
+        within = Path(parent).relative_to(folder).as_posix()
+        if (status.st_dev, status.st_ino) in visited or within in WITH_EXPORTS:  # a link may lead back
+            folders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if not name.startswith(".") or name.endswith(".safetensors"):
+                yield f"{within}/{name}"
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+@contextmanager
+def _unreadable_is_damaged(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError where the disk cannot return what was written. Other OSErrors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGED_DISK:
+            raise
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+
+
 def has_all_files(folder: Path) -> bool:
     """Return whether all files of a readable manifest exist with their sizes; nothing is hashed."""
     try:
-        files = read_manifest(folder)
-    except CheckpointError:
+        return all(
+            (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"]
+            for name, entry in read_manifest(folder).items()
+        )
+    except (CheckpointError, OSError):
         return False
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
-    )
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -91,13 +143,20 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
             raise CheckpointError(f"{folder} holds pickled .pt files of EasyR1 or verl: merge it with their own merger")
         raise CheckpointError(f"{folder} has no {MANIFEST}: it was never completed; use another checkpoint")
     try:
-        files = json.loads(path.read_bytes())["files"]
-        is_valid = all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in files.values())
+        files = read_json_object(path)["files"]
+        is_valid = PROGRESS in files and all(map(_is_entry, files, files.values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
-    if not is_valid or PROGRESS not in files:
+    if not is_valid:
         raise CheckpointError(f"{path} cannot be read as a manifest; restore it, or use another checkpoint")
     return dict(files)
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Return whether this can be a line of a manifest: its file is inside the folder."""
+    path = PurePosixPath(name)
+    is_inside = not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
+    return is_inside and type(entry["bytes"]) is int and type(entry["sha256"]) is str
 
 
 def total_bytes(folder: Path) -> int:
@@ -109,23 +168,23 @@ def total_bytes(folder: Path) -> int:
 def replacing_files(folder: Path, names: tuple[str, ...]) -> Iterator[None]:
     """Allow these files to be replaced in the context, and hash them again at its end.
 
-    names: paths within the folder.
+    names: paths within the folder; the caller flushes the files that replace them.
     A crash inside the context leaves a checkpoint that verifies, without entries for these files.
     """
     entries = read_manifest(folder)
     _write(folder, {name: entry for name, entry in entries.items() if name not in names})
+    sync_to_disk(folder)  # before a file is replaced
     yield
+    for parent in {(folder / name).parent for name in names}:
+        sync_to_disk(parent)
     _write(folder, entries | {name: _hash_file(folder / name) for name in names})
     sync_to_disk(folder)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_tree(folder: Path) -> None:
+    """Flush all files and folders below a folder, and itself, to the disk."""
+    for path in (*sorted(folder.rglob("*")), folder):
+        sync_to_disk(path)
 
 
 def _write(folder: Path, entries: dict[str, dict[str, Any]]) -> None:

@@ -6,7 +6,6 @@ for MoE models, where the experts of one layer are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from trigon.errors import CheckpointError, ModelError
 from trigon.models.families import ModelFamily, family_of
 from trigon.models.load import auto_class, family_of_folder, model_folder
 from trigon.models.lora import merge_names, merged_weight
-from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER
+from trigon.training.checkpointing import ADAPTER_CONFIG, ADAPTER_FOLDER, WEIGHTS_FOLDER, read_object
 from trigon.training.state import ShardedFiles, StoredTensor
 
 _STACKS_PER_LAYER = 2  # of experts: gate_up_proj and down_proj
@@ -72,7 +71,7 @@ def open_lora(actor: Path, *, base: str | None) -> Lora:
     base: the base model, a folder or a hub id; None: the one the run used. Raises: CheckpointError
     if it does not exist.
     """
-    config: dict[str, Any] = json.loads((actor / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_object(actor / ADAPTER_CONFIG, r=int, base_model_name_or_path=str)
     if base is not None:
         config["base_model_name_or_path"] = base
     try:

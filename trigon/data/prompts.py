@@ -28,12 +28,12 @@ from trigon.data.columns import column_names, column_value, has_column, without_
 from trigon.data.decoding import reserve_frames
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.media_files import media_name
+from trigon.data.media_files import linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
-from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers, decoded_images
+from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_count, check_markers, decoded_images
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
-from trigon.data.text_limits import check_option_text, check_prompt_text, check_row_size
+from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
 from trigon.data.videos import (
     DEFAULT_SAMPLING,
     FRAMES_PER_PATCH,
@@ -265,6 +265,14 @@ class PromptBuilder:
         media = self._media(row, prompt_id)
         return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
 
+    def file_digests(self, row: Mapping[str, Any], prompt_id: str) -> str:
+        """Return a digest of each image or video that a row names by path; "" if it names none.
+
+        Raises: as build.
+        """
+        media = self._media(row, prompt_id)
+        return linked_digests(media.sources, media.kind, media.names, self.image_dir)
+
     def _with_pixels(
         self, row: Mapping[str, Any], media: RowMedia, name: str
     ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
@@ -321,10 +329,7 @@ class PromptBuilder:
                 f"{name} has videos in column {self.video_key!r}, but a {self._model_type} model takes none; train one "
                 "that does, such as Qwen2.5-VL or Qwen3-VL, or a dataset without videos"
             )
-        if 0 < self._limit_images < len(images):
-            raise UnusableRow(
-                "image_count", f"{name}: {len(images)} images, more than limit_images={self._limit_images}"
-            )
+        check_count(images, name, limit_images=self._limit_images)
         key, sources = (self.video_key, videos) if videos else (self.image_key, images)
         names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
         return RowMedia("video" if videos else "image", tuple(sources), names)
@@ -385,11 +390,7 @@ class PromptBuilder:
         token_ids: list[int] = []
         for token_id in template_ids:
             token_ids.extend(next(remaining) if token_id == placeholder else [token_id])
-        if len(token_ids) > self.max_prompt_length:
-            share = f" ({sum(map(len, expanded))} of them for {media.kind}s)" if expanded else ""
-            limit = f"max_prompt_length={self.max_prompt_length}"
-            message = f"{name}: {len(token_ids)} tokens{share}, more than {limit}"
-            raise UnusableRow("overlong", message, num_tokens=len(token_ids), media_tokens=sum(map(len, expanded)))
+        check_prompt_tokens(len(token_ids), expanded, media.kind, name, max_prompt_length=self.max_prompt_length)
         media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
         prompt_text = messages_as_text(messages)
         return PromptTokens(
@@ -433,9 +434,7 @@ class PromptBuilder:
         texts = [message.content for message in messages]
         check_prompt_text(texts, name, max_prompt_length=self.max_prompt_length)
         check_row_size(without_column(without_column(row, self.image_key), self.video_key), name)
-        masked = None
-        if not self._allow_special_tokens:
-            masked = self._special_tokens.find(texts)
+        masked = None if self._allow_special_tokens else self._special_tokens.find(texts)
         if masked is not None:
             messages = [Message(message.role, masked.mask(message.content)) for message in messages]
         if self._format is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.errors import ConfigError
+from trigon.types import MediaKind
 
 CHARACTERS_PER_TOKEN = 64
 """Times max_prompt_length, the characters that a prompt may have, besides FURTHER_CHARACTERS."""
@@ -37,6 +38,20 @@ def check_prompt_text(texts: Sequence[str], name: str, *, max_prompt_length: int
             f"max_prompt_length={max_prompt_length}",
             num_tokens=num_bytes,
         )
+
+
+def check_prompt_tokens(
+    num_tokens: int, media: Sequence[Sequence[int]], kind: MediaKind, name: str, *, max_prompt_length: int
+) -> None:
+    """Raise UnusableRow if a prompt has more than max_prompt_length tokens.
+
+    media: the tokens of each of its images or videos, included in num_tokens.
+    """
+    if num_tokens > max_prompt_length:
+        media_tokens = sum(map(len, media))
+        share = f" ({media_tokens} of them for {kind}s)" if media else ""
+        message = f"{name}: {num_tokens} tokens{share}, more than max_prompt_length={max_prompt_length}"
+        raise UnusableRow("overlong", message, num_tokens=num_tokens, media_tokens=media_tokens)
 
 
 def check_option_text(text: str, option: str, *, max_prompt_length: int) -> None:

@@ -249,7 +249,7 @@ def evaluate_model(
         worker_group = None
         check_hardware = partial(check_run_memory, config, console)
         if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
         rewards.ready()

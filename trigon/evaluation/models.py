@@ -6,16 +6,15 @@ meant. Checkpoints are exported first, as `trigon export` does; the export is ke
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import DataError, ModelError
+from trigon.json_files import read_json_object
 from trigon.records.run import CONFIG, is_run, open_run
 
 EXPORTED = "huggingface_model"
@@ -121,7 +120,7 @@ def exported_folder(
 def exported_step(folder: Path) -> int | None:
     """Return the step of an export, or None if the folder is none."""
     try:
-        record = json.loads((folder / "trigon_export.json").read_text(encoding="utf-8"))
+        record = read_json_object(folder / "trigon_export.json")
         return int(record["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -130,7 +129,7 @@ def exported_step(folder: Path) -> int | None:
 def context_length(folder: Path) -> int | None:
     """Return the most tokens that a model takes, from its config.json; None if it does not say."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(folder / "config.json")
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error}") from error
     text = config.get("text_config")

@@ -6,7 +6,6 @@ This is the only module that calls `from_pretrained` for models, tokenizers and 
 
 from __future__ import annotations
 
-import json
 import pickle
 import shlex
 import shutil
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 
 from trigon.config.paths import local_path, nearest_path
 from trigon.errors import ModelError
+from trigon.json_files import read_json_object
 from trigon.models.attention import use_group_attention
 from trigon.models.families import ModelFamily, family_named
 from trigon.models.hub import IGNORED_FILES, modelscope_folder, uses_modelscope
@@ -119,8 +119,8 @@ def _explain_errors(what: str, folder: Path) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:  # torch reads tensors from *.bin, and refuses everything else
         raise ModelError(
-            f"The {what} in {folder} is in a file that would run code when it is read: {str(error).splitlines()[0][:200]} "
-            "Use a model with *.safetensors."
+            f"The {what} in {folder} is in a file that would run code when it is read; use *.safetensors. "
+            f"{str(error).splitlines()[0][:200]}"
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         message = " ".join(str(error).split())[:500]
@@ -304,12 +304,9 @@ def family_of_folder(folder: Path) -> ModelFamily:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON ({error}). Download the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} contains a {type(content).__name__}, not a JSON object. Download the model again.")
-    return content
 
 
 def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
 from trigon.errors import CheckpointError
+from trigon.json_files import parse_json
 
 METRICS = "metrics.jsonl"
 
@@ -36,7 +36,7 @@ def read_metrics(folder: Path) -> list[StepMetrics]:
 def parse_step(line: bytes, path: Path) -> StepMetrics:
     """Return the metrics in a line of the file at path. Raises: CheckpointError."""
     try:
-        content = json.loads(line)
+        content = parse_json(line)
         numbers = {key: nan if value is None else value for key, value in content["metrics"].items()}
         return StepMetrics(int(content["step"]), numbers)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

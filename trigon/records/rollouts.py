@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trigon.errors import DataError
+from trigon.json_files import parse_json
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
 SCHEMA_VERSION = 2
@@ -208,7 +209,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRow]:
 def parse_row(line: bytes, place: str) -> RolloutRow:
     """Return the rollout in a line. place: of the line, for errors. Raises: DataError."""
     try:
-        content = json.loads(line)
+        content = parse_json(line)
         version = content.get("version", 1)
         if version > SCHEMA_VERSION:
             raise DataError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from trigon.errors import DataError
+from trigon.json_files import read_json_object
 from trigon.records.metrics import METRICS, StepMetrics, read_metrics
 from trigon.records.rollouts import RolloutFile, RolloutRow, Split, find_rollouts, read_rollouts
 
@@ -41,6 +41,8 @@ class RunRecord:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (ValueError, yaml.YAMLError) as error:
             raise DataError(f"{path} is not valid YAML: {error}") from error
+        except RecursionError:
+            raise DataError(f"{path} is not the configuration of a run: it is nested too deeply") from None
         if not isinstance(content, dict):
             raise DataError(f"{path} contains no configuration")
         return content
@@ -55,11 +57,9 @@ class RunRecord:
         if not path.exists():
             return None
         try:
-            content = json.loads(path.read_bytes())
+            content = read_json_object(path)
         except ValueError as error:
-            raise DataError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise DataError(f"{path} is not a JSON object")
+            raise DataError(f"{path} cannot be read: {error}") from error
         return {text: str(source) for text, source in content.items()}
 
     def metrics(self) -> list[StepMetrics]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trigon.records.rollouts import RolloutRow
+from trigon.report.lenient_stream import LenientStream
 from trigon.terminal import sanitize
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -34,7 +35,7 @@ SECONDS_BEFORE_BAR = 2.0
 
 MAX_NAME_CHARACTERS = 40
 
-_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout")
+_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout", "actor/nonfinite_updates")
 
 # The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -47,6 +48,7 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL", ("actor/kl_loss", "actor/kl_penalty")),
     ("entropy", ("actor/entropy", "actor/entropy_loss")),
     ("grad norm", ("actor/grad_norm",)),
+    ("updates skipped, not finite", ("actor/nonfinite_updates",)),
     ("lr", ("actor/lr",)),
     ("filter rounds", ("filter/rounds",)),
     ("rewards failed", ("grader/failed",)),
@@ -94,7 +96,7 @@ class Console:
         in_notebook = type(stream).__module__.startswith("ipykernel.")
         # Markup is off: "[/bold]" in a completion must not be parsed.
         self._rich = RichConsole(
-            file=stream,
+            file=cast(TextIO, LenientStream(stream)),
             markup=False,
             highlight=False,
             emoji=False,

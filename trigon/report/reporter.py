@@ -23,12 +23,14 @@ from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.console import Advance, Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
+from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
 from trigon.report.loggers.protocol import Logger
 from trigon.report.loggers.samples import make_samples
 from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.watchdog import Watch
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
@@ -43,7 +45,7 @@ class Reporter:
     loggers: opened; the reporter closes them. One that fails is reported once and not used again.
     num_devices: divisor of perf/throughput. images: where the prompts' images are stored; None:
     they are not. token_texts: decodes token by token; needed to write tokens.
-    clock: seconds, for tests.
+    watch: is told of phases and their progress. clock: seconds, for tests.
     """
 
     def __init__(
@@ -55,17 +57,24 @@ class Reporter:
         num_devices: int = 1,
         images: ImageStore | None = None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
+        watch: Watch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = run_folder
         self._console = console
         self._loggers = Deliveries(loggers, warn=self.warn)
-        self._recorder = RolloutRecorder(run_folder, images=images, token_texts=token_texts, warn=self.warn)
+        self._faults = LogFaults(run_folder.path, warn=self.warn)
+        self._metrics = MetricsLog(run_folder, self._faults, warn=self.warn)
+        self._recorder = RolloutRecorder(
+            run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
+        )
         self._num_devices = num_devices
+        self._watch = Watch() if watch is None else watch
         self._clock = clock
         self._step_started = clock()
         self._seconds: dict[str, float] = {}  # by phase, since then
         self._depth = 0
+        self._check: Callable[[], object] | None = None
         self._recent: deque[float] = deque(maxlen=10)  # seconds of the last steps
 
     @contextmanager
@@ -77,15 +86,33 @@ class Reporter:
         """
         from trigon.training.trace import marked  # imports torch
 
+        if self._check is not None:
+            self._check()
         start = self._clock()
         self._depth += 1
         try:
-            with marked(f"phase {name}"), self._console.progress(name, total) as advance:
-                yield advance
+            with self._watch.phase(name), marked(f"phase {name}"), self._console.progress(name, total) as advance:
+                yield Advance(partial(self._advance, advance), advance.set_total)
         finally:
             self._depth -= 1
             if self._depth == 0:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    @contextmanager
+    def checking(self, check: Callable[[], object]) -> Iterator[None]:
+        """Call check within the context, whenever a phase begins or advances; it may raise."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
+
+    def _advance(self, advance: Advance, k: int) -> None:
+        if k:
+            advance(k)
+            self._watch.beat()
+        if self._check is not None:
+            self._check()
 
     def begin(self) -> None:
         """Start timing a step, and discard the times measured so far."""
@@ -117,7 +144,7 @@ class Reporter:
         """
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
-        self._folder.append_metrics(step, plain)
+        self._metrics.append(step, plain)
         self._loggers.metrics(step, plain)
         self.begin()
         return plain
@@ -172,7 +199,6 @@ class Reporter:
         learned: what the update learns from, for each group; None if the step ends before it.
         scored: the trainer's outputs of the first groups, whose tokens are written too.
         read_images: of the prompts. shown: number of first rollouts that the loggers get.
-        Raises: OSError if an earlier file could not be written.
         """
         rows = rollout_rows(groups, learned=learned)
         first = groups[: len(scored)]
@@ -218,7 +244,7 @@ class Reporter:
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 
     def flush(self) -> None:
-        """Wait until all rollouts are on disk. Raises: OSError if they could not be written."""
+        """Wait until all rollouts are on disk, but for those that could not be written."""
         self._recorder.flush()
 
     def rewind(self, step: int) -> None:
@@ -289,10 +315,12 @@ class Reporter:
     def close(self, *, after_error: bool = False) -> None:
         """Write pending rollouts, and close the loggers. The run folder is closed by its owner.
 
-        after_error: give the loggers less time. Raises: OSError if rollouts could not be written.
+        Warns of what could not be written. after_error: give the loggers less time.
         """
         try:
             self._recorder.close()
+            self._metrics.close()
+            self._faults.summarize()
         finally:
             self._loggers.close(seconds=CLOSE_SECONDS_AFTER_ERROR if after_error else CLOSE_SECONDS)
 

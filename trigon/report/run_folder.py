@@ -1,9 +1,12 @@
 """Reads and writes the folder of a run, except its checkpoints: configuration, metrics, rollouts.
 
     root/
-      config.yaml                       the resolved configuration
+      config.yaml                       the resolved configuration of the last start
+      earlier_configs/001.yaml ...      those of earlier starts, if they were other ones
+      starts.jsonl                      one line per start: where it resumed, and what had changed
       local_sources.json                paths of the model and the data that are not hub ids
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      hang_stacks.txt                   stacks of all processes, if the run hung (watchdog.py)
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
       rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line
@@ -23,22 +26,25 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError, ConfigError
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
 from trigon.records.run import CONFIG, SOURCES
 from trigon.terminal import sanitize
 
+EARLIER_CONFIGS = "earlier_configs"
+STARTS = "starts.jsonl"
 BUDGETS = "auto_micro_batch.json"
 SKIPPED_ROWS = "skipped_rows.jsonl"
 LOCK = "run.lock"
@@ -63,15 +69,35 @@ class RunFolder:
                 "trainer.save_checkpoint_path to a folder that can, or change its permissions"
             ) from error
         self._skipped_rows: list[bytes] = []
-        _remove_incomplete_line(path / METRICS)
+        self._described: dict[str, bytes] = {}  # files to be written again if the folder is
+        for name in (METRICS, STARTS):
+            _remove_incomplete_line(path / name)
 
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
-        _replace(self.path / CONFIG, text.encode())
+        self._described[CONFIG] = text.encode()
+        _replace(self.path / CONFIG, self._described[CONFIG])
+
+    def record_start(self, config: str, content: Mapping[str, Any]) -> None:
+        """Write config.yaml, and add a line to starts.jsonl: the time, and content.
+
+        Another config.yaml that is there is copied into earlier_configs first.
+        """
+        path, earlier = self.path / CONFIG, self.path / EARLIER_CONFIGS
+        if path.exists() and (before := path.read_bytes()) != config.encode():
+            earlier.mkdir(exist_ok=True)
+            copies = sorted(earlier.glob("*.yaml"))
+            # A start that died between the copy and the replacement has made the copy already.
+            if not copies or copies[-1].read_bytes() != before:
+                _replace(earlier / f"{len(copies) + 1:03d}.yaml", before)
+        self.write_config(config)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        _append(self.path / STARTS, to_json_line({"time": now, **content}))
 
     def write_local_sources(self, paths: Mapping[str, str]) -> None:
         """Write local_sources.json: see RunRecord.local_sources."""
         write_json(self.path / SOURCES, paths, ensure_ascii=False, sync=True)
+        self._described[SOURCES] = (self.path / SOURCES).read_bytes()
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json."""
@@ -86,14 +112,11 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            content = json.loads(path.read_bytes())
+            return read_json_object(path)
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is not valid JSON ({error}); remove it to measure the budgets again"
             ) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} contains no budgets; remove it to measure them again")
-        return content
 
     def write_skipped_rows(self, dataset: str, rows: Sequence[tuple[int, str, str]]) -> Path:
         """Add rows of a dataset to skipped_rows.jsonl, and return the file.
@@ -112,13 +135,38 @@ class RunFolder:
             path.unlink(missing_ok=True)
         return path
 
+    def restore(self) -> str | None:
+        """Make the folder again if it was moved or deleted since the run has written to it.
+
+        Returns: a warning, or None if it is where it was. Raises: ConfigError if another run writes
+        to it by now; OSError.
+        """
+        try:
+            if (self.path / LOCK).read_text(encoding="utf-8") == _holder():
+                return None
+        except FileNotFoundError:
+            pass
+        is_new = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(self.path / LOCK)
+        os.close(self._lock)
+        self._lock = lock
+        for name, content in self._described.items():
+            _replace(self.path / name, content)
+        if is_new:
+            return (
+                f"THE RUN FOLDER {self.path} WAS MOVED OR DELETED. It was made again, and the run goes on in it, "
+                "without its earlier checkpoints, metrics and rollouts"
+            )
+        return f"{self.path / LOCK} was removed or replaced while the run writes to this folder; it is locked again"
+
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of a step, and flush it to the disk."""
+        """Append the line of a step, and flush it to the disk.
+
+        Raises: OSError; then no part of the line is in the file.
+        """
         line = to_json_line({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
-        with (self.path / METRICS).open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.path / METRICS, line)
 
     def read_metrics(self) -> list[StepMetrics]:
         """Return the metrics of all steps so far; see read_metrics."""
@@ -193,8 +241,13 @@ def _lock(path: Path) -> int:
         text = f"{path} cannot be locked ({error}): make sure that no other run uses this folder"
         warnings.warn(sanitize(text, max_characters=5000), stacklevel=3)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(descriptor, _holder().encode(), 0)
     return descriptor
+
+
+def _holder() -> str:
+    """Return what a lock file of this process contains."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _remove_incomplete_line(path: Path) -> None:
@@ -206,11 +259,31 @@ def _remove_incomplete_line(path: Path) -> None:
             os.truncate(path, num_bytes)
 
 
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file, and flush it to the disk; if that fails, none of it is there."""
+    with path.open("ab", buffering=0) as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(line):  # a disk that is nearly full takes a part
+                written += file.write(line[written:])
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(num_bytes)
+            raise
+    if num_bytes == 0:
+        sync_to_disk(path.parent)
+
+
 def _replace(path: Path, content: bytes) -> None:
     """Write a file atomically: after a crash it has either the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it may hold the last bytes of a full disk
+        raise

@@ -13,7 +13,6 @@ atomic publication are left to the caller.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,10 +32,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trigon.errors import CheckpointError
+from trigon.json_files import parse_json
 from trigon.models.weight_files import save_weights
 
 FILE_BYTES = 4 * 10**9
 """Approximate size of one file. While a file is written, host memory holds its content twice."""
+
+_OFFSETS = "saved_offsets"
+"""Key of torch's metadata of a file: where each piece begins in its tensor."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -140,7 +143,12 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
     Raises: CheckpointError on all ranks if one of them fails, or if the folder does not contain the
     tensors of all ranks afterwards.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    problem = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{folder} cannot be made: {error}"
+    _raise_on_all_ranks(problem, group)
     ranks = 1 if group is None else dist.get_world_size(group)
     writer = HuggingFaceStorageWriter(str(folder), _file_numbers(tensors, ranks), save_distributed=True)
     writer.per_thread_copy_ahead = 0  # copying ahead uses CUDA streams, and the current GPU of the calling thread
@@ -281,16 +289,29 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _pieces_in(file: Path) -> Iterator[tuple[str, _Piece, torch.dtype]]:
-    """Iterate over the tensors of a file, from its header: name, piece, dtype."""
+    """Iterate over the tensors of a file, from its header: name, piece, dtype.
+
+    Raises: CheckpointError if the header is invalid.
+    """
     with _opened(file) as opened:
         metadata = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
-        begins = None if metadata is None else json.loads(metadata)
-        for name in opened.keys():  # noqa: SIM118  (not a mapping)
-            header = opened.get_slice(name)
-            shape = header.get_shape()
-            begin = [0] * len(shape) if begins is None else begins[name]["saved_offsets"]
-            end = tuple(offset + length for offset, length in zip(begin, shape, strict=True))
-            yield name, _Piece(file, tuple(begin), end), _DTYPES[header.get_dtype()]
+        try:
+            begins = None if metadata is None else parse_json(metadata)
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                header = opened.get_slice(name)
+                shape = header.get_shape()
+                begin = [0] * len(shape) if begins is None else [_checked_offset(n) for n in begins[name][_OFFSETS]]
+                end = tuple(offset + length for offset, length in zip(begin, shape, strict=True))
+                yield name, _Piece(file, tuple(begin), end), _DTYPES[header.get_dtype()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file} has an invalid header ({type(error).__name__}: {error})") from error
+
+
+def _checked_offset(value: object) -> int:
+    """Return an offset. Raises: ValueError if it is none."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no offset")
+    return value
 
 
 def _read_piece(piece: _Piece, name: str) -> Tensor:

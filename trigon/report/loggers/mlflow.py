@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image
 
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 from trigon.records.run import flatten
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells, image_strip
@@ -37,7 +36,7 @@ class MLflowLogger:
         # The id in the run folder lets a resumed run continue its curves.
         record = run.folder / "mlflow.json"
         server = hashlib.sha256(uri.encode()).hexdigest()  # the address may hold a password
-        saved = json.loads(record.read_text(encoding="utf-8")) if record.exists() and run.first_step != 0 else {}
+        saved = read_json_object(record) if record.exists() and run.first_step != 0 else {}
         if saved.get("server_sha256") == server:
             self._run_id = saved["run_id"]
             # log_table would append the samples of a repeated step to those of the earlier run.

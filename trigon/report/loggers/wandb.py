@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trigon.json_files import write_json
+from trigon.json_files import read_json_object, write_json
 from trigon.report.loggers.protocol import LoggedRun, LoggerEnvironment, Sample, SampleSplit
 from trigon.report.loggers.samples import COLUMNS, cells, image_strip
 
@@ -34,7 +33,7 @@ class WandbLogger:
         if run.first_step == 0:
             run_id = uuid.uuid4().hex[:16]
         elif record.exists():
-            run_id = json.loads(record.read_text(encoding="utf-8"))["run_id"]
+            run_id = read_json_object(record)["run_id"]
         else:  # the id that the versions without this file used
             run_id = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
         # Console capture is off, since completions are on the console; silent, since the place is
