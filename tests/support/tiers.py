@@ -48,6 +48,7 @@ KEPT = {
     "integration/test_rollout_videos.py": None,
     "integration/test_rollout_vllm_cuda_config.py": r"\[qwen2_5_vl\]",
     "integration/test_rollout_vllm_random_weights.py": None,
+    "integration/test_secrets_of_a_run.py": r"one worker",
     "integration/test_train_auto_micro_batch.py": None,
     "integration/test_train_lora.py": None,
     "integration/test_train_media.py": None,

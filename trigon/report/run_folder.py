@@ -228,7 +228,7 @@ def _lock(path: Path) -> int:
 
     The lock is held until the descriptor is closed or the process ends.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # without the bits of the umask
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
