@@ -56,6 +56,7 @@ NEIGHBOURS = {
     ("watchdog", "watchdog_process"),
     ("watchdog_process", "signals"),
     ("watchdog_process", "stacks"),
+    ("stacks", "processes"),
     ("terminal", "secrets"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
