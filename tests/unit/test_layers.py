@@ -53,6 +53,7 @@ NEIGHBOURS = {
     ("watchdog", "watchdog_process"),
     ("watchdog_process", "signals"),
     ("watchdog_process", "stacks"),
+    ("stacks", "processes"),
     ("terminal", "secrets"),
     ("stacks", "processes"),
     ("gpu_memory", "errors"),
