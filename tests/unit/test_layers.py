@@ -131,7 +131,14 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py", "view/runs.py")
+SWALLOW = (
+    "data/templates.py",
+    "report/loggers/delivery.py",
+    "report/loggers/registry.py",
+    "rewards/",
+    "rollout/vllm/",
+    "view/runs.py",
+)
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 # starter/reward_template.py becomes a script of the user's own.
 PRINT = ("cli/", "report/", "scripts/configuration_page.py", "starter/reward_template.py")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.config.schema import Config
 from trigon.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.grace import Grace
 from trigon.signals import TERMINATION, Terminated
@@ -141,6 +142,11 @@ def share_heaps() -> None:
         limit_arenas()
 
 
+def make_grace(config: Config) -> Grace:
+    """Return what decides, after a request to stop, whether a step is finished or left."""
+    return Grace(config.trainer.grace_seconds)
+
+
 def quiet_torch(loaded: LoadedConfig) -> None:
     """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
 
@@ -182,7 +188,7 @@ def start_run(
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
         swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
-    stop.grace = Grace(loaded.config.trainer.grace_seconds)
+    stop.grace = make_grace(loaded.config)
     with stop.handled():
         return run_training(
             loaded.config,
