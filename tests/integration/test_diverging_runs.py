@@ -93,11 +93,17 @@ def test_a_value_that_an_update_made_nan_is_not_saved_and_the_run_goes_on_from_t
         assert lines(folder) == lines(undisturbed)
 
 
-def test_a_learning_rate_of_ten_ends_the_run(made, tmp_path):
+def test_a_learning_rate_of_ten_is_refused_and_with_the_largest_accepted_one_all_that_is_saved_is_finite(
+    made, tmp_path
+):
+    """One update with it replaces the weights by numbers that are finite, and of no use."""
     folder = tmp_path / "run"
-    log = fail(run(made, folder, *ONE, "worker.actor.optim.lr=10", steps=12), folder)
-    assert "Error: " in log
-    saved_steps(folder)
+    log = finish(run(made, folder, *ONE, "worker.actor.optim.lr=10"), folder, status=2)
+    assert "ConfigError" in log
+    assert "worker.actor.optim.lr" in log
+    assert not folder.exists()
+    finish(run(made, folder, *ONE, "worker.actor.optim.lr=1"), folder)
+    assert saved_steps(folder) == [1, 2, 3, 4, 5]
 
 
 def test_rewards_of_1e39_end_the_run(made, tmp_path):
