@@ -33,7 +33,7 @@ INTRODUCTION = """\
 | 1 | failed, or checks found that a run would fail |
 | 2 | wrong usage: an unknown command or flag, a missing argument, a wrong configuration |
 | 130 | interrupted by Ctrl-C; `trigon train` has saved the current step after one Ctrl-C |
-| 143 | `trigon train`: ended by SIGTERM, the current step is saved |
+| 143, 129 | `trigon train`: ended by SIGTERM or SIGHUP; what [could be saved in time](resuming.md#stopping) is |
 
 ## Completion in the shell
 

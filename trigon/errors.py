@@ -7,11 +7,14 @@
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
     |-- RewardError        the reward function: it cannot be loaded, or fails too often
     |-- EngineError        an engine violated its protocol
+    |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
+    |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
     |   `-- DiskError      it could not be written: the disk is full, read-only, gone, ...
-    `-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
+    `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
 Every message says what was wrong, gives the value, and says what to do.
 """
@@ -47,6 +50,10 @@ class EngineError(TrigonError):
     """An engine violated its protocol."""
 
 
+class RolloutError(EngineError):
+    """The rollout engine failed while it loaded weights or sampled. A new one may work."""
+
+
 class ParityError(EngineError):
     """Rollout engine and trainer give different log-probabilities: the weight sync failed."""
 
@@ -55,12 +62,20 @@ class WorkerError(EngineError):
     """A worker died, hung, or raised an unexpected error. All other workers were stopped."""
 
 
+class NotFiniteError(TrigonError):
+    """Training has diverged: weights, gradients or log-probabilities are nan or infinite."""
+
+
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
 
 
 class DiskError(CheckpointError):
     """A checkpoint or an export could not be written. What was there before is intact."""
+
+
+class WatchError(TrigonError):
+    """A watcher (trainer.watch) stopped the run."""
 
 
 class PushError(TrigonError):

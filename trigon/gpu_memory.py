@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trigon.errors import ConfigError
-from trigon.metrics import Max, Metrics
+from trigon.metrics import Max, Metrics, Min
 
 
 def gpu_memory_metrics() -> Metrics:
@@ -18,6 +18,23 @@ def gpu_memory_metrics() -> Metrics:
     return {
         "perf/max_memory_allocated_gb": Max(torch.cuda.max_memory_allocated() / 2**30),
         "perf/max_memory_reserved_gb": Max(torch.cuda.max_memory_reserved() / 2**30),
+    }
+
+
+def gpu_memory_now() -> Metrics:
+    """Return the GPU memory of tensors now, and what further ones may take.
+
+    {} in a process that uses no GPU. What torch's allocator keeps for later counts as free.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    free, _ = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return {
+        "perf/gpu_memory_allocated_gb": Max(allocated / 2**30),
+        "perf/gpu_memory_free_gb": Min((free + reserved - allocated) / 2**30),
     }
 
 

@@ -17,17 +17,22 @@ from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, loa
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
+from trigon.errors import NotFiniteError, WatchError
+from trigon.garbage import return_freed_memory
+from trigon.grace import Grace, StepLeft
 from trigon.metrics import Metrics, merge, values
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_validation
+from trigon.skipped_updates import RecentUpdates, describe_skipped, how_to_go_on
 from trigon.train_groups import AdvantageSettings, prepare_groups
-from trigon.training.protocol import LogprobEngine, TrainEngine
+from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngine
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
 from trigon.validation import Evaluator
+from trigon.watch.watch import Alarm, Watch
 
 
 class SaveState(Protocol):
@@ -91,9 +96,12 @@ class Run:
     train_groups.prepare_groups.
     evaluator: None where there are no validation prompts.
     token_groups: groups of each step and validation that are recorded with per-token values.
+    max_skipped_updates: see RecentUpdates.require_progress.
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    made_from: entries of every checkpoint that say what the run is made from, as JSON.
+    grace: whether a step is finished after a request to stop, or left.
     """
 
     plan: Plan
@@ -110,6 +118,7 @@ class Run:
     needs_old_logprobs: bool
     evaluator: Evaluator | None
     token_groups: int
+    max_skipped_updates: int
     parity: ParityCheck
     store: CheckpointStore
     save_state: SaveState
@@ -119,6 +128,9 @@ class Run:
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
     hooks: Hooks = field(default_factory=Hooks)
+    watch: Watch = field(default_factory=Watch)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+    grace: Grace = field(default_factory=Grace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,27 +143,36 @@ class Progress:
     step: int
     kl: AdaptiveKl
     surplus: list[RolloutGroup]
+    recent_updates: RecentUpdates = field(default_factory=RecentUpdates)
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Run all steps that are left, and return the progress made.
 
-    Raises what the engines raise; nothing is retried.
+    Raises what the engines raise; nothing is retried. A NotFiniteError also says from which
+    checkpoint to go on.
     """
-    with run.store.wait_on_exit():
-        return take_steps(run, resume_from)
+    try:
+        with run.store.wait_on_exit():
+            return take_steps(run, resume_from)
+    except NotFiniteError as error:
+        last = run.store.newest_complete() or (None if resume_from is None else resume_from.folder)
+        raise NotFiniteError(f"{error}.\n{how_to_go_on(last)}") from error
 
 
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, without waiting for a save in progress when an error is raised."""
     progress = restore(run, resume_from)
+    run.grace.saved_step = progress.step
     if run.intervals.validate_only:
         run.report.begin()
         run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
         return progress
     rewind(run, progress.step)
     if progress.step == 0 and run.intervals.validate_first:
-        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validate(run, progress)))
+        validation = validate(run, progress)
+        run.watch.validation(0, validation)
+        run.hooks.step(0, run.report.step(0, run.plan.total_steps, validation))
     with run.defer_interrupts():
         return take_steps_from(run, progress)
 
@@ -161,31 +182,44 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     sampler = open_sampler(run)
     for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
-        with awake(run, version=step - 1):
-            batch = sampler.collect_batch(
-                run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
-            )
-            probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
-        with rollouts_kept(run, step, batch.groups):
-            with run.report.phase("parity"):
-                parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
-            prepared = prepare_groups(
-                batch.groups,
-                run.advantage_settings,
-                trainer=run.trainer,
-                reference=run.reference,
-                needs_old_logprobs=run.needs_old_logprobs,
-                kl=progress.kl,
-                baselines=batch.baselines,
-                phase=run.report.phase,
-            )
-            scored = score_tokens(run, batch.groups)
+        run.grace.save_seconds = run.store.save_seconds
+        run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+        run.grace.begin_step(step)
+        position = training_prompts(run).state()
+        try:
+            with run.report.checking(run.grace.check_step):
+                with awake(run, version=step - 1):
+                    batch = sampler.collect_batch(
+                        run.plan.prompts_per_step, group_filter=run.group_filter, kept=progress.surplus, step=step
+                    )
+                    probes = run.parity.probe(batch.groups, run.rollout, run.sampling, step=step)
+                with rollouts_kept(run, step, batch.groups):
+                    with run.report.phase("parity"):
+                        parity = run.parity.check(probes, run.trainer, warn=run.report.warn)
+                    prepared = prepare_groups(
+                        batch.groups,
+                        run.advantage_settings,
+                        trainer=run.trainer,
+                        reference=run.reference,
+                        needs_old_logprobs=run.needs_old_logprobs,
+                        kl=progress.kl,
+                        baselines=batch.baselines,
+                        phase=run.report.phase,
+                    )
+                    scored = score_tokens(run, batch.groups)
+                    run.grace.check_step()
+        except StepLeft:
+            save_unsaved(run, progress, position)
+            break
         shows = is_due(step, run.intervals.train_samples_every)
         record_rollouts(run, step, batch.groups, learned=prepared.groups, scored=scored, shows=shows)
         run.hooks.rollouts(batch.groups)
-        learned = update_policy(run, prepared.groups)
-        progress = Progress(step, prepared.kl, batch.surplus)
-        metrics = merge(batch.metrics, parity, prepared.metrics, learned, training_prompts(run).metrics())
+        with run.grace.update():
+            learned, recent = update_policy(run, step, prepared.groups, progress.recent_updates)
+        progress = Progress(step, prepared.kl, batch.surplus, recent)
+        metrics = merge(
+            batch.metrics, parity, prepared.metrics, learned, run.rollout.pop_metrics(), training_prompts(run).metrics()
+        )
         if finish_step(run, progress, batch, metrics):
             break
     return progress
@@ -239,39 +273,112 @@ def record_rollouts(
     run.report.rollouts(step, groups, learned=learned, scored=scored, read_images=read_images, shown=shown)
 
 
-def update_policy(run: Run, groups: Sequence[TrainGroup]) -> Metrics:
-    """Make a step's optimizer updates, and return their metrics, merged."""
+def update_policy(
+    run: Run, step: int, groups: Sequence[TrainGroup], recent: RecentUpdates
+) -> tuple[Metrics, RecentUpdates]:
+    """Make a step's optimizer updates, and return their metrics, merged, and the recent updates.
+
+    Raises: NotFiniteError if too many updates are skipped.
+    """
     metrics: Metrics = {}
     with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
-        for minibatch in minibatches(groups, run.plan):
-            metrics = merge(metrics, run.trainer.step(minibatch))
+        for number, minibatch in enumerate(minibatches(groups, run.plan), start=1):
+            update = dict(run.trainer.step(minibatch))
+            norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
+            recent = recent.after(update, limit=run.max_skipped_updates)
+            if norm is not None:
+                cause = describe_skipped(minibatch, update, grad_norm=norm.value)
+                run.report.warn(
+                    f"update {number} of step {step} is skipped, since its gradient is not finite "
+                    f"({recent.num_in_a_row} in a row): {cause}. The weights are unchanged"
+                )
+                recent.require_progress(cause, limit=run.max_skipped_updates)
+            metrics = merge(metrics, update)
             advance(1)
-    return metrics
+    return metrics, recent
 
 
 def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) -> bool:
-    """Validate, report and save what is due after a step. Returns whether the run ends here."""
+    """Validate, report and save what is due after a step. Returns whether the run ends here.
+
+    Raises: WatchError if a watcher stops the run, and it would not end here anyway. The step is
+    saved before, unless the watcher says that training fails.
+    """
     step, last = progress.step, run.plan.total_steps
-    score = None
+    run.grace.score = None
     if is_due(step, run.intervals.validate_every) or (step == last and run.intervals.validate_last):
-        validation = validate(run, progress)
-        metrics, score = merge(metrics, validation), validation["val/reward_score"].value
-    stopping = step == last or run.should_stop()
+        try:
+            with run.grace.validation(), run.report.checking(run.grace.check_validation):
+                validation = validate(run, progress)
+        except StepLeft:
+            run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
+        else:
+            metrics, run.grace.score = merge(metrics, validation), validation["val/reward_score"].value
+    watched = run.watch.observe(step, metrics)
+    metrics = merge(metrics, watched.metrics)
+    ending = step == last or run.should_stop()
+    alarm = None if ending else watched.stop
+    stopping = ending or (alarm is not None and alarm.saves)
     # Before the checkpoint: a run that dies between the two repeats the step, and writes its line
     # again.
     recorded = run.report.step(
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
-    if stopping or is_due(step, run.intervals.save_every):
-        with run.report.phase("save_checkpoint"):
-            run.report.flush()  # a run that resumes from the checkpoint does not write them again
-            state = progress_state(run, progress)
-            # A full disk is a warning, except at the last step: the run has the only copy.
-            run.store.save(step, write=run.save_state, progress=state, score=score, required=stopping)
-            if stopping:
-                run.store.wait()
+    for seen in watched.new:
+        if seen is not alarm:
+            run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
+    if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
+        save(run, progress, training_prompts(run).state(), stopping=stopping)
     run.hooks.step(step, recorded)
+    if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
+        return_freed_memory()
+    if alarm is not None:
+        raise WatchError(describe_stop(run, step, alarm))
     return stopping
+
+
+def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
+    """Return what a watcher saw, which checkpoint is from before, and how to go on."""
+    run.store.wait()  # a save in progress may be that checkpoint
+    text = (
+        f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
+    )
+    if alarm.saves:
+        return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
+    on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
+    saved = run.store.newest_complete(before=alarm.first_step)
+    if saved is None:
+        return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
+    return (
+        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
+        f"from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
+        f"trainer.accept_changes. {on}"
+    )
+
+
+def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: bool) -> None:
+    """Save the state after a step. prompts: the state of the prompt stream then.
+
+    stopping: wait for it, and raise a DiskError, since the run has the only copy.
+    """
+    with run.report.phase("save_checkpoint"):
+        run.report.flush()  # a run that resumes from the checkpoint does not write them again
+        state = progress_state(run, progress, prompts)
+        run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
+        if stopping:
+            run.store.wait()
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+
+
+def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
+    """Save the state after the last step, before any update of a step that is left.
+
+    prompts: the state of the prompt stream before the step that is left.
+    """
+    run.store.wait()
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+    if progress.step > run.grace.saved_step:
+        save(run, progress, prompts, stopping=True)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
@@ -285,12 +392,17 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:
     # Only an adaptive coefficient has a history; a fixed one, and the target, come from the
     # configuration.
     kl = replace(run.kl, coefficient=checkpoint.progress["kl_coefficient"]) if run.kl.horizon > 0 else run.kl
+    run.watch.load_state(checkpoint.progress.get("watch", {}))
     kept = checkpoint.progress.get("surplus", [])
     if kept and (run.group_filter is None or not run.group_filter.keep_surplus):
         run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: this one keeps none")
         kept = []
+    if kept and not training_prompts(run).continues(checkpoint.progress["prompts"]):
+        run.report.warn(f"{len(kept)} groups kept by the saved run are dropped: their prompts are of other data")
+        kept = []
     surplus = load_surplus(kept, training_prompts(run), n=run.sampling.n, warn=run.report.warn)
-    return Progress(step=checkpoint.step, kl=kl, surplus=surplus)
+    recent = RecentUpdates(tuple(checkpoint.progress.get("recent_grad_norms", [])))
+    return Progress(step=checkpoint.step, kl=kl, surplus=surplus, recent_updates=recent)
 
 
 def rewind(run: Run, step: int) -> None:
@@ -314,12 +426,18 @@ def awake(run: Run, *, version: int) -> Iterator[None]:
         yield
 
 
-def progress_state(run: Run, progress: Progress) -> dict[str, Any]:
-    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore."""
+def progress_state(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a checkpoint that is not the engines', as JSON. Read by restore.
+
+    prompts: the state of the prompt stream.
+    """
     return {
-        "prompts": training_prompts(run).state(),
+        "prompts": prompts,
         "kl_coefficient": progress.kl.coefficient,
         "surplus": surplus_state(progress.surplus),
+        "recent_grad_norms": list(progress.recent_updates.norms),
+        "watch": run.watch.state(),
+        **run.made_from,
     }
 
 

@@ -28,6 +28,16 @@ AdvantageEstimator = Literal[
 SINGLE_COMPLETION_ESTIMATORS: tuple[AdvantageEstimator, ...] = ("reinforce_plus_plus", "remax")
 """Estimators that do not compare completions of a group, so that one per prompt suffices."""
 
+GROUP_ESTIMATORS: tuple[AdvantageEstimator, ...] = (
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "dr_grpo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+)
+"""Estimators by which a group of equal rewards has no advantage."""
+
 PolicyLossType = Literal["default", "gspo", "gspo_token", "cispo", "sapo"]
 """The policy loss of a token (algorithms/losses.py)."""
 
@@ -51,6 +61,9 @@ OptimizerStrategy = Literal["adamw", "adamw_bf16"]
 
 LearningRateSchedule = Literal["constant", "cosine"]
 """The learning rate after warm-up (training/optim.py)."""
+
+WatchLevel = Literal["off", "warn", "stop"]
+"""What a watcher does when it sees something (watch/watch.py)."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """A floating-point format; models/dtypes.py has the torch dtypes."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trigon.errors import EngineError, ParityError
+from trigon.errors import EngineError, NotFiniteError, ParityError
 from trigon.metrics import Max, Mean, Metrics
 from trigon.rollout.protocol import RolloutEngine
 from trigon.training.protocol import LogprobEngine
@@ -86,7 +86,8 @@ class ParityCheck:
 
         Args: warn: called with a message if the first completions exceed the tolerance and all
         together do not.
-        Raises: ParityError if they do.
+        Raises: ParityError if they do; NotFiniteError if the trainer's are not finite, which is no
+        fault of the weight sync.
         """
         first = _differences([probe.first for probe in probes], trainer)
         failed = self._failed(first)
@@ -126,10 +127,31 @@ def _differences(groups: Sequence[RolloutGroup], trainer: LogprobEngine) -> list
     """Return |engine - trainer| of the log-probabilities of each group, [tokens] float32."""
     if not groups:
         return []
-    return [
-        (torch.cat(trainer_logprobs) - _sampling_logprobs(group)).abs()
-        for group, trainer_logprobs in zip(groups, trainer.logprobs(groups), strict=True)
-    ]
+    differences = []
+    for group, by_completion in zip(groups, trainer.logprobs(groups), strict=True):
+        trained, sampled = torch.cat(by_completion), _sampling_logprobs(group)
+        _require_finite(group, trained=trained, sampled=sampled)
+        differences.append((trained - sampled).abs())
+    return differences
+
+
+def _require_finite(group: RolloutGroup, *, trained: Tensor, sampled: Tensor) -> None:
+    """Check that the log-probabilities of a group's tokens are finite.
+
+    Raises: NotFiniteError if the trainer's are not, ParityError if only the engine's are not.
+    """
+    version = group.rollouts[0].completion.policy_version
+    where = f"of {trained.numel()} tokens of {group.prompt.prompt_id} at policy version {version}"
+    if num_trained := int((~trained.isfinite()).sum()):
+        raise NotFiniteError(
+            f"the trainer's log-probabilities {where} hold {num_trained} that are nan or infinite, with weights that "
+            "are finite: the activations overflow"
+        )
+    if num_sampled := int((~sampled.isfinite()).sum()):
+        raise ParityError(
+            f"the rollout engine's log-probabilities {where} hold {num_sampled} that are nan or infinite, and the "
+            "trainer's are finite: the activations overflow in worker.rollout.dtype. Set it to bf16 or fp32"
+        )
 
 
 def _metrics(differences: Sequence[Tensor]) -> Metrics:

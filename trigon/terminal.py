@@ -1,11 +1,13 @@
 """Makes text safe to print: text of models, datasets, file names and user code is untrusted.
 
-Imports only the standard library.
+Imports only the standard library, and what knows the secrets of this process.
 """
 
 from __future__ import annotations
 
 import re
+
+from trigon.secrets import scrub
 
 # Control characters except newline and tab, invisible and bidirectional marks, unpaired surrogates.
 _CONTROLS = re.compile(
@@ -17,8 +19,9 @@ _CONTROLS = re.compile(
 def sanitize(text: str, *, max_characters: int) -> str:
     r"""Return text with control characters shown as text, `\x1b` for escape.
 
-    It is cut after max_characters.
+    Secrets that this process knows are left out. It is cut after max_characters.
     """
+    text = scrub(text)
     num_cut = len(text) - max_characters
     shown = _CONTROLS.sub(_as_text, text[:max_characters].replace("\r\n", "\n"))
     return f"{shown} ... ({num_cut:,} more characters)" if num_cut > 0 else shown

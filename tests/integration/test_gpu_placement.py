@@ -22,7 +22,8 @@ from ray import cloudpickle
 
 from trigon.build.workers import join_ranks
 from trigon.config.schema import Config
-from trigon.distributed.cluster import Layout, has_gpus, open_cluster, reload_auth_token, start_workers
+from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
+from trigon.distributed.local_ray import reload_auth_token
 from trigon.distributed.worker import Worker, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import ConfigError, WorkerError
@@ -84,10 +85,10 @@ def gpu_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def worker_group(gpu_node: None) -> Iterator[WorkerGroup]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
-    with open_cluster(nodes=1, workers_per_node=2):
+    with open_cluster(nodes=1, workers_per_node=2) as run_name:
         assert has_gpus()
         layout = Layout(nodes=1, workers_per_node=2, device="cuda")
-        with start_workers(layout, ray_actor_class(TestWorker)) as workers:
+        with start_workers(layout, ray_actor_class(TestWorker), run_name) as workers:
             yield WorkerGroup(workers, "cuda", deadline_seconds=60.0)
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
@@ -120,7 +121,7 @@ def test_a_worker_that_does_not_start_is_an_error_with_its_reason(worker_group):
     layout = Layout(nodes=1, workers_per_node=1, device="cuda")
     with (
         pytest.raises(WorkerError, match=r"(?s)did not start\. Every node needs .*No module named 'trigon'"),
-        start_workers(layout, ray_actor_class(BrokenWorker)),
+        start_workers(layout, ray_actor_class(BrokenWorker), "trigon-test"),
     ):
         pass
 
@@ -128,5 +129,5 @@ def test_a_worker_that_does_not_start_is_an_error_with_its_reason(worker_group):
 def test_more_workers_than_gpus_are_an_error_that_names_both(worker_group):
     layout = Layout(nodes=1, workers_per_node=NUM_GPUS + 1, device="cuda")
     expected = r"with 5 CPUs and 5 GPUs; 0 of 1 .* has 4 CPUs and 4 GPUs"
-    with pytest.raises(ConfigError, match=expected), start_workers(layout, ray_actor_class(TestWorker)):
+    with pytest.raises(ConfigError, match=expected), start_workers(layout, ray_actor_class(TestWorker), "trigon-test"):
         pass

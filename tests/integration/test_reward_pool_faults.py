@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_running
+from support.processes import is_locked
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
@@ -112,6 +112,23 @@ def test_a_forged_message_fails_its_completion_and_no_other(tmp_path, response):
         assert [score.overall for score in pool.score(requests("aa", "bbb"))] == [2.0, 3.0]
 
 
+@pytest.mark.faults
+def test_a_completion_whose_worker_is_killed_from_outside_is_scored_again(tmp_path):
+    text = f"""
+import os, signal
+REWARD_TYPE = "sequential"
+def compute_score(reward_input):
+    try:
+        os.close(os.open({str(tmp_path / "once")!r}, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return 1.0
+    os.kill(os.getpid(), signal.SIGKILL)  # as the system does when memory runs out
+"""
+    with pool_of(tmp_path, text, num_workers=1) as pool:
+        scores = pool.score(requests("a", "b"))
+    assert [(score.outcome, score.overall) for score in scores] == [("ok", 1.0), ("ok", 1.0)]
+
+
 def test_a_running_thread_of_the_function_delays_nothing(tmp_path):
     with pool_of(tmp_path, REWARD.format(reward_type="sequential")) as pool:
         assert [score.overall for score in pool.score(requests("leave a thread", "a"))] == [14.0, 1.0]
@@ -157,7 +174,9 @@ def compute_score(reward_input):
 @pytest.mark.parametrize("response", ["hang in C", "ignore signals and sleep", "leave a child and sleep", "idle"])
 def test_no_worker_outlives_a_parent_that_was_killed(tmp_path, response):
     (tmp_path / "reward.py").write_text(f"""
-import os, signal, time
+import fcntl, os, signal, time
+lock = open({str(tmp_path / "lock")!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as a process lives that has this file
 def write_pid():
     with open({str(tmp_path / "pids")!r}, "a") as file:
         file.write(f"{{os.getpid()}}\\n")
@@ -189,11 +208,12 @@ time.sleep(1000)
     num_processes = 2 if response == "leave a child and sleep" else 1
     parent = subprocess.Popen([sys.executable, "-c", script])
     try:
-        pids = wait_for(lambda: read_pids(tmp_path / "pids", num_processes))
+        wait_for(lambda: read_pids(tmp_path / "pids", num_processes))
+        assert is_locked(tmp_path / "lock")
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    wait_for(lambda: not is_locked(tmp_path / "lock"))
 
 
 def wait_for(condition):

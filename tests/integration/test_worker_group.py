@@ -19,6 +19,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
+from support.sockets import descendants, listeners
 from trigon.distributed.cluster import Layout, WorkerHandle, open_cluster, start_workers
 from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
 from trigon.distributed.serialization import encode_completions
@@ -127,9 +128,9 @@ class TestWorker(Worker):
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[WorkerHandle]]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
-    with open_cluster(nodes=1, workers_per_node=2):
+    with open_cluster(nodes=1, workers_per_node=2) as run_name:
         layout = Layout(nodes=1, workers_per_node=2, device="cpu")
-        with start_workers(layout, ray_actor_class(TestWorker)) as started:
+        with start_workers(layout, ray_actor_class(TestWorker), run_name) as started:
             yield started
         assert not any(Path(f"/proc/{worker.pid}").exists() for worker in started)
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -329,6 +330,34 @@ def test_a_call_can_have_an_earlier_deadline_than_others(workers, worker_group, 
     with pytest.raises(WorkerError, match=r"^joining was not done after 2 s; ranks \[1\] of 2 hang:"):
         worker_group.call_all(TestWorker.fail, "hang", tmp_path / "released", phase="joining", max_deadline_seconds=2.0)
     (tmp_path / "released").touch()
+
+
+@pytest.mark.faults
+def test_no_server_of_ray_answers_without_the_token(workers):
+    grpc = pytest.importorskip("grpc")
+    services = {
+        "gcs_server": "NodeInfoGcsService/GetAllNodeInfo",
+        "raylet": "NodeManagerService/GetNodeStats",
+        "raylet, objects": "ObjectManagerService/Push",
+        "driver and workers": "CoreWorkerService/PushTask",
+    }
+    found = listeners(descendants(os.getpid()))
+    assert all(each.is_local for each in found)
+    codes: dict[int, dict[str, str]] = {}
+    for port in {each.port for each in found}:
+        codes[port] = {}
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for name, method in services.items():
+                with pytest.raises(grpc.RpcError) as caught:
+                    channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=20)
+                codes[port][name] = caught.value.code().name
+    # Two servers speak HTTP: of metrics, and of runtime environments.
+    servers = [each for each in codes.values() if not set(each.values()) <= {"UNAVAILABLE", "DEADLINE_EXCEEDED"}]
+    assert len(servers) >= 6, codes  # one of gcs_server, two of the raylet, the driver, two workers
+    for each in servers:
+        # It does not know the services of the others.
+        assert sorted(each.values()) == ["UNAUTHENTICATED"] + 3 * ["UNIMPLEMENTED"], codes
+    assert {name for each in servers for name in each if each[name] == "UNAUTHENTICATED"} == services.keys()
 
 
 def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(worker_group, workers, tmp_path):

@@ -32,6 +32,7 @@ from support.engines import (
 )
 from support.ranks import RankProcesses
 from trigon.algorithms.importance import Correction
+from trigon.errors import NotFiniteError
 from trigon.metrics import Metrics, merge, values
 from trigon.models.families import family_named
 from trigon.training.budget import Lengths, tune_engines
@@ -403,10 +404,53 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all_and_i
     assert_results_close(many, one, FLOAT32_ERRORS)
     merged = [merge(*(result.metrics[number] for result in many)) for number in range(3)]
     assert [metrics["actor/skipped_updates"].value for metrics in merged] == [0.0, 1.0, 0.0]
+    assert [metrics["actor/nonfinite_updates"].value for metrics in merged] == [0.0, 1.0, 0.0]
     assert math.isnan(merged[1]["actor/grad_norm"].value)
     without = run(processes, Task(tiny_vlm, (first, last), FULL, options))
     assert many[0].weights == without[0].weights
     assert values(many[1].metrics[2]) == values(without[1].metrics[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Poisoned:
+    """Set a value of this rank's part of a tensor to nan, and try to save and to sync the weights.
+
+    moments: of an optimizer state instead of a weight.
+    """
+
+    model: Path
+    folder: Path
+    rank: int
+    moments: bool
+
+
+def use_poisoned(task: Poisoned) -> list[str]:
+    engine = make_engine(task.model, sharding=FULL, max_tokens=ONE_GROUP)
+    rollouts = make_rollouts(task.model)
+    engine.step(to_train(rollouts))
+    parameter = next(iter(engine.policy.parameters()))
+    if dist.get_rank() == task.rank:
+        tensor = engine._optimizer.state[parameter]["exp_avg"] if task.moments else parameter
+        tensor.detach().to_local().view(-1)[0] = math.nan
+    messages = []
+    for use in (engine.weights, lambda: engine.save_state(task.folder, model_only=False)):
+        try:
+            use()
+        except NotFiniteError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("moments", [False, True], ids=["weight", "moment"])
+def test_a_value_that_is_not_finite_on_one_rank_is_neither_saved_nor_sampled_from_by_any(
+    processes, tiny_vlm, tmp_path, moments
+):
+    first, second = processes.run(use_poisoned, Poisoned(tiny_vlm, tmp_path, 1, moments), ranks=2)
+    assert first == second
+    assert len(first) == (1 if moments else 2)
+    assert all("after 1 updates hold nan or infinity, in 1 of " in message for message in first)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -240,6 +240,7 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
             needs_old_logprobs=False,
             evaluator=Evaluator(parts.validation, validation_sampling, 2, 1, report.warn),
             token_groups=1,
+            max_skipped_updates=3,
             parity=ParityCheck(1e-3),
             store=CheckpointStore(folder, keep=-1),
             save_state=partial(trainer.save_state, model_only=False),

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-all`, and which are skipped without vLLM.
+"""Which tests `make test` leaves to others, and which are skipped without vLLM.
 
 `make test` has lint, types, unit tests, invariants, and one run of each kind: one worker, two
 workers, resume, export, a learning test. The files below have more cases of the same kinds; their
@@ -8,6 +8,10 @@ tests are extended, except those whose ids match the pattern.
 from __future__ import annotations
 
 import re
+from functools import cache
+from pathlib import Path
+
+RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 KEPT = {
     "learn/test_every_algorithm.py": None,
@@ -18,6 +22,7 @@ KEPT = {
     "invariants/test_checkpoint_killed.py": r"\[best-background\]",
     "invariants/test_crash_points.py": r"\[export\]",
     "integration/test_disk_faults.py": r"test_a_last_save",
+    "integration/test_diverging_runs.py": r"test_gradients_that_are_nan",
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
     "unit/test_check_page.py": r"thresholds",
     "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice)"
@@ -34,6 +39,7 @@ KEPT = {
     "integration/test_gpu_placement.py": None,
     "integration/test_many_workers.py": r"test_two_workers_(have_the_numbers_of_one|process_each_image)",
     "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
+    "integration/test_network.py": r"test_two_workers_listen",
     "integration/test_plan_equals_run.py": None,
     "integration/test_page_sessions.py": r" options\]",
     "integration/test_push.py": r"^(?!test_a_lora_run)",
@@ -44,21 +50,25 @@ KEPT = {
     "integration/test_train_lora.py": None,
     "integration/test_train_media.py": None,
     "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
+    "integration/test_watchers.py": r"constant_reward|function_that_leaks",
 }
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
 
 NEEDS_VLLM = {
+    "integration/test_diverging_runs.py": r"test_two_workers_survive",
     "integration/test_environment.py": r"\[vllm\]",
     "integration/test_export.py": r"test_an_export_has_the_same_logprobs_in_vllm_and_transformers",
     "integration/test_images_cost_once.py": r"-vllm\]",
     "integration/test_many_workers.py": r"tensor_parallelism|test_a_cluster_of_two_nodes_has",
     "integration/test_model_families.py": r"-vllm\]",
+    "integration/test_network.py": r"",
     "integration/test_page_sessions.py": r" (ten-minutes|debugging)\]",
     "integration/test_rollout_deepstack.py": r"",
     "integration/test_rollout_engines.py": r"\[vllm-",
     "integration/test_rollout_videos.py": r"\[vllm-",
     "integration/test_rollout_vllm.py": r"",
     "integration/test_rollout_vllm_cuda_config.py": r"",
+    "integration/test_rollout_vllm_faults.py": r"",
     "integration/test_rollout_vllm_random_weights.py": r"",
     "integration/test_tile_models.py": r"test_another_supported_language_model_gives_the_same_log",
 }
@@ -79,3 +89,13 @@ def is_extended(file: str, test_id: str) -> bool:
         return False
     pattern = KEPT[file]
     return pattern is None or re.search(pattern, test_id) is None
+
+
+@cache
+def faults() -> frozenset[tuple[str, str]]:
+    """Return the (file, function) of the tests that the page on reliability names.
+
+    As for is_extended. `make test-faults` runs them, and those marked as faults.
+    """
+    named = re.findall(r"`tests/([\w/]+\.py)::(\w+)`", RELIABILITY.read_text(encoding="utf-8"))
+    return frozenset(named)

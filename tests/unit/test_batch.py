@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from support.fake_runs import (
     surplus_settings,
 )
 from trigon.checkpoint.store import Checkpoint
+from trigon.data.mixture import mix
+from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.errors import DataError, RewardError
 from trigon.loop import train
@@ -179,6 +182,21 @@ def test_a_saved_surplus_is_dropped_if_the_resumed_run_cannot_use_it(parts, tmp_
     with open_run(parts, tmp_path / "unfiltered", **(surplus_settings(2) | {"group_filter": None})) as run:
         train(run, checkpoint)
     rows = rollouts_of(tmp_path / "unfiltered")["step_000002.jsonl"]
+    assert {row["policy_version"] for row in rows} == {1}
+
+    checkpoint = saved(tmp_path / "other data")
+    other = PromptStream(
+        mix([parts.prompts], [2]),
+        batch_size=4,
+        seed=3,
+        shuffle=True,
+        prefetch=False,
+        num_workers=1,
+        accepted_changes=("data.train_weights",),
+    )
+    with closing(other), open_run(parts, tmp_path / "other data", **surplus_settings(2), prompts=other) as run:
+        train(run, checkpoint)
+    rows = rollouts_of(tmp_path / "other data")["step_000002.jsonl"]
     assert {row["policy_version"] for row in rows} == {1}
 
 

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from trigon import __version__
+from trigon.build import start
 from trigon.build.start import StopSignals, read_path
 from trigon.cli.main import COMMANDS, main
+from trigon.signals import Terminated
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",
@@ -231,26 +233,47 @@ def test_an_empty_environment_variable_is_no_path(monkeypatch):
     assert read_path("TENSORBOARD_DIR") is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_requests_a_stop_and_restores_the_old_handlers(capfd, number):
-    def handlers():
-        return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-    before, stop = handlers(), StopSignals()
-    with stop.handled(signal.SIGTERM), stop.handled(signal.SIGINT):
+
+@pytest.mark.parametrize("number", STOPS)
+def test_the_first_signal_during_the_steps_is_a_request_and_the_second_ends_them_at_once(capfd, monkeypatch, number):
+    monkeypatch.setattr(start, "REPEAT_SECONDS", 0.0)
+    before, stop = [signal.getsignal(each) for each in STOPS], StopSignals()
+    with stop.handled(), stop.deferred():
         assert not stop.requested()
         signal.raise_signal(number)
         assert stop.received is number
-        assert handlers() == before
-    assert handlers() == before
-    assert "finishing and saving the current step" in capfd.readouterr().err
+        assert "finishing and saving the current step" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.raise_signal(number)  # does not interrupt the end of the run's processes
+    assert [signal.getsignal(each) for each in STOPS] == before
+
+
+@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM")])
+def test_a_signal_that_is_sent_twice_at_once_is_one_request(first, second):
+    stop = StopSignals()
+    with stop.handled(), stop.deferred():
+        signal.raise_signal(signal.Signals[first])
+        signal.raise_signal(signal.Signals[second])
+        assert stop.received is signal.Signals[first]
+        with pytest.raises(KeyboardInterrupt):  # Ctrl-C is always one more
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_before_the_steps_a_signal_ends_the_run_at_once():
+    stop = StopSignals()
+    with stop.handled(), pytest.raises(Terminated, match="SIGTERM"):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.received is signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         stop = StopSignals()
-        with stop.handled(signal.SIGINT):
+        with stop.deferred():
             signal.raise_signal(signal.SIGINT)
         assert not stop.requested()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -63,9 +63,15 @@ def ten(processors, tmp_path_factory):
 def open_stream():
     opened = []
 
-    def open_stream(prompt_set, *, batch_size=4, seed=1, shuffle=True, prefetch=True):
+    def open_stream(prompt_set, *, batch_size=4, seed=1, shuffle=True, prefetch=True, accepted_changes=()):
         stream = PromptStream(
-            prompt_set, batch_size=batch_size, seed=seed, shuffle=shuffle, prefetch=prefetch, num_workers=2
+            prompt_set,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            prefetch=prefetch,
+            num_workers=2,
+            accepted_changes=accepted_changes,
         )
         opened.append(stream)
         return stream
@@ -151,12 +157,12 @@ def test_a_resumed_stream_continues_with_identical_prompts(ten, open_stream, tak
 def test_a_position_in_other_data_is_an_error(ten, processors, tmp_path, open_stream):
     state = open_stream(ten).state()
     nine = scan(write(tmp_path, 9), processors)
-    with pytest.raises(CheckpointError, match=r"saved with data\.seed=1, here it is 2; set data\.seed=1"):
+    with pytest.raises(CheckpointError, match=r"data\.seed was 1, and is now 2; restore it"):
         open_stream(ten, seed=2).load_state(state)
-    with pytest.raises(CheckpointError, match=r"saved with data\.shuffle=true, here it is false"):
+    with pytest.raises(CheckpointError, match=r"data\.shuffle was true, and is now false"):
         open_stream(ten, shuffle=False).load_state(state)
     old = {key: value for key, value in state.items() if key != "datasets"}
-    with pytest.raises(CheckpointError, match=r"10 usable rows then, 9 now in \S+rows\.jsonl; restore the data"):
+    with pytest.raises(CheckpointError, match=r"10 usable rows then, and has 9 now in \S+rows\.jsonl; restore it"):
         open_stream(nine).load_state(old)
     open_stream(ten).load_state(old)
 
@@ -177,6 +183,50 @@ def test_a_position_in_other_data_names_the_files(ten, processors, tmp_path, ope
     assert "data.train_weights was [1.0], and is now [2.0];" in problem(mix([ten], [2]))
     moved = scan(write(tmp_path, 10), processors)
     open_stream(moved).check_state(open_stream(ten).state())
+
+
+def test_accepted_data_are_drawn_from_their_beginning_and_an_accepted_seed_at_the_same_place(
+    ten, processors, tmp_path, open_stream
+):
+    stream = open_stream(ten)
+    stream.take(12)
+    state = json.loads(json.dumps(stream.state()))
+    nine = scan(write(tmp_path, 9), processors)
+    other = open_stream(nine, accepted_changes=("data.train_files",))
+    other.load_state(state)
+    assert not other.continues(state)
+    assert ground_truths(other.take(8)) == ground_truths(open_stream(nine).take(8))
+    seeded = open_stream(ten, seed=2, accepted_changes=("data.seed",))
+    seeded.load_state(state)
+    assert seeded.continues(state)
+    expected = open_stream(ten, seed=2)
+    expected.take(12)
+    assert ground_truths(seeded.take(8)) == ground_truths(expected.take(8))
+    with pytest.raises(CheckpointError, match=r"data\.train_files was"):
+        open_stream(nine, accepted_changes=("data.seed",)).load_state(state)
+    open_stream(nine, seed=2, accepted_changes=("all",)).load_state(state)
+
+
+def test_an_image_file_with_other_content_is_other_data(processors, tmp_path, open_stream):
+    def images(name, *, number=1):
+        folder = tmp_path / name
+        folder.mkdir()
+        prompts_file = write(folder, 10, images=True)
+        (folder / "1.png").write_bytes(png(number))
+        return replace(scan(prompts_file, processors), spec="rows.jsonl")
+
+    state = json.loads(json.dumps(open_stream(images("first")).state()))
+    open_stream(images("moved")).load_state(state)
+    changed = images("changed", number=2)
+    assert changed.fingerprint == state["fingerprint"]
+    with pytest.raises(
+        CheckpointError, match=r"rows\.jsonl has other images or videos in the files that its rows name"
+    ):
+        open_stream(changed).load_state(state)
+    without = state | {
+        "datasets": [{key: value for key, value in each.items() if key != "files"} for each in state["datasets"]]
+    }
+    open_stream(changed).load_state(without)  # of an earlier version
 
 
 # Rows that become unusable

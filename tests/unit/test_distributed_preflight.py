@@ -10,7 +10,14 @@ import torch
 
 from trigon.build.memory_table import Hardware
 from trigon.build.workers import smallest_hardware
-from trigon.distributed.preflight import SAME_EVERYWHERE, NodeReport, check_node_reports, inspect_node, require_gpu
+from trigon.distributed.preflight import (
+    SAME_EVERYWHERE,
+    NodeReport,
+    check_node_reports,
+    find_token_warning,
+    inspect_node,
+    require_gpu,
+)
 from trigon.errors import ConfigError, EngineError
 
 REPORT = NodeReport("one", {"python": "3.12", **dict.fromkeys(SAME_EVERYWHERE, "1.0")}, "")
@@ -110,3 +117,12 @@ def test_a_gpu_that_another_process_uses_is_an_error_before_anything_is_loaded(m
         return
     with pytest.raises(ConfigError, match=r"H100\) has 47\.0 of 80\.0 GiB free, and vLLM is to take 60% of all"):
         require_gpu("cuda", free_fraction=0.6)
+
+
+def test_nodes_on_which_ray_requires_no_token_are_named(folders):
+    assert find_token_warning([REPORT, replace(REPORT, host="two")]) is None
+    open_to_all = replace(REPORT, requires_token=False)
+    warning = find_token_warning([REPORT, replace(open_to_all, host="two"), replace(open_to_all, host="three")])
+    assert warning is not None
+    assert warning.startswith("Ray requires no token on three, two: ")
+    assert "RAY_AUTH_MODE=token" in warning

@@ -23,14 +23,19 @@ LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
     "evaluation": 7, "api": 7,
     "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "validation": 6, "parity": 6,
+    "skipped_updates": 6,
     "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
     "models": 2, "rewards": 2, "plotting": 2,
-    "algorithms": 1, "config": 1, "records": 1,
+    "algorithms": 1, "config": 1, "records": 1, "watch": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
-    "torchvision_stub": 0, "disk": 0,
+    "torchvision_stub": 0, "processes": 0, "content": 0, "network": 0, "temporary": 0, "variables": 0,
+    "signals": 0, "grace": 0, "stacks": 0,
+    "watchdog": 0, "watchdog_process": 0,
+    "secrets": 0,
+    "disk": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -45,6 +50,13 @@ NEIGHBOURS = {
     ("tiny", "cli"),
     ("cli", "build"),
     ("host_memory", "cpus"),
+    ("watchdog", "errors"),
+    ("watchdog", "signals"),
+    ("watchdog", "stacks"),
+    ("watchdog", "watchdog_process"),
+    ("watchdog_process", "signals"),
+    ("watchdog_process", "stacks"),
+    ("terminal", "secrets"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
@@ -63,6 +75,7 @@ NEIGHBOURS = {
     ("loop", "parity"),
     ("loop", "batch"),
     ("loop", "train_groups"),
+    ("loop", "skipped_updates"),
 }
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
@@ -98,14 +111,22 @@ ONLY_IN = {
     "trackio": ("report/loggers/trackio.py",),
 }
 
-# rewards/process.py chooses the environment of the processes that run user code; models/hub.py is
+# rewards/process.py and the supervisor choose the environment of the processes that run user code;
+# models/hub.py is told which hub, of which every place that opens a model or a dataset would have
+# to be told otherwise.
+# rewards/process.py chooses the environment of the processes that run user code, and
+# rewards/arguments.py reads the variables that its arguments name; models/hub.py is
 # told which hub, of which every place that opens a model or a dataset would have to be told
 # otherwise.
 ENVIRONMENT = (
+    "variables.py",
     "distributed/cluster.py",
+    "distributed/local_ray.py",
     "rollout/vllm/process.py",
     "rollout/vllm/shared_memory.py",
     "rewards/process.py",
+    "rewards/confinement/supervisor.py",
+    "rewards/arguments.py",
     "models/hub.py",
     "build/start.py",
     "cli/",

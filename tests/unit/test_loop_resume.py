@@ -21,6 +21,7 @@ from support.fake_runs import (
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import CheckpointStore
 from trigon.errors import CheckpointError
+from trigon.grace import Grace
 from trigon.loop import train
 from trigon.types import Prompt
 
@@ -48,6 +49,39 @@ def test_a_stop_request_finishes_the_step_saves_and_resumes_as_if_uninterrupted(
     assert lines_of(tmp_path) == lines_of(uninterrupted)
     assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
     assert saved_steps(tmp_path) == [2, 3, 4, 6]
+
+
+def test_a_step_that_cannot_be_finished_in_time_is_left_and_the_step_before_it_saved(parts, tmp_path, uninterrupted):
+    grace = Grace(1e-9)  # shorter than any save
+
+    def request_in_step_4(prompt: Prompt, version: int, seed: int) -> str:
+        if version == 3:
+            grace.request(limited=True)
+        return sometimes_right(prompt, version, seed)
+
+    with open_run(parts, tmp_path, complete=request_in_step_4, grace=grace, **full_settings(6)) as run:
+        assert train(run, None).step == 3
+        assert run.trainer.updates == 6
+    assert saved_steps(tmp_path) == [2, 3]
+    assert sorted(lines_of(tmp_path)) == [0, 1, 2, 3]
+
+    with open_run(parts, tmp_path, **full_settings(6)) as run:
+        train(run, latest_checkpoint(tmp_path))
+    assert lines_of(tmp_path) == lines_of(uninterrupted)
+    assert rollouts_of(tmp_path) == rollouts_of(uninterrupted)
+
+
+def test_a_step_that_is_left_after_a_checkpoint_saves_nothing_more(parts, tmp_path):
+    grace = Grace(1e-9)
+
+    def request_in_step_3(prompt: Prompt, version: int, seed: int) -> str:
+        if version == 2:
+            grace.request(limited=True)
+        return sometimes_right(prompt, version, seed)
+
+    with open_run(parts, tmp_path, complete=request_in_step_3, grace=grace, **full_settings(6)) as run:
+        assert train(run, None).step == 2
+    assert saved_steps(tmp_path) == [2]
 
 
 def test_a_run_that_died_between_two_saves_repeats_the_lost_steps(parts, tmp_path, uninterrupted):

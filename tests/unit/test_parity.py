@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.rollout import NO_WEIGHTS
-from trigon.errors import ParityError
+from trigon.errors import NotFiniteError, ParityError
 from trigon.metrics import Max, Mean
 from trigon.models.load import load_processors
 from trigon.parity import SAMPLED_PROBE_TOKENS, ParityCheck, Probe
@@ -63,12 +63,16 @@ def test_a_difference_above_the_tolerance_raises_with_the_numbers():
         assert part in str(caught.value)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tolerance", [0.1, 1e9])
 def test_a_difference_that_is_not_finite_never_passes(wrong, tolerance):
-    with pytest.raises(ParityError):
+    with pytest.raises(
+        NotFiniteError, match=r"trainer's log-probabilities of 2 tokens of train:17 .* hold 1"
+    ) as caught:
         ParityCheck(tolerance).check([probe_of([-1.0, -2.0])], FixedTrainer([-1.0, wrong]))
-    with pytest.raises(ParityError):
+    assert "cache" not in str(caught.value)
+    with pytest.raises(ParityError, match=r"rollout engine's log-probabilities .*worker\.rollout\.dtype"):
         ParityCheck(tolerance).check([probe_of([-1.0, wrong])], FixedTrainer([-1.0, -2.0]))
 
 
@@ -98,7 +102,7 @@ def test_a_replica_that_disagrees_on_further_tokens_too_raises_with_both_measure
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_further_tokens_do_not_excuse_a_difference_that_is_not_finite(wrong):
     trainer = FixedTrainer([-1.0, wrong], later=[[[[-5.0] * 4]]])
-    with pytest.raises(ParityError, match=r"nan|inf"):
+    with pytest.raises(NotFiniteError, match=r"nan|inf"):
         ParityCheck(0.25).check([probe_of([-1.0, -2.0], further=[[[-5.0] * 4]])], trainer)
 
 

@@ -248,3 +248,33 @@ def test_the_lock_of_a_killed_run_is_released(tmp_path):
         other.send_signal(signal.SIGKILL)
         other.wait()
     RunFolder(tmp_path).close()
+
+
+def test_the_configurations_of_earlier_starts_are_kept(folder):
+    for text in ("a: 1\n", "a: 1\n", "a: 2\n", "a: 1\n"):
+        folder.record_start(text, {})
+    assert (folder.path / "config.yaml").read_text() == "a: 1\n"
+    earlier = sorted((folder.path / "earlier_configs").iterdir())
+    assert [(path.name, path.read_text()) for path in earlier] == [("001.yaml", "a: 1\n"), ("002.yaml", "a: 2\n")]
+
+
+@pytest.mark.faults
+def test_a_start_that_died_between_copy_and_replacement_leaves_one_copy(folder):
+    folder.write_config("a: 1\n")
+    (folder.path / "earlier_configs").mkdir()
+    (folder.path / "earlier_configs" / "001.yaml").write_text("a: 1\n")
+    folder.record_start("a: 2\n", {})
+    assert [path.name for path in (folder.path / "earlier_configs").iterdir()] == ["001.yaml"]
+
+
+@pytest.mark.faults
+def test_each_start_is_a_line_and_a_torn_one_is_removed(tmp_path):
+    with RunFolder(tmp_path) as folder:
+        folder.record_start("a: 1\n", {"after_step": 0, "notes": ["\udc80"]})
+    with (tmp_path / "starts.jsonl").open("ab") as file:
+        file.write(b'{"time": "2026-')
+    with RunFolder(tmp_path) as folder:
+        folder.record_start("a: 1\n", {"after_step": 7})
+    first, second = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert (first["after_step"], second["after_step"]) == (0, 7)
+    assert datetime.datetime.fromisoformat(second["time"]).tzinfo is not None

@@ -4,12 +4,24 @@ import datetime
 import json
 import math
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 
+from trigon.algorithms.advantages import RewardBatch, estimate_advantages
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest, bind_kwargs, detect_contract, encode_request, read_scores
+from trigon.names import AdvantageEstimator
+from trigon.rewards.contract import (
+    MAX_PART,
+    MAX_REWARD,
+    RewardRequest,
+    bind_kwargs,
+    detect_contract,
+    encode_request,
+    read_scores,
+)
 
 
 def request(**changes):
@@ -155,6 +167,22 @@ def test_all_kinds_of_numbers_are_accepted():
     assert all(type(value) is float for value in read_scores(returned).values())
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
+def test_the_largest_rewards_and_parts_have_finite_advantages_with_every_estimator(estimator):
+    rewards = torch.tensor([[MAX_REWARD, -MAX_REWARD], [MAX_REWARD, 0.0]])
+    parts = {
+        "large": torch.tensor([[MAX_PART, -MAX_PART], [0.0, 1.0]]),
+        "small": torch.tensor([[0.0, 1.0], [1.0, 0.0]]),
+    }
+    batch = RewardBatch(
+        rewards, torch.ones(2, 2, dtype=torch.bool), torch.full((2, 2), 3), None, parts, torch.tensor([-MAX_REWARD, 0])
+    )
+    assert all(tokens.isfinite().all() for group in estimate_advantages(batch, estimator) for tokens in group)
+    returned = {"overall": -MAX_REWARD, "part": MAX_PART}
+    assert read_scores(returned) == returned
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -166,6 +194,9 @@ def test_all_kinds_of_numbers_are_accepted():
         ({"overall": math.nan}, "nan for 'overall', expected a finite number"),
         ({"overall": -math.inf}, "-inf for 'overall', expected a finite number"),
         ({"overall": 10**400}, "expected a finite number"),
+        ({"overall": 1.7e308}, "1.7e+308 for 'overall', expected a number from -1e+06 to 1e+06"),
+        ({"overall": -1000001}, "-1e+06 for 'overall', expected a number from -1e+06 to 1e+06"),
+        ({"overall": 1.0, "bytes": 2e15}, "2e+15 for 'bytes', expected a number from -1e+15 to 1e+15"),
         ({"overall": None}, "None for 'overall', expected a number"),
         ({"overall": "1.0"}, "'1.0' for 'overall', expected a number"),
         ({"overall": 1.0, "note": "good"}, "'good' for 'note', expected a number"),

@@ -10,9 +10,11 @@ import pytest
 
 from support.processes import is_running
 from trigon.errors import RewardError
+from trigon.rewards.confinement.tree import descendants
 from trigon.rewards.contract import RewardRequest
+from trigon.rewards.environment import child_environment
 from trigon.rewards.pool import RewardPool
-from trigon.rewards.process import MAX_OUTPUT_BYTES, child_environment, sanitize_line
+from trigon.rewards.process import MAX_OUTPUT_BYTES, sanitize_line
 from trigon.rewards.verifiers import math as math_verifier
 
 # Scores completions by their length, and fails in the way that a completion names.
@@ -347,15 +349,34 @@ def test_a_closed_pool_cannot_be_used(pool_of):
         pool.score(requests("good"))
 
 
-def test_workers_do_not_get_secrets(pool_of, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_123")
-    monkeypatch.setenv("PLAIN_SETTING", "1")
+def test_workers_get_the_variables_that_are_allowed_or_named(pool_of, monkeypatch):
+    for name in ("HF_TOKEN", "SLACK_WEBHOOK_URL", "JUDGE_MODEL", "LC_TIME"):
+        monkeypatch.setenv(name, "x")
     text = """
 import os
 def main(reward_input):
-    return {"overall": 0, "secret": "HF_TOKEN" in os.environ, "setting": "PLAIN_SETTING" in os.environ}
+    return {"overall": 0} | {name: name in os.environ for name in
+                             ("HF_TOKEN", "SLACK_WEBHOOK_URL", "JUDGE_MODEL", "LC_TIME", "PATH")}
 """
-    assert pool_of(text).score(requests("a"))[0].parts == {"overall": 0.0, "secret": 0.0, "setting": 1.0}
+    parts = {"overall": 0, "HF_TOKEN": 0, "SLACK_WEBHOOK_URL": 0, "JUDGE_MODEL": 1, "LC_TIME": 1, "PATH": 1}
+    assert pool_of(text, passed_variables=["JUDGE_MODEL"]).score(requests("a"))[0].parts == parts
+
+
+def test_variables_that_a_file_names_and_does_not_get_are_logged(pool_of, monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_URL", "http://judge")
+    monkeypatch.setenv("JUDGE_MODEL", "large")
+    text = """
+import os
+URL = os.getenv("JUDGE_URL", "http://localhost")
+MODEL, HOME, OTHER = os.environ["JUDGE_MODEL"], os.environ['HOME'], os.getenv("NOT_SET")
+def main(reward_input): return 1.0
+"""
+    pool_of(text, passed_variables=["JUDGE_MODEL"])
+    [message] = caplog.messages
+    assert message.endswith(
+        "reward.py names environment variables that reward workers do not get: JUDGE_URL; "
+        "worker.reward.env=[JUDGE_URL] passes them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,7 +391,7 @@ def main(reward_input):
 )
 def test_an_error_about_a_withheld_variable_names_the_option_that_passes_it(pool_of, monkeypatch, text):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-123")
-    with pytest.raises(RewardError, match=r"withheld from reward workers; worker\.reward\.env=\[OPENAI_API_KEY\]"):
+    with pytest.raises(RewardError, match=r"others are withheld; worker\.reward\.env=\[OPENAI_API_KEY\]"):
         pool_of(text).check(requests("a"), described="a row")
     assert pool_of(text, passed_variables=["OPENAI_API_KEY"]).score(requests("a"))[0].overall == 6.0
 
@@ -384,22 +405,34 @@ def test_a_secret_that_is_not_set_is_named(pool_of, monkeypatch):
         pool_of(text, passed_variables=["OPENAI_API_KEY"])
 
 
-def test_variables_that_look_like_secrets_are_removed():
-    kept = {"PATH": "/bin", "HF_HOME": "/cache", "TOKENIZERS_PARALLELISM": "false", "HTTP_PROXY": "http://proxy:1"}
-    secret = [
-        "HF_TOKEN",
-        "OPENAI_API_KEY",
-        "WANDB_BASE_URL",
-        "AWS_PROFILE",
-        "DB_PASSWORD",
-        "my_secret",
-        "SSH_AUTH_SOCK",
-    ]
-    secrets = dict.fromkeys(secret, "x") | {"DATABASE_URL": "postgres://me:pw@host/db"}
+def test_the_environment_is_a_list_of_what_is_allowed():
+    kept = {
+        "PATH": "/bin",
+        "HF_HOME": "/cache",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HTTP_PROXY": "http://proxy:1",
+        "https_proxy": "proxy:1",
+        "LANG": "de_DE@euro",
+        "OPENAI_BASE_URL": "http://judge/v1",
+    }
+    withheld = {
+        "HF_TOKEN": "hf_x",
+        "OPENAI_API_KEY": "sk-x",
+        "AWS_PROFILE": "x",
+        "WANDB_BASE_URL": "http://wandb",
+        "PGPASSWORD": "x",
+        "SLACK_WEBHOOK_URL": "https://hooks.slack.com/services/x",
+        "DATABASE_URL": "postgres://db",
+        "SSH_AUTH_SOCK": "/tmp/agent",
+        "ANYTHING_ELSE": "x",
+        "http_proxy": "http://me:pw@proxy:1",
+        "ALL_PROXY": "me:pw@proxy:1",
+        "HF_ENDPOINT": "https://token@mirror",
+    }
     added = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    assert child_environment(kept | secrets) == kept | added
-    passed = child_environment(kept | secrets, ["HF_TOKEN", "DATABASE_URL"])
-    assert passed == kept | added | {"HF_TOKEN": "x", "DATABASE_URL": "postgres://me:pw@host/db"}
+    assert child_environment(kept | withheld) == kept | added
+    passed = child_environment(kept | withheld, ["HF_TOKEN", "http_proxy"])
+    assert passed == kept | added | {"HF_TOKEN": "hf_x", "http_proxy": "http://me:pw@proxy:1"}
 
 
 def test_printed_lines_are_sanitized():
@@ -412,12 +445,14 @@ def test_close_kills_all_processes(pool_of):
     text = """
 import os, subprocess
 def main(reward_input):
-    return {"overall": os.getpid(), "child": subprocess.Popen(["sleep", "60"]).pid}
+    subprocess.Popen(["sleep", "60"])
+    return 1.0
 """
     pool = pool_of(text)
-    parts = pool.score(requests("a"))[0].parts
-    assert all(is_running(int(pid)) for pid in parts.values())
+    assert pool.score(requests("a"))[0].overall == 1.0
+    [worker] = pool._workers
+    pids = [worker.process.pid, *descendants(worker.process.pid)]
+    assert all(is_running(pid) for pid in pids)
+    assert len(pids) >= 3  # the supervisor, the worker and what it started
     pool.close()
-    assert not is_running(int(parts["overall"]))
-    while is_running(int(parts["child"])):  # killed, too, but not a child of this process
-        time.sleep(0.01)
+    assert not any(is_running(pid) for pid in pids)

@@ -21,10 +21,10 @@ from trigon.errors import DataError
 from trigon.records.rollouts import RolloutRow
 from trigon.records.run import RunRecord, open_run
 from trigon.report.run_folder import RunFolder
+from trigon.secrets import HIDDEN, hide
 from trigon.sharing.card import CURVES, model_card
 from trigon.sharing.facts import RunFacts, hub_id, hub_id_of, is_unknown, read_facts
 from trigon.sharing.push import PushSettings, base_license, public_base, warn_of_unknown
-from trigon.sharing.secrets import HIDDEN, hide
 
 ROW = RolloutRow(
     prompt_id="geometry:0", sample=0, prompt="", response="", reward=0.0, parts={}, outcome="ok", error="",

@@ -94,7 +94,7 @@ def test_the_state_written_is_that_of_the_call_of_save_state(tiny_model, tmp_pat
     assert list(tmp_path.iterdir()) == []
     second = values(engine.step(groups))
     write()
-    assert json.loads((tmp_path / "state.json").read_text()) == {"updates": 1, "strategy": "adamw"}
+    assert json.loads((tmp_path / "state.json").read_text()) == {"updates": 1, "strategy": "adamw", "finite": True}
     other.load_state(tmp_path)
     assert_equal_tensors(weights_of(other), saved_weights)
     assert values(other.step(groups)) == second

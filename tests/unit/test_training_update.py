@@ -5,6 +5,7 @@ test_training_losses.py has the terms of the loss.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from support.engines import KL_TERMS, ONE_ROW, TERMS, make_engine, make_rollouts, tensors_in, to_train, weights_of
 from support.tensors import assert_equal_tensors, flatten, max_relative_error
 from trigon.metrics import values
+from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.types import TrainGroup
 
 FAMILIES = ["qwen2", "qwen2_5_vl"]
@@ -137,7 +139,7 @@ def test_an_update_without_trainable_tokens_is_skipped(tiny_model):
     before = weights_of(engine)
     all_completions = [(g, i) for g in range(3) for i in range(3)]
     metrics = values(engine.step(to_train(rollouts, masked=all_completions)))
-    assert metrics["actor/skipped_updates"] == 1
+    assert (metrics["actor/skipped_updates"], metrics["actor/nonfinite_updates"]) == (1, 0)
     assert_equal_tensors(weights_of(engine), before)
 
 
@@ -149,7 +151,8 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_does_not_change_late
     start = weights_of(engine)
 
     metrics = engine.step(to_train(rollouts, advantages=(advantage, -0.75, 0.25)))
-    assert metrics["actor/skipped_updates"].value == 1.0
+    assert metrics["actor/skipped_updates"].value == metrics["actor/nonfinite_updates"].value == 1.0
+    assert not math.isfinite(metrics[SKIPPED_GRAD_NORM].value)
     assert metrics["actor/grad_norm"].count == 0.0
     assert_equal_tensors(weights_of(engine), start)
 

@@ -16,6 +16,7 @@ from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import format_bytes
+from trigon.secrets import mask
 from trigon.training.budget import Budgets, Lengths
 
 
@@ -87,7 +88,7 @@ def make_budget_key(config: Config, lengths: Lengths) -> dict[str, object]:
         "lengths": asdict(lengths),
         "terms": asdict(make_loss_terms(config)),
         "strategy": actor.optim.strategy,
-        "actor.model": actor.model.model_dump(exclude={"vision_cache_gb"}),
+        "actor.model": mask("worker.actor.model", actor.model.model_dump(exclude={"vision_cache_gb"})),
         "actor.fsdp": actor.fsdp.model_dump(),
         "actor.offload": actor.offload.model_dump(),
         "ref": config.worker.ref.model_dump() if needs_reference(config) else None,

@@ -159,6 +159,7 @@ def open_stream(config: Config, prompts: Prompts) -> PromptStream:
         shuffle=data.shuffle,
         prefetch=True,
         num_workers=count_data_threads(config),
+        accepted_changes=config.trainer.accept_changes,
     )
 
 

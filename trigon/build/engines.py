@@ -24,6 +24,7 @@ from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.restart import RestartableEngine, RestartingEngine
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess
@@ -82,6 +83,8 @@ def open_engines(
         check_space(config, store, (trainer.sizes(),))
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos)
+        if isinstance(rollout, RestartableEngine):
+            rollout = RestartingEngine(rollout, warn=report.warn, before_restart=trainer.offload)
         stack.callback(rollout.close)
     tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
 

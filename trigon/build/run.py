@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
@@ -25,9 +27,12 @@ from trigon.build.options import (
     make_initial_kl,
     make_intervals,
     make_sampling_params,
+    make_watch_settings,
     model_path,
     needs_old_logprobs,
 )
+from trigon.build.origin import KEY, Origin
+from trigon.build.watch import open_watch
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -35,7 +40,7 @@ from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.paths import DATASET_SUFFIXES, expand_path, is_python_object, local_path, split_dataset
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
@@ -44,6 +49,7 @@ from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.gpu_memory import require_free_memory
+from trigon.grace import Grace
 from trigon.loop import Hooks, Run, train
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, model_folder
@@ -55,9 +61,18 @@ from trigon.report.loggers.registry import check_loggers, make_loggers, open_log
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
+from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
-from trigon.training.checkpointing import check_lora_rank, read_updates
+from trigon.secrets import mask
+from trigon.temporary import remove_dead_folders
+from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
+from trigon.watch.meter import MemoryMeter
+from trigon.watch.watch import Watch
+from trigon.watchdog import Watch as PhaseWatch
+
+if TYPE_CHECKING:
+    from trigon.distributed.worker_group import WorkerGroup
 
 
 def run_training(
@@ -70,33 +85,43 @@ def run_training(
     export_to: Path | None,
     loggers: Sequence[Logger] = (),
     objects: RunObjects = NO_OBJECTS,
+    grace: Grace | None = None,
+    use_watch: Callable[[PhaseWatch], object] | None = None,
 ) -> RunOutcome:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
     warnings: of the configuration, to be printed. should_stop: called after each step; True saves a
-    checkpoint and ends the run. defer_interrupts: see Run. export_to: folder in which the last
-    checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
+    checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
+    last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens. objects: what else the run is given as Python objects.
+    this function opens. objects: what else the run is given as Python objects. use_watch: called
+    with the watchdog of the run.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
+    remove_dead_folders()
     with ExitStack() as stack:
         rewards = open_rewards(config, objects)
         stack.callback(rewards.close)
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
+        watch = stack.enter_context(open_watch(config, folder.path, console))
+        if use_watch is not None:
+            use_watch(watch)
         for warning in warnings:
             console.warn(warning)
         store = open_store(config, folder, console)
         checkpoint = choose_checkpoint(config, store)
+        origin = Origin(config, checkpoint, console.print)
+        origin.add_options(objects.reward)
         announce_downloads(config, console)
+        origin.add_model()
         processors = open_processors(config)
         check_hardware = partial(check_run_memory, config, console)
         worker_group = None
         if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
             device = worker_group.device
         else:
             own_device = choose_device(config)
@@ -107,7 +132,7 @@ def run_training(
             console.warn(warning)
         rewards.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
-        report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint))
+        report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint, watch))
 
         builder = open_builder(config, processors)
         val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
@@ -118,8 +143,7 @@ def run_training(
         if train_prompts is not None:
             prompts = open_stream(config, train_prompts)
             stack.callback(prompts.close)
-            if checkpoint is not None:
-                prompts.check_state(checkpoint.progress["prompts"])
+        origin.add_data(prompts, () if val_prompts is None else val_prompts.contents, plan)
 
         console.print("loading the model and starting the rollout engine")
         if worker_group is None:
@@ -133,7 +157,7 @@ def run_training(
             action = "validating the weights of" if config.trainer.val_only else "resuming after"
             console.print(f"{action} step {checkpoint.step} from {checkpoint.folder}")
             warn_if_complete(config, plan, checkpoint, console)
-        folder.write_config(dump_config(config))
+        folder.record_start(dump_config(config), origin.describe_start())
         folder.write_local_sources(local_sources(config))
 
         run = make_run(
@@ -145,10 +169,15 @@ def run_training(
             rewards,
             store,
             report,
+            made_from={KEY: origin.state()},
             should_stop=should_stop,
             defer_interrupts=defer_interrupts,
+            grace=Grace() if grace is None else grace,
             hooks=objects.hooks,
         )
+        meter = open_meter(rewards, worker_group)
+        stack.callback(meter.close)
+        run = replace(run, watch=Watch(make_watch_settings(config, plan), meter))
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
@@ -221,6 +250,11 @@ def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,
         passed_variables=reward.env,
+        confinement=Confinement(
+            level=reward.confinement,
+            network=reward.network,
+            readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
+        ),
     )
 
 
@@ -257,7 +291,11 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
     """Return the store of the checkpoints in the run folder."""
     trainer = config.trainer
     return CheckpointStore(
-        folder.path, keep=trainer.save_limit, background=trainer.save_in_background, warn=console.warn
+        folder.path,
+        keep=trainer.save_limit,
+        background=trainer.save_in_background,
+        warn=console.warn,
+        check_actor=require_finite_files,
     )
 
 
@@ -269,10 +307,10 @@ def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | No
     other way round.
     """
     trainer = config.trainer
+    checkpoint: Checkpoint | None
     if trainer.load_checkpoint_path is not None:
-        checkpoint: Checkpoint | None = open_checkpoint(
-            Path(trainer.load_checkpoint_path), resumable=not trainer.val_only
-        )
+        checkpoint = open_checkpoint(Path(trainer.load_checkpoint_path), resumable=not trainer.val_only)
+        require_finite_files(checkpoint.actor)
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None
     if checkpoint is not None and not trainer.val_only:
@@ -310,6 +348,7 @@ def open_reporter(
     processors: Processors,
     loggers: Sequence[Logger],
     checkpoint: Checkpoint | None,
+    watch: PhaseWatch | None = None,
 ) -> Reporter:
     """Open the loggers, and return the reporter. checkpoint: from which the run resumes, if any."""
     for place in open_loggers(loggers, describe_run(config, folder.path, checkpoint)):
@@ -322,6 +361,7 @@ def open_reporter(
         num_devices=num_workers(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
+        watch=watch,
     )
 
 
@@ -334,9 +374,24 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
     return LoggedRun(
         project=config.trainer.project_name,
         experiment=config.trainer.experiment_name,
-        config=config.model_dump(mode="json"),
+        config=mask("", config.model_dump(mode="json")),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
+    )
+
+
+def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None) -> MemoryMeter:
+    """Return what measures the memory of all processes of the run, until it is closed."""
+
+    def reward_workers() -> Sequence[int]:
+        return rewards.process_ids
+
+    if worker_group is None:
+        return MemoryMeter(reward_workers=reward_workers)
+    from trigon.distributed.cluster import object_store_metrics
+
+    return MemoryMeter(
+        reward_workers=reward_workers, workers=worker_group.local_process_ids, object_store=object_store_metrics
     )
 
 
@@ -363,8 +418,10 @@ def make_run(
     store: CheckpointStore,
     report: Reporter,
     *,
+    made_from: Mapping[str, Any],
     should_stop: Callable[[], bool],
     defer_interrupts: Callable[[], AbstractContextManager[None]],
+    grace: Grace,
     hooks: Hooks,
 ) -> Run:
     """Return the parts of the training loop."""
@@ -382,14 +439,17 @@ def make_run(
         kl=make_initial_kl(config),
         needs_old_logprobs=needs_old_logprobs(config, plan),
         evaluator=open_evaluator(config, val_prompts, report),
+        max_skipped_updates=config.trainer.max_skipped_updates,
         token_groups=config.trainer.rollout_tokens,
         parity=ParityCheck(resolve_parity_tolerance(config)),
         store=store,
         save_state=partial(save_state, engines.trainer, model_folder(model_path(config)), config),
         report=report,
+        made_from=made_from,
         traced_steps=frozenset(config.trainer.profile_steps),
         tracer=engines.tracer,
         should_stop=should_stop,
         defer_interrupts=defer_interrupts,
+        grace=grace,
         hooks=hooks,
     )

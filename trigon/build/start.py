@@ -8,62 +8,130 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.grace import Grace
+from trigon.signals import TERMINATION, Terminated
+from trigon.variables import keep_compiled_code
+from trigon.watchdog import Watch
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome
     from trigon.report.loggers.protocol import Logger
 
-_STDERR = 2  # file descriptor
+REPEAT_SECONDS = 1.0
+"""A second SIGTERM or SIGHUP that comes sooner belongs to the first one.
+
+timeout(1) sends its signal to the process and to its group, and the end of a terminal is signalled
+by the kernel and by the shell.
+"""
+
+AT_ONCE_SECONDS = 30.0
+"""How long a run that ends at once may take for it: it ends its processes, and a save that is being
+written."""
+
+_STDOUT, _STDERR = 1, 2  # file descriptors
 
 
 class StopSignals:
-    """Turns signals into a request to stop after the current step; a second signal acts at once.
+    """Turns signals into a request to stop, or ends the run at once.
 
-    received: the signal that made the request; None: no request.
+    Within deferred(), the steps of a run, the first signal is a request; otherwise, and at a second
+    signal, SIGTERM and SIGHUP raise Terminated, and SIGINT (Ctrl-C) KeyboardInterrupt.
+    received: the first signal; None: there was none. grace: is told of a request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace: Grace | None = None) -> None:
         self.received: signal.Signals | None = None
-        self._handlers: dict[int, Any] = {}  # by signal: what was in effect before
+        self.grace = Grace() if grace is None else grace
+        self._received_at = 0.0
+        self._is_deferring = False
+        self._ends_at_once = False
+        self._watch = Watch()
 
     def requested(self) -> bool:
         """Return whether a signal was received."""
         return self.received is not None
 
+    def use_watch(self, watch: Watch) -> None:
+        """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal."""
+        self._watch = watch
+
     @contextmanager
-    def handled(self, number: signal.Signals) -> Iterator[None]:
-        """Handle a signal within the context, unless this process was started to ignore it.
+    def handled(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGHUP within the context. A signal that is ignored stays ignored.
 
         In another thread than the main one, in which Python allows no handlers, nothing is handled.
         """
-        before = signal.getsignal(number)
-        if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        with self._handlers(TERMINATION):
             yield
-            return
-        self._handlers[number] = before
-        signal.signal(number, self._receive)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let the first signal, SIGINT too, be a request within the context."""
+        with self._handlers((signal.SIGINT,)):
+            self._is_deferring = True
+            try:
+                yield
+            finally:
+                self._is_deferring = False
+
+    @contextmanager
+    def _handlers(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+        before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.getsignal(number) for number in numbers}
+        handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in handled:
+            signal.signal(number, self._receive)
         try:
             yield
         finally:
-            del self._handlers[number]
-            signal.signal(number, before)
+            for number in handled:
+                signal.signal(number, before[number])
 
     def _receive(self, number: int, frame: object) -> None:
-        self.received = signal.Signals(number)
-        for each, before in self._handlers.items():
-            signal.signal(each, before)
+        terminates, now = number in TERMINATION, time.monotonic()
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+            if self._is_deferring:
+                self._announce()
+                return
+        elif terminates and self.received in TERMINATION and now - self._received_at < REPEAT_SECONDS:
+            return
+        if self._ends_at_once:
+            return  # an error here would interrupt the end of the run's processes
+        self._ends_at_once = True
+        self._watch.end_within(AT_ONCE_SECONDS, status=128 + number)
+        raise Terminated(signal.Signals(number).name) if terminates else KeyboardInterrupt
+
+    def _announce(self) -> None:
+        assert self.received is not None
         if self.received is signal.SIGINT:
-            text = "\nCtrl-C: finishing and saving the current step; press Ctrl-C again to stop at once\n"
+            action = self.grace.request(limited=False)
+            text = f"\nCtrl-C: {action}; press Ctrl-C again to stop at once\n"
         else:
-            text = f"{self.received.name}: finishing and saving the current step\n"
+            text = f"{self.received.name}: {self.grace.request(limited=True)}\n"
         # Not print, which raises if the signal arrives during another print.
         os.write(_STDERR, text.encode())
+
+
+def leave_closed_terminal() -> None:
+    """Write to nowhere what goes to a terminal that was closed, where each write is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (_STDOUT, _STDERR):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def quiet_torch(loaded: LoadedConfig) -> None:
@@ -85,7 +153,7 @@ def start_run(
 ) -> RunOutcome:
     """Train with a configuration, until the last step or until stop has received a signal.
 
-    SIGTERM is handled all the time, and Ctrl-C (SIGINT) during the steps.
+    SIGTERM and SIGHUP are handled all the time, and Ctrl-C (SIGINT) during the steps.
     Args: export_to, loggers, objects: as for run_training. Raises: as run_training, and
     KeyboardInterrupt.
     """
@@ -93,6 +161,7 @@ def start_run(
 
     check_logger_objects(loggers)
     quiet_torch(loaded)
+    keep_compiled_code()
     from trigon.build.objects import NO_OBJECTS
     from trigon.build.run import run_training
     from trigon.data.images import ignore_pillow_warnings
@@ -105,14 +174,17 @@ def start_run(
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
         swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
-    with stop.handled(signal.SIGTERM):
+    stop.grace = Grace(loaded.config.trainer.grace_seconds)
+    with stop.handled():
         return run_training(
             loaded.config,
             warnings=loaded.warnings,
             logger_environment=logger_environment,
             loggers=loggers,
             should_stop=stop.requested,
-            defer_interrupts=lambda: stop.handled(signal.SIGINT),
+            defer_interrupts=stop.deferred,
+            grace=stop.grace,
+            use_watch=stop.use_watch,
             export_to=export_to,
             objects=NO_OBJECTS if objects is None else objects,
         )

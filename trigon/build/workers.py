@@ -26,14 +26,17 @@ from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import LOCK
+from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.restart import RestartingEngine
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.trace import FOLDER
+from trigon.watchdog import FILE as HANG_STACKS
 
 if TYPE_CHECKING:
     from trigon.distributed.preflight import NodeReport
     from trigon.distributed.worker import WorkerEngines
     from trigon.distributed.worker_group import WorkerGroup
-    from trigon.training.fsdp import TorchProcessGroup
+    from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 
 JOIN_PHASE = "preflight (connecting the ranks; see docs/multi-node.md, network problems)"
 """The name of the first call in errors, where a rank that hangs is a problem of the network."""
@@ -44,29 +47,38 @@ COLLECTIVE_GRACE_SECONDS = 60
 
 @contextmanager
 def open_worker_group(
-    config: Config, folder: Path, check_hardware: Callable[[Hardware], object]
+    config: Config, folder: Path, check_hardware: Callable[[Hardware], object], warn: Callable[[str], object]
 ) -> Iterator[WorkerGroup]:
     """Start the workers here or on a Ray cluster, check their nodes, and end them on exit.
 
     check_hardware: called with the smallest device and the smallest node, if their memory is known.
+    warn: called with a warning if Ray requires no token.
     Raises: ConfigError if the cluster is too small, or a node lacks a file or package.
     """
     from trigon.distributed.cluster import Layout, has_gpus, open_cluster, start_workers
-    from trigon.distributed.preflight import check_node_reports
+    from trigon.distributed.preflight import check_node_reports, find_token_warning
+    from trigon.distributed.rendezvous import JOIN_SECONDS
     from trigon.distributed.worker import Worker, ray_actor_class
-    from trigon.distributed.worker_group import JOIN_SECONDS, WorkerGroup
+    from trigon.distributed.worker_group import WorkerGroup
 
     trainer = config.trainer
-    with open_cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node):
+    with open_cluster(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node) as run_name:
         device: Literal["cpu", "cuda"] = (
             ("cuda" if has_gpus() else "cpu") if trainer.device == "auto" else trainer.device
         )
         layout = Layout(nodes=trainer.nnodes, workers_per_node=trainer.n_gpus_per_node, device=device)
-        with start_workers(layout, ray_actor_class(Worker)) as workers:
-            worker_group = WorkerGroup(workers, device, deadline_seconds=trainer.worker_timeout_seconds)
+        with start_workers(layout, ray_actor_class(Worker), run_name) as workers:
+            worker_group = WorkerGroup(
+                workers,
+                device,
+                deadline_seconds=trainer.worker_timeout_seconds,
+                stacks_file=folder / HANG_STACKS,
+            )
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
             reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
             check_node_reports(reports)
+            if (warning := find_token_warning(reports)) is not None:
+                warn(warning)
             if (hardware := smallest_hardware(device, reports)) is not None:
                 check_hardware(hardware)
             yield worker_group
@@ -84,7 +96,7 @@ def config_for_workers(config: Config) -> Config:
     """Return the configuration for processes on other nodes, with other working folders.
 
     Model paths become absolute, and a chat template that is a file of the driver is replaced by its
-    text.
+    text. The arguments of the reward function, which may be secrets, stay with the driver.
     """
     model, data = config.worker.actor.model, config.data
 
@@ -96,10 +108,11 @@ def config_for_workers(config: Config) -> Config:
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
+    reward = config.worker.reward.model_copy(update={"reward_function_kwargs": {}})
     chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
-            "worker": config.worker.model_copy(update={"actor": actor}),
+            "worker": config.worker.model_copy(update={"actor": actor, "reward": reward}),
             "data": data.model_copy(update=chat_template),
         }
     )
@@ -115,7 +128,7 @@ def open_workers(
     shows_videos: bool,
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
-    from trigon.distributed.engines import WorkersReference, WorkersRolloutEngine, WorkersTracer, WorkersTrainEngine
+    from trigon.distributed.engines import WorkersReference, WorkersTracer, WorkersTrainEngine
     from trigon.distributed.worker import Worker
     from trigon.distributed.worker_group import DISK_SECONDS
 
@@ -132,14 +145,31 @@ def open_workers(
         device=describe_workers(config, worker_group),
         trainer=WorkersTrainEngine(worker_group, regularized=make_loss_terms(config).regularized),
         reference=WorkersReference(worker_group) if needs_reference(config) and not kl_is_full(config) else None,
-        rollout=WorkersRolloutEngine(worker_group, tensor_parallel_size=config.worker.rollout.tensor_parallel_size),
+        rollout=open_workers_rollout(config, worker_group, report),
         sizes=tuple(sizes),
         tracer=WorkersTracer(worker_group, resolve_run_folder(config).absolute() / FOLDER),
         tune_micro_batch=tune_micro_batch,
     )
 
 
-def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessGroup, NodeReport]:
+def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Reporter) -> RolloutEngine:
+    """Return the rollout engine of the workers, which is started anew once if it fails.
+
+    Not with tensor parallelism: when one rank of a replica fails, the others wait for it in a
+    collective operation, and cannot be told to start anew.
+    """
+    from trigon.distributed.engines import WorkersRolloutEngine
+
+    rollout = config.worker.rollout
+    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=rollout.tensor_parallel_size)
+    if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
+        return RestartingEngine(engine, warn=report.warn)
+    return engine
+
+
+def join_ranks(
+    config: Config, device: str, folder: Path, rendezvous: Rendezvous
+) -> tuple[TorchProcessGroup, NodeReport]:
     """Join the process group, and return it with a report on the node. Runs first in each worker.
 
     folder: the run folder, which all nodes must share.
@@ -153,7 +183,9 @@ def join_ranks(config: Config, device: str, folder: Path) -> tuple[TorchProcessG
     ignore_pillow_warnings()
     set_determinism(torch.device(device))
     torch.set_num_threads(max(1, count_usable_cpus() // config.trainer.n_gpus_per_node))
-    process_group = TorchProcessGroup.joined(torch.device(device), timeout_seconds=collective_timeout_seconds(config))
+    process_group = TorchProcessGroup.joined(
+        torch.device(device), rendezvous, timeout_seconds=collective_timeout_seconds(config)
+    )
     return process_group, inspect_node(process_group, model_path=model_path(config), run_folder=folder, marker=LOCK)
 
 

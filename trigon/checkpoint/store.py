@@ -22,6 +22,7 @@ import itertools
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,18 +33,20 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from trigon.checkpoint.faults import disk_error
 from trigon.checkpoint.manifest import (
     MANIFEST,
     PROGRESS,
+    is_optimizer,
     read_manifest,
     start_hashing_threads,
     total_bytes,
-    verify_files,
+    verify_checkpoint,
     write_manifest,
 )
 from trigon.checkpoint.progress import is_complete, read_progress
-from trigon.disk import describe_fault, fault_number, free_bytes, sync_to_disk
-from trigon.errors import CheckpointError, DiskError, EngineError
+from trigon.disk import free_bytes, sync_to_disk
+from trigon.errors import CheckpointError, DiskError
 from trigon.json_files import write_json
 
 TRACKER = "checkpoint_tracker.json"
@@ -80,15 +83,6 @@ Write = Callable[[Path], Finish | None]
 """Fills the (existing, empty) actor folder, at once or by the Finish that it returns."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A save in the background. required: as for save."""
-
-    step: int
-    saving: Future[None]
-    required: bool
-
-
 class CheckpointStore:
     """The checkpoints of one run.
 
@@ -96,17 +90,30 @@ class CheckpointStore:
     keep=1 can leave two. background: save returns as soon as copies are taken, and a thread writes,
     hashes and publishes them, one save at a time; the process does not end before it is done.
     warn: called with a message for a damaged checkpoint, a fallback to an earlier one, and a
-    folder that could not be removed.
+    folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
+    content cannot be used although its files are as they were written; None: not asked.
+    save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
+    published_step: of the last checkpoint that this object has saved completely; 0: none.
     """
 
     def __init__(
-        self, root: Path, *, keep: int, background: bool = False, warn: Callable[[str], None] = warnings.warn
+        self,
+        root: Path,
+        *,
+        keep: int,
+        background: bool = False,
+        warn: Callable[[str], None] = warnings.warn,
+        check_actor: Callable[[Path], None] | None = None,
     ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._warn = warn
-        self._pending: _Pending | None = None  # the save in the background
+        self._check_actor = check_actor
+        self._pending: tuple[int, Future[None], bool] | None = None  # in the background: step, save, required
+        self._save_started = 0.0
+        self.save_seconds: float | None = None
+        self.published_step = 0
 
     def save(
         self, step: int, *, write: Write, progress: Mapping[str, Any], score: float | None, required: bool = True
@@ -135,6 +142,7 @@ class CheckpointStore:
         final = self._root / f"global_step_{step}"
         if final.exists():
             raise CheckpointError(f"{final} exists already; rewind to an earlier step to write it again")
+        self._save_started = time.monotonic()
         temporary = self._root / f"{_SAVING}{final.name}"
         state = {"step": step, "val_reward_score": score if score is not None and isfinite(score) else None}
         with self._remove_on_failure(temporary, final):
@@ -149,7 +157,7 @@ class CheckpointStore:
         hashing = start_hashing_threads()
         if self._background:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = _Pending(step, thread.submit(self._publish, temporary, final, finish, hashing), required)
+            self._pending = step, thread.submit(self._publish, temporary, final, finish, hashing), required
             thread.shutdown(wait=False)  # ends the thread after this save
         else:
             self._publish(temporary, final, finish, hashing)
@@ -161,19 +169,19 @@ class CheckpointStore:
         """
         if self._pending is None:
             return
-        pending = self._pending
-        error = pending.saving.exception()
+        step, saving, required = self._pending
+        error = saving.exception()
         self._pending = None
-        if isinstance(error, DiskError) and not pending.required:
-            self._warn_not_saved(pending.step, error)
+        if isinstance(error, DiskError) and not required:
+            self._warn_not_saved(step, error)
         elif isinstance(error, CheckpointError):
             raise error
         elif error is not None:
-            raise CheckpointError(f"the checkpoint of step {pending.step} could not be saved: {error!r}") from error
+            raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error!r}") from error
 
     def check(self) -> None:
         """Raise what wait would raise if the save in the background has ended; does not block."""
-        if self._pending is not None and self._pending.saving.done():
+        if self._pending is not None and self._pending[1].done():
             self.wait()
 
     @contextmanager
@@ -210,6 +218,14 @@ class CheckpointStore:
         """
         self.wait()
         return self._open_first_undamaged([step for _, step in self._ranked_by_score()], resumable=resumable)
+
+    def newest_complete(self, *, before: int | None = None) -> Path | None:
+        """Return the folder of the newest checkpoint whose files all exist; none is read.
+
+        before: only of earlier steps than this one.
+        """
+        steps = {step: folder for step, folder in self._complete_folders().items() if before is None or step < before}
+        return steps[max(steps)] if steps else None
 
     def rewind(self, step: int) -> None:
         """Move every checkpoint later than this step, damaged or not, to root/set_aside.
@@ -250,6 +266,7 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, final: Path, finish: Finish | None, hashing: ThreadPool) -> None:
         """Finish the temporary folder, make it a checkpoint, and end the hashing threads."""
+        step = int(final.name.rpartition("_")[2])
         with hashing, self._remove_on_failure(temporary, final):
             if finish is not None:
                 finish()
@@ -260,7 +277,9 @@ class CheckpointStore:
             self._write_tracker()
         except OSError as error:  # Trigon never reads it
             self._warn(f"{self._root / TRACKER} could not be written: {error}; the checkpoint is complete")
-        self._remove_old(newest=int(final.name.rpartition("_")[2]))
+        self.save_seconds = max(time.monotonic() - self._save_started, self.save_seconds or 0.0)
+        self.published_step = step
+        self._remove_old(newest=step)
 
     @contextmanager
     def _remove_on_failure(self, temporary: Path, final: Path) -> Iterator[None]:
@@ -269,7 +288,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             # Described first: afterwards the disk may have room.
-            fault = _describe(error, temporary, final)
+            fault = disk_error(error, temporary, final)
             shutil.rmtree(temporary, ignore_errors=True)
             if fault is not None:
                 raise fault from error
@@ -314,7 +333,9 @@ class CheckpointStore:
         problems = []
         for step in steps:
             try:
-                _verify(self._root / f"global_step_{step}", optimizer=resumable)
+                verify_checkpoint(self._root / f"global_step_{step}", optimizer=resumable)
+                if self._check_actor is not None:
+                    self._check_actor(self._root / f"global_step_{step}" / "actor")
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -408,10 +429,10 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     manifest = read_manifest(folder)
     if verify:
         try:
-            _verify(folder, optimizer=resumable)
+            verify_checkpoint(folder, optimizer=resumable)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Restore this file, or name another checkpoint") from error
-    if resumable and not any(_is_optimizer(file) for file in manifest):
+    if resumable and not any(is_optimizer(file) for file in manifest):
         raise CheckpointError(
             f"{folder} holds no optimizer state (it was saved with trainer.save_model_only=true): it can be exported, "
             "not resumed. To train on from its weights, export it, set worker.actor.model.model_path to the export, "
@@ -421,25 +442,6 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     if name is not None and int(name.group(1)) != step:
         raise CheckpointError(f"{folder} holds step {step}: it was renamed; rename it back to global_step_{step}")
     return Checkpoint(step, folder, progress, score)
-
-
-def _describe(error: BaseException, path: Path, final: Path) -> DiskError | None:
-    """Return what to raise if a disk is the cause of an error; None for other errors.
-
-    After an EngineError, which may quote one of a disk, there are no workers that could go on.
-    """
-    if isinstance(error, DiskError | EngineError) or fault_number(error) is None:
-        return None
-    return DiskError(f"{final} could not be saved: {describe_fault(error, path)}. Earlier checkpoints are intact")
-
-
-def _verify(folder: Path, *, optimizer: bool) -> None:
-    """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
-    verify_files(folder, include=lambda name: optimizer or not _is_optimizer(name))
-
-
-def _is_optimizer(name: str) -> bool:
-    return name.startswith("actor/optimizer")  # a folder, or the one file of a small engine
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from trigon.evaluation.answers import AnswerForm
 from trigon.evaluation.models import find_model, looks_like_model
 from trigon.names import SHIPPED_REWARDS
 from trigon.report.console import Console, format_number
+from trigon.variables import keep_compiled_code
 
 if TYPE_CHECKING:
     from trigon.evaluation.results import Evaluation, ModelEvaluation, Summary
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     models, data = split_models(parser, names, chosen.data, chosen.config)
     console = Console(stream=sys.stderr if chosen.json else sys.stdout)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # see trigon.cli.train
+    keep_compiled_code()
     # Imported here, so that errors of the command line do not wait for heavy libraries.
     from trigon.evaluation.evaluate import evaluate
 

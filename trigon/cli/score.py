@@ -10,7 +10,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.cli.parser import ArgumentParser
 from trigon.errors import ConfigError
@@ -18,6 +18,7 @@ from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.names import SHIPPED_REWARDS
 from trigon.records.rollouts import to_json_line
 from trigon.report.console import Console, format_duration, format_number
+from trigon.rewards.confinement.options import ConfinementLevel
 
 if TYPE_CHECKING:
     from trigon.evaluation.score_results import Agreement, Bin, RewardSummary, ScoreResult
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         num_workers=chosen.workers,
         timeout_seconds=chosen.timeout,
         env=chosen.env,
+        confinement=chosen.confinement,
         console=console,
     )
     # Printed before they are written, so that a full disk loses the file only.
@@ -149,6 +151,9 @@ def make_parser() -> ArgumentParser:
         "own reward function",
     )
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="as worker.reward.env")
+    parser.add_argument(
+        "--confinement", choices=get_args(ConfinementLevel), default="default", help="as worker.reward.confinement"
+    )
     parser.add_argument("--workers", type=positive, metavar="N", help="reward workers; default: the usable CPUs")
     parser.add_argument(
         "--timeout",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,12 +43,11 @@ What most runs set:
 `trigon options NAME` explains an option, `trigon options` lists all of them with their defaults,
 and docs/configuration.md has them in one page."""
 
-EXIT_STOPPED = 143
-"""Exit status after SIGTERM: the current step was finished and saved, and the same command resumes.
-"""
+EXIT_SIGNAL = 128
+"""Plus the number of the signal: the exit status after SIGHUP (129), SIGINT (130), SIGTERM (143).
 
-EXIT_INTERRUPTED = 130
-"""Exit status after Ctrl-C (SIGINT). After one, the current step was finished and saved."""
+After one signal the last step that could be finished is saved, and the same command resumes.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -123,14 +121,7 @@ def train(loaded: LoadedConfig, *, export_to: Path | None = None) -> int:
     try:
         start_run(loaded, stop=stop, export_to=export_to)
     except KeyboardInterrupt:
-        if not stop.requested():
+        if stop.received is None:
             raise
-        print("stopped at once: the current step is not saved", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    match stop.received:
-        case None:
-            return 0
-        case signal.SIGINT:
-            return EXIT_INTERRUPTED
-        case _:
-            return EXIT_STOPPED
+        print(f"{stop.received.name}: stopped at once; steps since the last checkpoint are lost", file=sys.stderr)
+    return 0 if stop.received is None else EXIT_SIGNAL + stop.received

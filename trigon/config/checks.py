@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, assert_never, cast
 
+from trigon.config.compared import find_unknown_names
 from trigon.config.defaults import resolve_weight_dtype
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
 from trigon.config.plan import (
@@ -331,6 +332,7 @@ _CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_group_filter,
     _check_mismatch_correction,
     _check_lengths,
+    find_unknown_names,
     *REQUIRED_CHECKS,
     *FILE_CHECKS,
 )

@@ -20,26 +20,13 @@ from trigon.config.arguments import write_arguments
 from trigon.config.checks import MAX_PROBLEMS, find_problems, find_warnings, raise_problems
 from trigon.config.convert import convert
 from trigon.config.files import find_missing_objects
-from trigon.config.legacy import (
-    IGNORED,
-    RENAMED,
-    UNSUPPORTED_VALUES,
-    VERL_SECTIONS,
-    ignored_key,
-    renamed_file,
-)
+from trigon.config.legacy import IGNORED, RENAMED, UNSUPPORTED_VALUES, VERL_SECTIONS, ignored_key, renamed_file
 from trigon.config.options import KeyPath, Option, options, sections
 from trigon.config.schema import Config
-from trigon.config.yaml_nodes import (
-    LIST_TAG,
-    MAX_CHARACTERS,
-    MAX_DEPTH,
-    NULL_TAG,
-    TEXT_TAG,
-    construct,
-    parse_yaml,
-)
+from trigon.config.secret_values import find_exposed, find_masked
+from trigon.config.yaml_nodes import LIST_TAG, MAX_CHARACTERS, MAX_DEPTH, NULL_TAG, TEXT_TAG, construct, parse_yaml
 from trigon.errors import ConfigError
+from trigon.secrets import mask, mask_text
 from trigon.suggestions import did_you_mean, nearest_key
 
 COMMAND_LINE = "command line"
@@ -86,7 +73,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
             advice = "write config=run.yaml, or key=value"
             if argument.startswith("-"):
                 advice = advise_without_dashes(argument, argv[position + 1 : position + 2])
-            raise ConfigError(f"cannot read the argument {argument!r}: {advice}")
+            raise ConfigError(f"cannot read the argument {mask_text(argument)!r}: {advice}")
     if len(paths) > 1:
         raise ConfigError(f"two configuration files are given, {paths[0]} and {paths[1]}: keep one")
     return (Path(paths[0]) if paths else None), overrides
@@ -102,7 +89,8 @@ def advise_without_dashes(argument: str, following: Sequence[str]) -> str:
     key = "config" if name == "config" else nearest_key(name, [option.name for option in options().values()])
     is_value = bool(following) and not following[0].startswith("-") and "=" not in following[0]
     value = written if equals else following[0] if is_value else "..."
-    return f"options have no dashes, and an equals sign; write {key}={value}"
+    shown = mask_text(f"{name}={value}").partition("=")[2]
+    return f"options have no dashes, and an equals sign; write {key}={shown}"
 
 
 def load_config(
@@ -158,15 +146,20 @@ def inspect_config(
         reader.read_yaml(write_arguments(values), ARGUMENTS)
     config = reader.build()
     missing = find_missing_objects(config, python_objects)
-    problems = (*reader.problems, *find_problems(config, uncertain=reader.uncertain), *missing)
     sources = {_option_at_or_above(key).name: value.location for key, value in reader.values.items()}
-    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config)), sources)
+    found = find_problems(config, uncertain=reader.uncertain)
+    problems = (*reader.problems, *found, *missing, *find_masked(config, sources))
+    exposed = find_exposed(config, [key for key, source in sources.items() if source == COMMAND_LINE])
+    loaded = LoadedConfig(config, (*reader.warnings, *find_warnings(config), *exposed), sources)
     return InspectedConfig(loaded, problems, frozenset(reader.uncertain))
 
 
 def dump_config(config: Config) -> str:
-    """Return the configuration as YAML, with defaults; load_config reads it to an equal one."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
+    """Return the configuration as YAML, with defaults; load_config reads it to an equal one.
+
+    It has MASKED in place of secrets, which load_config asks for; see trigon/secrets.py.
+    """
+    return yaml.safe_dump(mask("", config.model_dump()), sort_keys=False, allow_unicode=True, width=120)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ class _ConfigReader:
         try:
             root = parse_yaml(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{source} is not valid YAML: {mask_text(' '.join(str(error).split()))}") from error
         if root is None:
             return
         if not isinstance(root, MappingNode):
@@ -403,8 +396,12 @@ def _line(node: Node) -> int:
 
 
 def _format_value(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else _format_text(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _format_text(value: Any) -> str:
+    return mask_text(repr(value)[:1000])
 
 
 def _renamed_prefix(path: KeyPath) -> str | None:

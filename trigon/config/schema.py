@@ -22,6 +22,7 @@ from trigon.names import (
     LossAveraging,
     OptimizerStrategy,
     PolicyLossType,
+    WatchLevel,
 )
 
 # Upper bounds: a value above one of them is an error of typing, not a larger run.
@@ -67,6 +68,9 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 
 Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of environment variables. A single one may be written without the brackets of a list."""
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Names of options. A single one may be written without the brackets of a list."""
 
 Sink = Literal["console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
@@ -157,7 +161,8 @@ class DataConfig(Section):
     Raising it uses more prompt tokens."""
 
     max_image_pixels: int = Field(default=64_000_000, ge=1, le=MAX_PIXELS)
-    """Images with more pixels are rejected before decoding, to bound memory. Trigon only."""
+    """Images with more pixels are rejected before decoding, to bound memory.
+    Also those whose decoding takes more than 12 bytes for each of these pixels. Trigon only."""
 
     filter_overlong_prompts: bool = True
     """Skip prompts longer than max_prompt_length and count them; false: they are an error."""
@@ -603,11 +608,24 @@ class RewardConfig(Section):
     """`file.py:function` (default function: main), or a shipped name (docs/rewards.md)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the reward function."""
+    """Further keyword arguments of the reward function; `env:NAME` reads an environment variable.
+    Secrets among them are not written anywhere, see docs/rewards.md."""
 
     env: Variables = ()
-    """Environment variables that reward workers get although they look like secrets, by name:
+    """Environment variables that reward workers get besides those of docs/rewards.md, by name:
     `[OPENAI_API_KEY]`. Trigon only."""
+
+    confinement: Literal["default", "strict", "off"] = "default"
+    """What is kept from reward functions (docs/rewards.md). default: all other processes.
+    strict: also the network, and files except those of Python, of the function's folder and of
+    `readable`; they write to a temporary folder only. Trigon only."""
+
+    network: bool | None = None
+    """Whether reward functions may open network connections. null: yes, but not with `strict`.
+    Trigon only."""
+
+    readable: Files = ()
+    """Files and folders that reward functions can read with `confinement: strict`. Trigon only."""
 
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""
@@ -630,6 +648,83 @@ class WorkerConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     ref: RefConfig = Field(default_factory=RefConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+
+
+class WatchConfig(Section):
+    """Watchers: what in a run's numbers means that it fails.
+
+    Each is off, warn (once per episode) or stop; docs/watchers.md says what each looks at, and why
+    its threshold is what it is. Trigon only.
+    """
+
+    loss: WatchLevel = "warn"
+    """The policy loss or the gradient explodes."""
+
+    kl: WatchLevel = "warn"
+    """The KL from the reference, or from the policy before the update, explodes."""
+
+    entropy: WatchLevel = "warn"
+    """The policy has no entropy left."""
+
+    length: WatchLevel = "warn"
+    """Completions are nearly all cut at their limit, or have become very short."""
+
+    equal_rewards: WatchLevel = "warn"
+    """All rewards are equal, so that nothing is learned."""
+
+    reward_failures: WatchLevel = "warn"
+    """Completions could not be scored."""
+
+    mismatch: WatchLevel = "warn"
+    """The difference between rollout engine and trainer grows."""
+
+    validation: WatchLevel = "warn"
+    """The validation reward is far below its best."""
+
+    memory: WatchLevel = "stop"
+    """Memory grows and reaches its limit before the last step; stop: saves and ends the run when
+    few steps are left, and warns before."""
+
+    steps: int = Field(default=5, ge=1, le=MAX_COUNT)
+    """Steps in a row in which it has to be so; validation: 2 validations."""
+
+    equal_reward_steps: int = Field(default=10, ge=1, le=MAX_COUNT)
+    """The same for equal_rewards: on a solved task a few steps without a gradient are common."""
+
+    max_loss_growth: float = Field(default=100.0, gt=1, le=1e12)
+    """loss: times the median of the last 20 steps."""
+
+    max_kl: float = Field(default=5.0, gt=0, le=1e6)
+    """kl: nats per token from the reference."""
+
+    max_update_kl: float = Field(default=1.0, gt=0, le=1e6)
+    """kl: nats per token from the policy that sampled (actor/ppo_kl)."""
+
+    min_entropy: float = Field(default=0.005, ge=0, le=100)
+    """entropy: nats per token."""
+
+    max_cut_fraction: float = Field(default=0.95, gt=0, le=1)
+    """length: share of completions cut at data.max_response_length."""
+
+    min_length_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """length: mean length as a share of that of the first 3 steps."""
+
+    max_failed_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """reward_failures: share of a step's completions.
+    More than worker.reward.max_failed_fraction of them end the run in any case."""
+
+    max_mismatch_growth: float = Field(default=5.0, gt=1, le=1e12)
+    """mismatch: times the mean difference of log-probabilities of the first 3 steps."""
+
+    max_mismatch_kl: float = Field(default=0.1, gt=0, le=1e6)
+    """mismatch: nats per token between engine and trainer (mismatch/k3)."""
+
+    max_validation_drop: float = Field(default=0.5, gt=0, le=1e6)
+    """validation: distance from the best, as a share of it, or of the range so far if that is more.
+    """
+
+    memory_steps: int = Field(default=5, ge=1, le=MAX_COUNT)
+    """memory: stop when it lasts for fewer steps than these."""
 
 
 class TrainerConfig(Section):
@@ -658,9 +753,19 @@ class TrainerConfig(Section):
     """Workers per machine, with a GPU each, or with CPU cores if it has no GPUs.
     EasyR1's default is 8."""
 
+    max_skipped_updates: int = Field(default=3, ge=0, le=1000)
+    """Updates in a row whose gradients are not finite after which the run stops; it also stops if
+    more than half of the last 20 are. 0: never. Trigon only."""
+
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
-    """Maximum seconds of a call to the workers (sampling, an update) before the run stops.
-    Trigon only."""
+    """Maximum seconds of a call to the workers, and of any part of a step without progress.
+    The run then ends with an error and the stacks of its processes; see docs/resuming.md. Trigon
+    only."""
+
+    grace_seconds: float | None = Field(default=30.0, gt=0, le=MAX_SECONDS)
+    """Seconds after SIGTERM or SIGHUP by which the run must have saved; null: as long as it takes.
+    A step that takes longer is left, and the step before it is saved; see docs/resuming.md. Raise
+    it with terminationGracePeriodSeconds of Kubernetes. Trigon only."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: a GPU if there is one. Trigon only."""
@@ -715,6 +820,8 @@ class TrainerConfig(Section):
     Each takes a forward pass of the group and about 60 bytes per token on disk; 0: none.
     Trigon only."""
 
+    watch: WatchConfig = Field(default_factory=WatchConfig)
+
     save_freq: int = Field(default=-1, ge=-1, le=MAX_STEPS)
     """Steps between checkpoints; 0 or -1: only after the last step."""
 
@@ -737,6 +844,12 @@ class TrainerConfig(Section):
 
     find_last_checkpoint: bool = True
     """Resume from the last checkpoint in the run folder, if there is one."""
+
+    accept_changes: Names = ()
+    """Options that may have other values, or files of other content, than in the run that saved the
+    checkpoint: their names, or `all`.
+    Any other change that a run's numbers depend on is an error before anything is loaded, which
+    gives this option as it has to be set; see docs/resuming.md. Trigon only."""
 
 
 class Config(Section):

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from PIL import Image
-
+from trigon.content import text_digest
 from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.data.images import OpenedFile, image_content
+from trigon.data.content import DatasetContent, update_digest
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
@@ -44,20 +43,6 @@ class SkippedRow(NamedTuple):
     row: int
     reason: Reason
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetContent:
-    """What a checkpoint keeps of a dataset, so that a resumed run can name what has changed.
-
-    spec: as in data.train_files. num_prompts: usable ones. fingerprint: as PromptSet's.
-    weight: as in data.train_weights.
-    """
-
-    spec: str
-    num_prompts: int
-    fingerprint: str
-    weight: float
 
 
 class Prompts(Protocol):
@@ -139,6 +124,7 @@ class PromptSet:
     examples: the messages of the first few skipped rows of each reason.
     max_bad_row_fraction: the fraction of rows that may be bad, not counting overlong ones.
     fingerprint: equal for the same usable rows with the same content, wherever their files are.
+    files: a digest of the images and videos that the usable rows name by path; "": they name none.
     """
 
     name: str
@@ -150,6 +136,7 @@ class PromptSet:
     examples: Mapping[Reason, tuple[str, ...]]
     max_bad_row_fraction: float
     fingerprint: str
+    files: str
     builder: PromptBuilder
     _source: Source
 
@@ -177,7 +164,7 @@ class PromptSet:
     @property
     def contents(self) -> Sequence[DatasetContent]:
         """See Prompts."""
-        return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0),)
+        return (DatasetContent(self.spec, len(self), self.fingerprint, 1.0, self.files),)
 
     def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
@@ -199,11 +186,13 @@ class ScannedRow:
     """The result of scanning a row.
 
     num_tokens: of its prompt; 0 if there is a problem. digest: hash of the row's content.
+    files: digests of the images or videos that it names by path.
     """
 
     num_tokens: int
     problem: UnusableRow | None
     digest: bytes
+    files: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,6 +305,7 @@ def select_prompts(
     digest = hashlib.sha256()
     for index, result in usable:
         digest.update(b"%d:%s" % (index, result.digest))
+    files = "".join(f"{index}:{result.files} " for index, result in usable if result.files)
     return PromptSet(
         name=source.name,
         spec=spec,
@@ -326,6 +316,7 @@ def select_prompts(
         examples=examples,
         max_bad_row_fraction=max_bad_row_fraction,
         fingerprint=digest.hexdigest()[:32],
+        files=text_digest(files) if files else "",
         builder=scanned.builder,
         _source=source,
     )
@@ -365,31 +356,12 @@ def _scan_rows(
 def _scan_row(source: Source, builder: PromptBuilder, check_row: CheckRow, index: int) -> ScannedRow:
     row = source.rows[index]
     digest = hashlib.sha256()
-    _update_digest(digest, row)
+    update_digest(digest, row)
     try:
-        return ScannedRow(check_row(builder, row, f"{source.name}:{index}"), None, digest.digest())
+        num_tokens = check_row(builder, row, f"{source.name}:{index}")
+        return ScannedRow(num_tokens, None, digest.digest(), builder.file_digests(row, f"{source.name}:{index}"))
     except UnusableRow as problem:
-        return ScannedRow(0, problem, digest.digest())
-
-
-def _update_digest(digest: Any, value: Any) -> None:
-    """Hash a row's content: every key, number and text, and the bytes of encoded images."""
-    match value:
-        case bytes():
-            digest.update(b"bytes %d " % len(value))
-            digest.update(value)
-        case Image.Image() | OpenedFile():
-            _update_digest(digest, image_content(value))
-        case dict():
-            for key in sorted(value):
-                _update_digest(digest, key)
-                _update_digest(digest, value[key])
-        case list():
-            digest.update(b"list %d " % len(value))
-            for part in value:
-                _update_digest(digest, part)
-        case _:
-            digest.update(repr(value).encode("utf-8", "backslashreplace") + b" ")
+        return ScannedRow(0, problem, digest.digest(), "")
 
 
 def _check_media_columns(spec: str, source: Source, builder: PromptBuilder) -> None:

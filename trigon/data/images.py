@@ -12,8 +12,8 @@ import struct
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.decoding import BYTES_PER_PIXEL, DECODING, decoding_bytes
 from trigon.data.media_files import in_one_line, open_bytes, read_bytes
 
 MAX_ASPECT_RATIO = 200
@@ -31,6 +32,11 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 
 _DISPLAYED = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif"}
 """The formats that browsers and loggers show, with their suffixes."""
+
+_TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags of TIFF
+
+_STRIP_PIXELS = 2**18
+"""Pixels of the strips in which images are converted."""
 
 # The errors of Pillow's decoders for damaged bytes. The decompression bombs are its own size
 # limits.
@@ -87,8 +93,21 @@ def open_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: i
 
     Args and Raises: as image_size, and UnusableRow where decoding fails.
     """
-    with _opened(source, where, image_dir, max_pixels) as (image, orientation):
-        return _decoded(image, orientation, where)
+    with decoded_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels) as image:
+        return image
+
+
+@contextmanager
+def decoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> Iterator[Image.Image]:
+    """Yield what open_image returns, within the memory that all threads share for decoded images.
+
+    The context waits for this memory, and should be left, and the image dropped, before the thread
+    decodes the next one.
+
+    Args and Raises: as open_image.
+    """
+    with _opened(source, where, image_dir, max_pixels) as (image, orientation), _reserved(image):
+        yield _decoded(image, orientation, where, owned=image is not source)
 
 
 def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels: int) -> bytes:
@@ -100,11 +119,11 @@ def encoded_image(source: Any, *, where: str, image_dir: Path | None, max_pixels
     Args and Raises: as image_size; for a PIL image, as open_image.
     """
     if isinstance(source, Image.Image):
-        image = open_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels)
-        image.info = {}  # otherwise the PNG would contain its colour profile
-        png = io.BytesIO()
-        image.save(png, "PNG", compress_level=1)
-        return png.getvalue()
+        with decoded_image(source, where=where, image_dir=image_dir, max_pixels=max_pixels) as image:
+            image.info = {}  # otherwise the PNG would contain its colour profile
+            png = io.BytesIO()
+            image.save(png, "PNG", compress_level=1)
+            return png.getvalue()
     encoded = read_bytes(source, "image", where=where, image_dir=image_dir)
     with _opened(encoded, where, image_dir, max_pixels):  # not the file, which may have changed since
         return encoded
@@ -142,7 +161,7 @@ def image_content(image: Image.Image | OpenedFile) -> bytes:
     """
     if isinstance(image, OpenedFile):
         try:
-            with Image.open(io.BytesIO(image["bytes"])) as opened:
+            with Image.open(io.BytesIO(image["bytes"])) as opened, _reserved(opened):
                 opened.load()
                 return image_content(opened)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
@@ -167,9 +186,10 @@ def file_for_display(encoded: bytes, *, max_bytes: int, max_side: int, where: st
         if suffix is not None and len(encoded) <= max_bytes:
             return encoded, suffix
         image.draft("RGB", (max_side, max_side))  # decodes a large JPEG at a fraction of its size
-        decoded = _decoded(image, orientation, where)
-    decoded.info = {}
-    decoded.thumbnail((max_side, max_side))
+        with _reserved(image):
+            decoded = _decoded(image, orientation, where, owned=True)
+            decoded.info = {}
+            decoded.thumbnail((max_side, max_side))
     file = io.BytesIO()
     decoded.save(file, "JPEG", quality=85)
     reduced = file.getvalue()
@@ -204,12 +224,22 @@ def _opened(source: Any, where: str, image_dir: Path | None, max_pixels: int) ->
             yield image, orientation
 
 
-def _decoded(image: Image.Image, orientation: int, where: str) -> Image.Image:
-    """Return an opened image decoded, upright and as RGB. Raises: UnusableRow."""
+def _reserved(image: Image.Image) -> AbstractContextManager[None]:
+    """Return a context that holds the memory for decoding an opened image."""
+    return DECODING.reserve(decoding_bytes(*image.size, image.format))
+
+
+def _decoded(image: Image.Image, orientation: int, where: str, *, owned: bool) -> Image.Image:
+    """Return an opened image decoded, upright and as RGB. Raises: UnusableRow.
+
+    owned: whether its stored pixels are not needed afterwards.
+    """
     try:
         image.load()
         if orientation in _UPRIGHT:
-            image = image.transpose(_UPRIGHT[orientation])
+            stored, image = image, image.transpose(_UPRIGHT[orientation])
+            if owned:
+                stored.close()  # frees its pixels before there is a third copy
         return _to_rgb(image)
     except _DECODING_ERRORS as error:
         raise UnusableRow("image_unreadable", f"{where}: {in_one_line(error)}; replace or drop it") from error
@@ -222,9 +252,28 @@ def _check_header(image: Image.Image, where: str, max_pixels: int) -> None:
     if width * height > max_pixels:
         pixels = f"{width} x {height} = {width * height:,} pixels"
         raise UnusableRow("image_pixels", f"{where}: {pixels}, more than max_image_pixels={max_pixels:,}")
+    tile = [_tile_side(image, tag) for tag in (_TILE_WIDTH, _TILE_LENGTH)]
+    if tile[0] * tile[1] > max(max_pixels, 2**20):
+        raise UnusableRow(
+            "image_pixels", f"{where}: a tile of {tile[0]} x {tile[1]}, more than max_image_pixels={max_pixels:,}"
+        )
+    num_bytes, allowed = decoding_bytes(width, height, image.format), BYTES_PER_PIXEL * max_pixels
+    if num_bytes > allowed:
+        pixels = f"decoding {width} x {height} pixels of {image.format} takes {num_bytes:,} bytes"
+        limit = f"{allowed:,}, which are {BYTES_PER_PIXEL} for each of max_image_pixels={max_pixels:,}"
+        raise UnusableRow("image_pixels", f"{where}: {pixels}, more than {limit}")
     if max(width, height) >= MAX_ASPECT_RATIO * min(width, height):
         limit = f"{MAX_ASPECT_RATIO} or more times as long as it is wide"
         raise UnusableRow("image_shape", f"{where}: {width} x {height} is {limit}; crop it or drop the row")
+
+
+def _tile_side(image: Image.Image, tag: int) -> int:
+    """Return the width or the height of the tiles of a TIFF; 0 without tiles.
+
+    Its decoder allocates a tile, which may be far larger than the image.
+    """
+    side = getattr(image, "tag_v2", {}).get(tag, 0)
+    return side if isinstance(side, int) else 0
 
 
 def _orientation(image: Image.Image) -> int:
@@ -245,17 +294,37 @@ def _orientation(image: Image.Image) -> int:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Return a decoded image as a new 8-bit RGB image.
 
+    Images that need several copies until they are RGB are converted in strips.
     Raises: ValueError for pixels without a defined range: floats, and integers beyond 16 bits.
     """
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, whose white value is not defined")
     if image.mode.startswith("I"):  # 16-bit grey, in one of several layouts; Pillow would clip it at 255
-        grey = np.asarray(image).astype(np.int64)
-        if grey.min() < 0 or grey.max() > 0xFFFF:
-            raise ValueError("its pixels are integers beyond 16 bits, whose white value is not defined")
-        return Image.fromarray((grey >> 8).astype(np.uint8)).convert("RGB")
+        return _in_strips(image, _grey_to_rgb)
     if image.has_transparency_data:
-        coloured = image.convert("RGBA")
-        white = Image.new("RGBA", coloured.size, "white")
-        return Image.alpha_composite(white, coloured).convert("RGB")
+        return _in_strips(image, _on_white)
     return image.convert("RGB")
+
+
+def _in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Return the result of converting an image, each pixel by itself, some rows at a time."""
+    width, height = image.size
+    converted = Image.new("RGB", image.size)
+    num_rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, num_rows):
+        strip = image.crop((0, top, width, min(top + num_rows, height)))
+        converted.paste(convert(strip), (0, top))
+    return converted
+
+
+def _grey_to_rgb(image: Image.Image) -> Image.Image:
+    grey = np.asarray(image).astype(np.int64)
+    if grey.min() < 0 or grey.max() > 0xFFFF:
+        raise ValueError("its pixels are integers beyond 16 bits, whose white value is not defined")
+    return Image.fromarray((grey >> 8).astype(np.uint8)).convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    coloured = image.convert("RGBA")
+    white = Image.new("RGBA", coloured.size, "white")
+    return Image.alpha_composite(white, coloured).convert("RGB")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trigon.content import file_digest
 from trigon.data.bad_rows import Reason, UnusableRow
 from trigon.types import MediaKind
 
@@ -73,6 +74,33 @@ def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         except OSError as error:
             reason = _REASONS[kind].unreadable
             raise UnusableRow(reason, f"{where}: {in_one_line(error)}; replace or drop it") from error
+
+
+def linked_digests(sources: Sequence[Any], kind: MediaKind, names: Sequence[str], image_dir: Path | None) -> str:
+    """Return the digests of those sources that are paths of files, joined (content.file_digest).
+
+    names: of the sources in errors. Raises: UnusableRow if a file is missing or cannot be read.
+    """
+    digests = []
+    for source, where in zip(sources, names, strict=True):
+        path = _path_of(source)
+        if path is None:
+            continue
+        resolved = _resolve(path, kind, where, image_dir)
+        try:
+            digests.append(file_digest(resolved))
+        except OSError as error:
+            raise UnusableRow(
+                _REASONS[kind].unreadable, f"{where}: {resolved} cannot be read: {in_one_line(error)}"
+            ) from error
+    return " ".join(digests)
+
+
+def _path_of(source: Any) -> str | None:
+    """Return the path of a source that is no more than a path, or None."""
+    if isinstance(source, Mapping):
+        source = source.get("path") if source.get("bytes") is None else None
+    return str(source) if isinstance(source, str | Path) and str(source) else None
 
 
 def file_name(source: Any) -> str:

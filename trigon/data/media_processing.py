@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
+from PIL import Image
+
 from trigon.data.bad_rows import UnusableRow
-from trigon.data.images import open_image
+from trigon.data.images import decoded_image
 from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
 from trigon.data.vision import ImageProcessor, VideoProcessor
 from trigon.errors import DataError
@@ -122,12 +125,16 @@ class MediaProcessor:
                 del self._running[media.hashes]
 
     def _process_images(self, media: EncodedMedia) -> Vision:
-        return self._image_processor.process(
-            [
-                open_image(file, where=f"image {index}", image_dir=None, max_pixels=self._max_image_pixels)
-                for index, file in enumerate(media.encoded)
-            ]
-        )
+        with closing(self._decoded(media)) as images:
+            return self._image_processor.process(images)
+
+    def _decoded(self, media: EncodedMedia) -> Generator[Image.Image]:
+        """Yield each image, which is to be dropped before the next one is taken."""
+        for index, file in enumerate(media.encoded):
+            where = f"image {index}"
+            with decoded_image(file, where=where, image_dir=None, max_pixels=self._max_image_pixels) as image:
+                yield image
+                del image
 
     def _process_videos(self, media: EncodedMedia) -> Vision:
         assert self._video_processor is not None

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from trigon.data.bad_rows import Reason
-from trigon.data.dataset import DatasetContent, DrawnPrompt, PromptSet
+from trigon.data.content import DatasetContent
+from trigon.data.dataset import DrawnPrompt, PromptSet
 from trigon.data.orders import permutation
 from trigon.errors import DataError
 from trigon.types import Prompt

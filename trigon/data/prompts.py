@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,12 @@ from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.columns import column_names, column_value, has_column, without_column
+from trigon.data.decoding import reserve_frames
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.media_files import media_name
+from trigon.data.media_files import linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
-from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers
+from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers, decoded_images
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
 from trigon.data.videos import (
@@ -214,17 +216,19 @@ class PromptBuilder:
         media = self._media(row, prompt_id)
         match media.kind:
             case "image":
-                sizes = []
-                for image in self._read_media(media, open_image, open_video):
-                    sizes.append(image.size)
-                    if on_image is not None:
-                        on_image(image)
+                sizes: list[MediaSize] = []
+                with closing(self._decoded_images(media, sizes)) as images:
+                    for image in images:
+                        if on_image is not None:
+                            on_image(image)
+                        del image  # before the next one is decoded
                 tokens = self._tokens(row, media, sizes, prompt_id)
             case "video":
                 # Before frames are decoded, since max_prompt_length limits their number.
                 tokens = self._tokens_from_headers(row, media, prompt_id)
-                for _, frames in self._read_media(media, open_image, open_video):
-                    deque(frames, maxlen=0)  # decodes all frames
+                for layout, frames in self._read_media(media, open_image, open_video):
+                    with reserve_frames(layout.width, layout.height):
+                        deque(frames, maxlen=0)  # decodes all frames
             case _:
                 assert_never(media.kind)
         return tokens
@@ -259,6 +263,14 @@ class PromptBuilder:
         media = self._media(row, prompt_id)
         return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
 
+    def file_digests(self, row: Mapping[str, Any], prompt_id: str) -> str:
+        """Return a digest of each image or video that a row names by path; "" if it names none.
+
+        Raises: as build.
+        """
+        media = self._media(row, prompt_id)
+        return linked_digests(media.sources, media.kind, media.names, self.image_dir)
+
     def _with_pixels(
         self, row: Mapping[str, Any], media: RowMedia, name: str
     ) -> tuple[PromptTokens, Vision | EncodedMedia | None]:
@@ -266,10 +278,11 @@ class PromptBuilder:
             return self._tokens(row, media, [], name), None
         match media.kind:
             case "image":
-                images = list(self._read_media(media, open_image, open_video))
-                tokens = self._tokens(row, media, [image.size for image in images], name)
                 assert self.image_processor is not None
-                vision = self.image_processor.process(images)
+                sizes: list[MediaSize] = []
+                with closing(self._decoded_images(media, sizes)) as images:
+                    vision = self.image_processor.process(images)
+                tokens = self._tokens(row, media, sizes, name)
                 processed = self.image_processor.tokens_of(vision)
             case "video":
                 videos = list(self._read_media(media, open_image, open_video))
@@ -331,6 +344,12 @@ class PromptBuilder:
         read = read if media.kind == "image" else partial(read, sampling=self._video_sampling)
         for source, name in zip(media.sources, media.names, strict=True):
             yield read(source, where=name, image_dir=self.image_dir, max_pixels=self._max_image_pixels)
+
+    def _decoded_images(self, media: RowMedia, sizes: list[MediaSize]) -> Generator[Image.Image]:
+        """Return the images of a row, each to be dropped before the next; sizes gets all sizes."""
+        return decoded_images(
+            media, sizes, image_dir=self.image_dir, max_pixels=self._max_image_pixels, blank=self._shows_blank
+        )
 
     def _tokens_from_headers(self, row: Mapping[str, Any], media: RowMedia, name: str) -> PromptTokens:
         """Tokenize a row with the sizes in the headers of its images or videos."""

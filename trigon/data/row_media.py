@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.blank import encoded_blank_image, encoded_blank_video, open_blank_image, open_blank_video
 from trigon.data.columns import column_names, has_column
-from trigon.data.images import encoded_image, open_image
+from trigon.data.images import decoded_image, encoded_image, open_image
 from trigon.data.messages import MARKERS, Message
 from trigon.data.videos import encoded_video, open_video
 from trigon.types import MediaKind
@@ -40,6 +43,24 @@ def as_list(media: Any) -> list[Any]:
     if media is None:
         return []
     return list(media) if isinstance(media, list | tuple) else [media]
+
+
+def decoded_images(
+    media: RowMedia, sizes: list[Any], *, image_dir: Path | None, max_pixels: int, blank: bool
+) -> Generator[Image.Image]:
+    """Yield each image of a row decoded, to be dropped before the next one is taken.
+
+    See images.decoded_image, which holds memory in the meantime; so the generator is to be closed.
+    Args: sizes: gets the (width, height) of each. blank: yield blank images of their sizes.
+    """
+    for source, name in zip(media.sources, media.names, strict=True):
+        shown = source
+        if blank:
+            shown = open_blank_image(source, where=name, image_dir=image_dir, max_pixels=max_pixels)
+        with decoded_image(shown, where=name, image_dir=image_dir, max_pixels=max_pixels) as image:
+            sizes.append(image.size)
+            yield image
+            del image
 
 
 def check_markers(

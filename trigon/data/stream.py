@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trigon.config.compared import is_accepted
 from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.data.dataset import DatasetContent, DrawnPrompt, Prompts, check_bad_fraction
+from trigon.data.content import DatasetContent
+from trigon.data.dataset import DrawnPrompt, Prompts, check_bad_fraction
 from trigon.data.orders import permutation
 from trigon.errors import CheckpointError, DataError
 from trigon.metrics import Max, Metric
 from trigon.types import Prompt
+
+_DATA = frozenset({"data.train_files", "data.train_weights"})
+"""Options whose change makes positions in the data meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class PromptStream:
         shuffle: bool,
         prefetch: bool,
         num_workers: int,
+        accepted_changes: Collection[str] = (),
     ) -> None:
         """Start at the beginning of epoch 0; no prompt is built yet.
 
@@ -73,6 +79,7 @@ class PromptStream:
             prefetch: build as many prompts as the last take returned in advance, so that two
                 batches are in memory.
             num_workers: threads that build prompts.
+            accepted_changes: as trainer.accept_changes.
         Raises: DataError if an epoch has fewer prompts than batch_size.
         """
         if prompts.prompts_per_epoch < batch_size:
@@ -85,6 +92,7 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._prefetch = prefetch
+        self._accepted_changes = accepted_changes
         self._position = _Position(epoch=0, offset=0, taken=0)
         self._skipped: dict[int, Reason] = {}  # by prompt index
         self._futures: dict[tuple[int, int], Future[Prompt]] = {}  # by (epoch, offset)
@@ -175,29 +183,46 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with the prompts that followed it in the saved stream.
 
-        Raises: as check_state.
+        With other data, where that is accepted, begin with it; with another seed or shuffle, go on
+        at the same place of the new order. Raises: as check_state.
         """
         self.check_state(state)
         self._cancel_futures()
-        self._position = _Position(state["epoch"], state["offset"], state["taken"])
-        self._skipped = dict(state["set_aside"])
+        self._position, self._skipped = _Position(0, 0, 0), {}
+        if self.continues(state):
+            self._position = _Position(state["epoch"], state["offset"], state["taken"])
+            self._skipped = dict(state["set_aside"])
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the prompts are those of a saved stream, perhaps in another order."""
+        return _DATA.isdisjoint(self.changes(state))
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a saved stream drew from other prompts or in another order."""
-        identity = self._identity()
-        if state["fingerprint"] != identity["fingerprint"] or state["num_prompts"] != identity["num_prompts"]:
-            saved = [DatasetContent(**content) for content in state.get("datasets", ())]
-            problem = _changed_content(saved, self._prompts.contents, state["num_prompts"], len(self._prompts))
-            raise CheckpointError(
-                f"the checkpoint was saved with other training data: {problem}; restore the data of the saved run, or "
-                "start a new one with another trainer.experiment_name"
-            )
+        """Raise CheckpointError if a saved stream drew from other prompts or in another order.
+
+        Not for what accepted_changes names.
+        """
+        for name, change in self.changes(state).items():
+            if not is_accepted(name, self._accepted_changes):
+                raise CheckpointError(
+                    f"the checkpoint was saved with other training data or another order: {name} {change}; restore "
+                    "it, or start a new run with another trainer.experiment_name"
+                )
+
+    def changes(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return what differs from a saved stream in prompts and order, by option."""
+        identity, found = self._identity(), {}
+        saved = [DatasetContent(**content) for content in state.get("datasets", ())]
+        same_rows = len(saved) != len(self._prompts.contents) or all(
+            now.has_rows_of(then) for now, then in zip(self._prompts.contents, saved, strict=True)
+        )
+        if any(state[key] != identity[key] for key in ("fingerprint", "num_prompts")) or not same_rows:
+            name, change = _changed_content(saved, self._prompts.contents, state["num_prompts"], len(self._prompts))
+            found[name] = change
         for key in ("shuffle", "seed"):
             if state[key] != identity[key]:
-                raise CheckpointError(
-                    f"the checkpoint was saved with data.{key}={_yaml(state[key])}, here it is {_yaml(identity[key])}; "
-                    f"set data.{key}={_yaml(state[key])}, or start a new run with another trainer.experiment_name"
-                )
+                found[f"data.{key}"] = f"was {_yaml(state[key])}, and is now {_yaml(identity[key])}"
+        return found
 
     def close(self) -> None:
         """Stop building and wait for the threads. The stream cannot be used afterwards."""
@@ -259,26 +284,23 @@ class PromptStream:
 
 def _changed_content(
     saved: Sequence[DatasetContent], present: Sequence[DatasetContent], num_saved: int, num_present: int
-) -> str:
-    """Return in which files, rows or weights a saved run and this one differ.
+) -> tuple[str, str]:
+    """Return in which files, rows or weights a saved run and this one differ: an option, and how.
 
     saved: empty in checkpoints of earlier versions. num_saved, num_present: usable rows in all.
     """
+    files, weights = "data.train_files", "data.train_weights"
     present_specs = ", ".join(content.spec for content in present)
     if not saved:
-        return f"{num_saved} usable rows then, {num_present} now in {present_specs}"
-    if [content.fingerprint for content in saved] == [content.fingerprint for content in present]:
-        then, now = ([content.weight for content in contents] for contents in (saved, present))
-        return f"data.train_weights was {then}, and is now {now}"
+        return files, f"had {num_saved} usable rows then, and has {num_present} now in {present_specs}"
     if len(saved) == len(present):
-        changed = [
-            f"{old.spec} has other rows ({old.num_prompts} usable ones then, {new.num_prompts} now)"
-            for old, new in zip(saved, present, strict=True)
-            if old.fingerprint != new.fingerprint and old.spec == new.spec
-        ]
-        if changed:
-            return ", ".join(changed)
-    return f"data.train_files was {', '.join(content.spec for content in saved)}, and is now {present_specs}"
+        pairs = list(zip(saved, present, strict=True))
+        if all(new.has_rows_of(old) for old, new in pairs):
+            then, now = ([content.weight for content in contents] for contents in (saved, present))
+            return weights, f"was {then}, and is now {now}"
+        if all(old.spec == new.spec for old, new in pairs if not new.has_rows_of(old)):
+            return files, "; ".join(new.change_since(old) for old, new in pairs if not new.has_rows_of(old))
+    return files, f"was {', '.join(content.spec for content in saved)}, and is now {present_specs}"
 
 
 def _yaml(value: bool | int) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.decoding import reserve_frames
 from trigon.data.images import MAX_ASPECT_RATIO
 from trigon.data.media_files import in_one_line, open_bytes, read_bytes
 
@@ -138,8 +139,10 @@ def video_layout(
     Raises: UnusableRow.
     """
     with _opened(source, where, image_dir, max_pixels) as (container, frame_times):
-        first = next(_decode(container, frame_times, where, max_pixels))[0]
-        return _layout(first, frame_times, sampling)
+        codec = container.streams.video[0].codec_context
+        with reserve_frames(codec.width, codec.height):
+            first = next(_decode(container, frame_times, where, max_pixels))[0]
+            return _layout(first, frame_times, sampling)
 
 
 def open_video(

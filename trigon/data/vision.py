@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trigon.data.decoding import reserve_frames
 from trigon.data.videos import FRAMES_PER_PATCH, Pixels, VideoLayout
 from trigon.errors import ModelError
 from trigon.models.tiles import to_patches
@@ -48,7 +49,7 @@ class ImageProcessor:
 
     @property
     def calls(self) -> int:
-        """How often process was called: once per prompt with images."""
+        """For how many prompts images were processed."""
         return self._calls
 
     def image_tokens(self, width: int, height: int) -> int:
@@ -64,17 +65,23 @@ class ImageProcessor:
         """Return how many prompt tokens each processed image takes."""
         return tuple((vision.grid_thw.prod(dim=1) // self._patches_per_token).tolist())
 
-    def process(self, images: Sequence[Image.Image]) -> Vision:
-        """Return the pixel values of upright RGB images, at least one, in order."""
+    def process(self, images: Iterable[Image.Image]) -> Vision:
+        """Return the pixel values of upright RGB images, at least one, in order.
+
+        They are taken and processed one by one, so that one is in memory at full size.
+        """
+        pixel_values, grids = [], []
+        for image in images:
+            # Explicit, since an image that is 1 or 3 pixels wide would be taken for channels last.
+            features = self._image_processor(images=[image], return_tensors="pt", input_data_format="channels_first")
+            pixel_values.append(features["pixel_values"].to(torch.float32).contiguous())
+            grids.append(features["image_grid_thw"].to(torch.int64))
+            del image  # before the next one is decoded
         with self._lock:
             self._calls += 1
-        # Explicit, since an image that is 1 or 3 pixels wide would be taken for channels last.
-        features = self._image_processor(images=list(images), return_tensors="pt", input_data_format="channels_first")
-        pixel_values = features["pixel_values"].to(torch.float32).contiguous()
-        grid_thw = features["image_grid_thw"].to(torch.int64)
-        patches = pixel_values.split(grid_thw.prod(dim=1).tolist())
-        hashes = tuple(_content_hash(part, grid) for part, grid in zip(patches, grid_thw, strict=True))
-        return Vision(pixel_values=pixel_values, grid_thw=grid_thw, hashes=hashes)
+        grid_thw = torch.cat(grids)
+        hashes = tuple(_content_hash(part, grid) for part, grid in zip(pixel_values, grid_thw, strict=True))
+        return Vision(pixel_values=_joined(pixel_values), grid_thw=grid_thw, hashes=hashes)
 
 
 class TileProcessor(ImageProcessor):
@@ -116,15 +123,19 @@ class TileProcessor(ImageProcessor):
         tiles = self.image_tokens(width, height) * self._patches_per_token // self._side**2
         return tiles, self._side, self._side
 
-    def process(self, images: Sequence[Image.Image]) -> Vision:
+    def process(self, images: Iterable[Image.Image]) -> Vision:
         """See ImageProcessor."""
+        parts, counts = [], []
+        for image in images:
+            features = self._image_processor(
+                images=[image], return_tensors="pt", input_data_format="channels_first", **self._options
+            )
+            parts.append(features["pixel_values"].to(torch.float32))
+            counts.append(int(features.get("num_patches", [1])[0]))
+            del image  # before the next one is decoded
         with self._lock:
             self._calls += 1
-        features = self._image_processor(
-            images=list(images), return_tensors="pt", input_data_format="channels_first", **self._options
-        )
-        tiles = features["pixel_values"].to(torch.float32)
-        counts = [int(count) for count in features.get("num_patches", [1] * len(images))]
+        tiles = _joined(parts)
         return Vision(
             pixel_values=to_patches(tiles, self._patch_size).contiguous(),
             grid_thw=torch.tensor([(count, self._side, self._side) for count in counts]),
@@ -194,7 +205,8 @@ class VideoProcessor:
             self._calls += 1
         pixel_values, grids, seconds = [], [], []
         for layout, frames in videos:
-            pairs = [self._process_pair(np.stack(pair)) for pair in zip(frames, frames, strict=True)]
+            with reserve_frames(layout.width, layout.height):
+                pairs = [self._process_pair(np.stack(pair)) for pair in zip(frames, frames, strict=True)]
             assert len(pairs) == layout.num_patches
             pixel_values.append(torch.cat([patches for patches, _ in pairs]))
             _, height, width = pairs[0][1].tolist()
@@ -290,6 +302,11 @@ def _nearest_grid(tokens: int, width: int, height: int, patches_per_token: int) 
     rows = [number for number in range(1, tokens + 1) if tokens % number == 0]
     best = min(rows, key=lambda number: abs(log(number * number * width / (tokens * height))))
     return best * side, tokens // best * side
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors one after the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _content_hash(patches: torch.Tensor, grid: torch.Tensor, seconds: float | None = None) -> str:

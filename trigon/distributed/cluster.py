@@ -6,16 +6,13 @@ all processes. Does not depend on what the workers do.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,8 +21,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, choose_base, prepare_local_cluster
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
+from trigon.metrics import Max, Metrics, Min
+from trigon.network import find_interface, loopback_variables
+from trigon.signals import termination_blocked
+from trigon.temporary import private_folder
+from trigon.variables import set_variables
 
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""
@@ -36,7 +39,11 @@ _EXIT_SECONDS = 60
 A process with hundreds of GiB in host memory that GPUs can read takes more than ten seconds.
 """
 
-_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of a network interface
+SEGMENTS_VARIABLE = "TRIGON_SHARED_MEMORY"
+"""Environment variable of a worker: how the names of its shared memory segments begin."""
+
+_KILL_SECONDS = 3.0
+"""How long Ray has to end a worker, before this module kills it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +74,13 @@ class WorkerHandle:
 
 
 @contextmanager
-def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
+def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     """Connect to a Ray cluster for the duration of the context.
 
     The cluster is the one at RAY_ADDRESS if that is set; for several nodes, the one that runs on
     this machine; otherwise a local one that is started here and ends with the context or with this
-    process. The local cluster listens on the loopback address only, has no dashboard, and requires
-    a random token.
+    process; see local_ray.py.
+    Yields: a name for this run, unlike that of every other run on this machine.
     Raises: ConfigError if there is no cluster to connect to.
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if nodes > 1 else "local")
@@ -82,34 +89,50 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # By default Ray runs its workers at the lowest scheduling priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    if address == "local":
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        reload_auth_token()
-    local_options: dict[str, Any] = (
-        {
-            "num_cpus": workers_per_node,
-            "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
-        }
-        if address == "local"
-        else {}
-    )
-    sigterm_handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=True, job_config=_job_config(), **local_options)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        raise ConfigError(
-            f"there is no Ray cluster at {address!r}, or it rejects the token of this shell ({_first_line(error)}). "
-            "Start one with `ray start --head` here and `ray start --address=...` on the other nodes, and run the same "
-            "command on the head node, with the same RAY_AUTH_MODE and token; see docs/multi-node.md"
-        ) from error
-    try:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
-        yield
-    finally:
-        ray.shutdown()
+    with (
+        private_folder(choose_base()) as folder,
+        prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
+    ):
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
+        try:
+            # Ray's processes and the workers keep them blocked: only the driver acts on a signal
+            # that all processes of a job get. Ray itself does the same with SIGINT.
+            with set_variables(local.variables), termination_blocked():
+                ray.init(
+                    address=address,
+                    logging_level="ERROR",
+                    log_to_driver=True,
+                    job_config=_job_config(),
+                    **local.options,
+                )
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+            raise ConfigError(
+                f"there is no Ray cluster at {address!r}, or it rejects the token of this shell "
+                f"({_first_line(error)}). Start one with `ray start --head` here and `ray start --address=...` on the "
+                "other nodes, and run the same command on the head node, with the same RAY_AUTH_MODE and token; see "
+                "docs/multi-node.md"
+            ) from error
+        try:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
+            if address == "local":
+                check_loopback()
+            yield folder.name
+        finally:
+            if address == "local":
+                _kill_local_cluster()
+            ray.shutdown()
+
+
+def _kill_local_cluster() -> None:
+    """Kill the processes that ray.init started, which do not end at SIGTERM; see open_cluster.
+
+    ray.shutdown() sends it to one after the other, and waits a second each before it kills it. Not
+    public in Ray 2.60.
+    """
+    node = ray._private.worker._global_node
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
 def _job_config() -> ray.job_config.JobConfig:
@@ -128,15 +151,26 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
+def object_store_metrics() -> Metrics:
+    """Return what Ray's object stores hold, and what is free in them, on all nodes, in GiB."""
+    name = "object_store_memory"
+    total = ray.cluster_resources().get(name, 0.0)
+    free = ray.available_resources().get(name, 0.0)  # absent where nothing is free
+    return {
+        "perf/object_store_used_gb": Max((total - free) / 2**30),
+        "perf/object_store_free_gb": Min(free / 2**30),
+    }
+
+
 @contextmanager
-def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandle]]:
+def start_workers(layout: Layout, actor_class: Any, run_name: str) -> Iterator[list[WorkerHandle]]:
     """Run layout.size actors, each in its own process, and kill them when the context ends.
 
-    To be entered inside open_cluster().
+    To be entered inside open_cluster(). On one node they listen on the loopback address only.
 
     Args: actor_class: made by ray.remote and constructed with the rank. Its prepare() receives the
     variables that torch.distributed and vLLM read: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT.
+    MASTER_PORT; and SEGMENTS_VARIABLE. run_name: yielded by open_cluster().
     Raises: ConfigError if the cluster is too small or its resources are in use; WorkerError if a
     process does not start.
     """
@@ -144,6 +178,7 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
     worker_resources = {"CPU": 1.0} | ({"GPU": 1.0} if layout.device == "cuda" else {})
     bundle = {name: amount * layout.workers_per_node for name, amount in worker_resources.items()}
     group = placement_group([bundle] * layout.nodes, strategy="STRICT_SPREAD" if layout.nodes > 1 else "PACK")
+    loopback = layout.nodes == 1
     actors: list[Any] = []
     workers: list[WorkerHandle] = []
     try:
@@ -168,7 +203,7 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
             actors.append(options.remote(rank))
         try:
             hosts = ray.get([actor.host.remote() for actor in actors])
-            master, port = ray.get(actors[0].free_address.remote())
+            master, port = ray.get(actors[0].listen.remote(loopback=loopback))
         except (RayActorError, RayTaskError) as error:
             raise WorkerError(
                 "a worker process did not start. Every node needs the same installation, in the environment in which "
@@ -186,7 +221,9 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
                         "LOCAL_RANK": "0" if layout.device == "cuda" else str(rank % layout.workers_per_node),
                         "MASTER_ADDR": master,
                         "MASTER_PORT": str(port),
-                    }
+                        SEGMENTS_VARIABLE: run_name,
+                    },
+                    loopback=loopback,
                 )
                 for rank, actor in enumerate(actors)
             ]
@@ -199,15 +236,19 @@ def start_workers(layout: Layout, actor_class: Any) -> Iterator[list[WorkerHandl
         _wait_for_exit([worker.pid for worker in workers if worker.host == socket.gethostname()])
 
 
-def set_environment(environment: Mapping[str, str], *, address: str) -> None:
-    """Set environment variables of this process. address: this node's IPv4 address in the cluster.
+def set_environment(environment: Mapping[str, str], *, address: str | None) -> None:
+    """Set environment variables of this process, and the network interface that it listens on.
 
-    By default Gloo listens on the address that the host name resolves to, on many systems
-    127.0.1.1. So GLOO_SOCKET_IFNAME is set to the interface that has `address`, unless it is set
-    already.
+    address: this node's IPv4 address in the cluster, for whose interface GLOO_SOCKET_IFNAME is set
+    unless it is set already: by default gloo listens on the address that the host name resolves to,
+    on many systems 127.0.1.1. None: all ranks are on this node, and listen on the loopback
+    interface.
     """
     os.environ.update(environment)
-    interface = _find_interface(address)
+    if address is None:
+        os.environ.update(loopback_variables())
+        return
+    interface = find_interface(address)
     if interface is not None and not address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -232,35 +273,20 @@ def _check_resources(layout: Layout) -> None:
     )
 
 
-def reload_auth_token() -> None:
-    """Make Ray read its token from the environment again; importing ray has cached it.
-
-    There is no public function for this in Ray 2.60; uses ray._raylet.
-    """
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _find_interface(address: str) -> str | None:
-    """Return the name of the network interface that has this IPv4 address, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                ifreq = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # the interface has no IPv4 address
-                continue
-            if socket.inet_ntoa(ifreq[20:24]) == address:
-                return name
-    return None
-
-
 def _wait_for_exit(pids: Sequence[int]) -> None:
-    """Wait until killed processes have exited, so that their memory and files are free again."""
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while time.monotonic() < deadline and any(_is_alive(pid) for pid in pids):
+    """Wait until killed processes have exited, so that their memory and files are free again.
+
+    Ray asks a process to exit, which one that is stopped or hangs cannot do: it is killed here.
+    """
+    started = time.monotonic()
+    alive = [pid for pid in pids if _is_alive(pid)]
+    while alive and time.monotonic() < started + _EXIT_SECONDS:
         time.sleep(0.05)
+        alive = [pid for pid in alive if _is_alive(pid)]
+        if time.monotonic() > started + _KILL_SECONDS:
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:

@@ -221,6 +221,19 @@ class WorkersRolloutEngine:
             progress.receive(rank, heartbeat)
         return [progress.completions[index] for index in range(len(prompts))]
 
+    def restart(self) -> None:
+        """See RestartableEngine. All workers start their engines anew, since their starts are one.
+
+        A worker that is still sampling does so first.
+        """
+        self._worker_group.call_all(
+            Worker.restart_rollout, phase="restart of the rollout engines", min_deadline_seconds=DISK_SECONDS
+        )
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine."""
+        return merge(*self._worker_group.call_all(Worker.pop_rollout_metrics, phase="rollout"))
+
     def close(self) -> None:
         """Do nothing: the workers end with the context that started them."""
 
@@ -261,7 +274,7 @@ class _GenerationProgress:
         num_finished = heartbeat.num_samples - self._num_samples[rank]
         self._num_samples[rank] = heartbeat.num_samples
         self._num_groups[rank] += len(heartbeat.groups)
-        if self._on_progress is not None and num_finished:
+        if self._on_progress is not None:
             self._on_progress(num_finished)
         for index_in_share, payload in heartbeat.groups:
             index = self._shares[rank][index_in_share]

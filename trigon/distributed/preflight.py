@@ -16,6 +16,7 @@ from pathlib import Path
 
 import ray
 import torch
+from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
 from trigon.errors import ConfigError, EngineError
 from trigon.gpu_memory import require_free_memory
@@ -36,7 +37,8 @@ class NodeReport:
     problem: missing or unreadable paths and lack of disk space, as text for the user; "" if there
     is no problem.
     device_bytes: memory of this rank's GPU; 0 on the CPU. host_bytes: memory of the node that its
-    processes may use together; None if unknown.
+    processes may use together; None if unknown. requires_token: whether Ray was started there with
+    RAY_AUTH_MODE=token.
     """
 
     host: str
@@ -44,6 +46,7 @@ class NodeReport:
     problem: str
     device_bytes: int = 0
     host_bytes: int | None = None
+    requires_token: bool = True
 
 
 def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folder: Path, marker: str) -> NodeReport:
@@ -79,6 +82,8 @@ def inspect_node(process_group: TorchProcessGroup, *, model_path: str, run_folde
         problem="; ".join(problems),
         device_bytes=memory_of(device, shared_by=1).total_bytes if device.type == "cuda" else 0,
         host_bytes=count_total_bytes(),
+        # A worker has the environment of its node's `ray start`.
+        requires_token=get_authentication_mode() == AuthenticationMode.TOKEN,
     )
 
 
@@ -123,6 +128,17 @@ def check_node_reports(reports: Sequence[NodeReport]) -> None:
                 f"rank {rank} on {report.host} has other versions: {', '.join(sorted(different))}; install the "
                 "same versions on all nodes"
             )
+
+
+def find_token_warning(reports: Sequence[NodeReport]) -> str | None:
+    """Return a warning if Ray takes commands without a token on some node; None if on none."""
+    hosts = sorted({report.host for report in reports if not report.requires_token})
+    if not hosts:
+        return None
+    return (
+        f"Ray requires no token on {', '.join(hosts)}: whoever reaches its ports there runs code as you. Restart the "
+        "cluster with RAY_AUTH_MODE=token; see docs/multi-node.md (Security)"
+    )
 
 
 def _version(package: str) -> str:

@@ -27,6 +27,7 @@ from trigon.data.media_processing import MediaProcessor
 from trigon.distributed.cluster import set_environment
 from trigon.distributed.preflight import NodeReport
 from trigon.distributed.recent_files import RecentFiles
+from trigon.distributed.rendezvous import listen_at, open_store
 from trigon.distributed.serialization import (
     decode_prompts,
     decode_rollouts,
@@ -34,16 +35,21 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import set_gc_threshold
+from trigon.garbage import return_freed_memory, set_gc_threshold
 from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Metrics
+from trigon.network import LOOPBACK
 from trigon.rollout.protocol import RolloutEngine
+from trigon.rollout.restart import RestartableEngine
+from trigon.signals import ignore_stop_signals
+from trigon.stacks import register_stacks
 from trigon.training.budget import Budgets, Lengths, tune_engines
-from trigon.training.fsdp import TorchProcessGroup
+from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import memory_of
 from trigon.training.protocol import LogprobEngine, Sizes, TunableEngine
 from trigon.training.trace import LocalTracer
 from trigon.types import Completion, Prompt, RolloutGroup, SamplingParams, TrainGroup
+from trigon.watch.meter import measure_worker
 
 Group = TypeVar("Group", RolloutGroup, TrainGroup)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -74,7 +80,7 @@ class OpenWorkerEngines(Protocol):
 class JoinRanks(Protocol):
     """Joins the process group and inspects the node. Called in the worker, on all ranks at once."""
 
-    def __call__(self) -> tuple[TorchProcessGroup, NodeReport]: ...
+    def __call__(self, rendezvous: Rendezvous) -> tuple[TorchProcessGroup, NodeReport]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,8 @@ def _concurrent(group: str) -> Callable[[Method], Method]:
 class Worker:
     """The Ray actor of one rank.
 
-    Ray runs its methods one at a time, in one thread and in the order of the calls. Only heartbeat
-    and write_state have threads of their own.
+    Ray runs its methods one at a time, in one thread and in the order of the calls. Only heartbeat,
+    and stage_state and write_state, have threads of their own.
     """
 
     def __init__(self, rank: int) -> None:
@@ -136,12 +142,18 @@ class Worker:
         self._thread: int | None = None
         self._awake_contexts: list[ExitStack] = []
         self._write_state: Callable[[], None] | None = None
+        self._environment: Mapping[str, str] = {}
+        self._listener: socket.socket | None = None
         self._process_group: TorchProcessGroup
         self._tracer: LocalTracer
         self._engines: WorkerEngines | None = None
         self._files = RecentFiles(keeps_content=True)
+        # Sampling does not use the trainer: its state can be saved meanwhile.
+        self._trainer_in_use = threading.Lock()
         set_gc_threshold()
         faulthandler.enable()  # a crash then writes its stack to the log of this worker
+        register_stacks()
+        ignore_stop_signals()  # the driver, which saves first, ends this process
 
     def __repr__(self) -> str:  # the prefix of each line that this worker prints
         return f"rank {self._rank}"
@@ -150,21 +162,32 @@ class Worker:
         """Return the host name and the process id."""
         return socket.gethostname(), os.getpid()
 
-    def free_address(self) -> tuple[str, int]:
-        """Return this node's address within the cluster, and a free port."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+    def listen(self, *, loopback: bool) -> tuple[str, int]:
+        """Open the port of the ranks' store, and return its address. For rank 0.
 
-    def prepare(self, environment: Mapping[str, str]) -> None:
+        loopback: listen on the loopback address, for ranks on one node; else on this node's address
+        within the cluster.
+        """
+        self._listener = listen_at(LOOPBACK if loopback else ray.util.get_node_ip_address())
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def prepare(self, environment: Mapping[str, str], *, loopback: bool) -> None:
         """Set environment variables. Runs in the thread that all other methods will use."""
         self._thread = threading.get_ident()
-        set_environment(environment, address=ray.util.get_node_ip_address())
+        set_environment(environment, address=None if loopback else ray.util.get_node_ip_address())
+        self._environment = environment
 
     def join(self, join_ranks: JoinRanks) -> NodeReport:
         """Join the process group, and return the report about this node."""
-        self._process_group, report = join_ranks()
+        size = int(self._environment["WORLD_SIZE"])
+        store = open_store(
+            self._environment["MASTER_ADDR"],
+            int(self._environment["MASTER_PORT"]),
+            size=size,
+            listener=self._listener,
+        )
+        self._process_group, report = join_ranks(Rendezvous(self._rank, size, store))
         return report
 
     def open(self, open_worker_engines: OpenWorkerEngines) -> Sizes:
@@ -185,9 +208,10 @@ class Worker:
         if self._require_engines.images is not None:
             self._require_engines.images.start_step()
         context = ExitStack()
-        context.enter_context(
-            self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
-        )
+        with self._trainer_in_use:
+            context.enter_context(
+                self._require_engines.rollout.awake(self._require_engines.trainer.weights(), version=version)
+            )
         self._awake_contexts.append(context)
 
     def sleep(self) -> None:
@@ -215,6 +239,20 @@ class Worker:
             on_progress=on_progress if returns_completions else None,
             on_group=on_group if returns_completions else None,
         )
+
+    def restart_rollout(self) -> None:
+        """Start the rollout engine anew, asleep. Collective: vLLM's start is."""
+        while self._awake_contexts:  # of ranks on which the last wake() did not fail
+            self._awake_contexts.pop().close()
+        rollout = self._require_engines.rollout
+        assert isinstance(rollout, RestartableEngine), "the driver restarts no other engine"
+        self._require_engines.trainer.offload()
+        rollout.restart()
+
+    def pop_rollout_metrics(self) -> Metrics:
+        """Return the counts of the rollout engine; none for all but the first rank of a replica."""
+        metrics = self._require_engines.rollout.pop_metrics()
+        return metrics if self._require_engines.replica_rank == 0 else {}
 
     # -- training --
 
@@ -251,9 +289,10 @@ class Worker:
         Returns: this rank's metrics; those of all ranks, merged, are the metrics of the update.
         """
         engines = self._require_engines
-        metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
+        with self._trainer_in_use:
+            metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
         images = {} if engines.images is None else engines.images.pop_metrics()
-        return {**metrics, **images, **gpu_memory_metrics()}
+        return {**metrics, **images, **gpu_memory_metrics(), **measure_worker()}
 
     # -- traces --
 
@@ -268,9 +307,15 @@ class Worker:
 
     # -- state --
 
+    @_concurrent("saving")
     def stage_state(self, folder: Path, model_only: bool) -> None:
-        """Copy the state for a checkpoint to host memory; write_state() writes it."""
-        self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
+        """Copy the state for a checkpoint to host memory; write_state() writes it.
+
+        Runs beside generate(), which a run that is asked to stop does not wait for, and after any
+        other method.
+        """
+        with self._trainer_in_use:
+            self._write_state = self._require_engines.trainer.save_state(folder, model_only=model_only)
 
     @_concurrent("saving")
     def write_state(self) -> None:
@@ -278,6 +323,8 @@ class Worker:
         assert self._write_state is not None, "stage_state() has not been called"
         write, self._write_state = self._write_state, None
         write()
+        del write
+        return_freed_memory()
 
     def load_state(self, folder: Path) -> None:
         """Load this rank's part of a checkpoint, which any number of ranks may have written."""
@@ -306,7 +353,8 @@ class Worker:
 
     def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
         """Return the encoded result of a function of groups: a tensor for each completion."""
-        return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups, self._files))))
+        with self._trainer_in_use:
+            return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups, self._files))))
 
     def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
         """Keep the files of a message's prompts, and return the prompts with their pixels."""

@@ -6,9 +6,12 @@ Runs in the driver, and counts the bytes that go through it. Does not depend on 
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, overload
 
 import ray
@@ -20,6 +23,7 @@ from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
+from trigon.stacks import descendants, dump_stacks
 
 W = TypeVar("W", bound=Worker)
 First = TypeVar("First")
@@ -28,11 +32,6 @@ Result = TypeVar("Result")
 
 DISK_SECONDS = 3600.0
 """Minimum deadline of calls that load models, or write or read a checkpoint."""
-
-JOIN_SECONDS = 600.0
-"""Maximum deadline of joining the process group, in which a wrong network setting makes ranks hang.
-
-Most of it is for importing packages from a slow disk."""
 
 _HEARTBEAT_SECONDS = 1.0
 """Interval at which busy workers are asked for a heartbeat."""
@@ -96,6 +95,7 @@ class WorkerGroup:
     """The workers of a run, in the order of their ranks.
 
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
+    stacks_file: where the stacks of all processes on this machine are written if a call hangs.
     files: the media files that each worker has, by rank; updated by those who encode messages.
     processed: which workers have the pixels of which prompts; updated likewise.
     """
@@ -103,6 +103,7 @@ class WorkerGroup:
     workers: Sequence[WorkerHandle]
     device: Literal["cpu", "cuda"]
     deadline_seconds: float
+    stacks_file: Path | None = None
     traffic: Traffic = field(default_factory=Traffic)
     files: list[RecentFiles] = field(init=False)
     processed: ProcessedMedia = field(default_factory=ProcessedMedia)
@@ -182,6 +183,10 @@ class WorkerGroup:
                     request = HeartbeatRequest() if listener is None else listener.request(worker.rank)
                     heartbeats[worker.actor.heartbeat.remote(request)] = worker.rank
         return [results[worker.rank] for worker in self.workers]
+
+    def local_process_ids(self) -> list[int]:
+        """Return the process ids of the workers on this machine."""
+        return [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
 
     def submit_all(self, method: Callable[[W, *Arguments], Any], *arguments: *Arguments) -> None:
         """Queue a call of a method of Worker on all ranks, and return at once.
@@ -281,8 +286,20 @@ class WorkerGroup:
         limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
         return WorkerError(
             f"{phase} was not done after {deadline:g} s{limit}; ranks "
-            f"{sorted(references)} of {len(self.workers)} hang:\n" + "\n".join(lines)
+            f"{sorted(references)} of {len(self.workers)} hang:\n" + "\n".join(lines) + self._write_stacks()
         )
+
+    def _write_stacks(self) -> str:
+        """Write the stacks of all processes of the run on this machine; return where they are."""
+        if self.stacks_file is None:
+            return ""
+        workers = [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
+        text = dump_stacks(descendants([os.getpid(), *workers]))
+        try:
+            self.stacks_file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            return f"\nThe stacks of all processes cannot be written to {self.stacks_file} ({error}):\n{text}"
+        return f"\nThe stacks of all processes on this machine are in {self.stacks_file}"
 
     def _describe_host(self, rank: int) -> str:
         worker = self.workers[rank]

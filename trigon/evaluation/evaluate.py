@@ -67,6 +67,7 @@ from trigon.report.run_folder import RunFolder
 from trigon.rewards.callables import Reward, describe_reward, reward_source
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.statistics import describe_validation
+from trigon.secrets import ARGUMENTS, mask
 from trigon.types import RolloutGroup
 
 
@@ -248,7 +249,7 @@ def evaluate_model(
         worker_group = None
         check_hardware = partial(check_run_memory, config, console)
         if num_workers(config) > 1:
-            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware))
+            worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
         rewards.ready()
@@ -391,7 +392,7 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
         "limit": limit,
         "format_prompt": config.data.format_prompt,
         "reward_function": reward.reward_function,
-        "reward_function_kwargs": dict(reward.reward_function_kwargs),
+        "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
         "engine": config.worker.rollout.name,
         "n": sampling.n,
         "temperature": sampling.temperature,

@@ -21,9 +21,11 @@ from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.records.rollouts import RolloutRow, Split, find_rollouts, read_rollouts
 from trigon.records.run import RunRecord, is_run, open_run
 from trigon.report.console import Console
+from trigon.rewards.confinement.options import Confinement, ConfinementLevel
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
+from trigon.secrets import ARGUMENTS, mask
 from trigon.types import Score
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def score(
     num_workers: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     env: Sequence[str] = (),
+    confinement: ConfinementLevel = "default",
     console: Console | None = None,
 ) -> ScoreResult:
     """Score rollouts with one or two reward functions, and return the scores and how they differ.
@@ -79,7 +82,8 @@ def score(
         tolerance: difference up to which two scores agree.
         num_workers: reward workers of each function; None: as many as usable CPUs.
         timeout_seconds: time limit of each completion.
-        env: environment variables that reward workers get although they look like secrets.
+        env: environment variables that reward workers get besides those of docs/rewards.md.
+        confinement: as worker.reward.confinement.
         console: for progress and warnings; None: standard output.
     Raises: DataError if there are no rollouts; RewardError if a function cannot be loaded, or times
     out for many completions in a row.
@@ -106,6 +110,7 @@ def score(
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=1.0,  # failures are a result here
                 passed_variables=env,
+                confinement=Confinement(level=confinement),
             )
             stack.callback(pool.close)
             pools.append(pool)
@@ -127,7 +132,7 @@ def score(
         )
     names = name_rewards(rewards)
     summaries = tuple(
-        summarize_reward(completions, number, spec=rewards[number], kwargs=each_kwargs[number])
+        summarize_reward(completions, number, spec=rewards[number], kwargs=mask(ARGUMENTS, each_kwargs[number]))
         for number in range(len(rewards))
     )
     comparisons = tuple(

@@ -10,6 +10,8 @@ from trigon.config.load import LoadedConfig, inspect_config, load_config
 from trigon.config.paths import PYTHON_PREFIX, is_python_object
 
 _REWARD = "worker.reward.reward_function"
+# Of its arguments a run wrote no secrets.
+_NO_ARGUMENTS = {"worker.reward.reward_function_kwargs": None}
 
 
 def load_planned(
@@ -17,10 +19,12 @@ def load_planned(
 ) -> LoadedConfig:
     """Return the checked configuration of a run that is planned.
 
-    Unlike a run, a plan needs no reward function; and the datasets and the reward function may be
-    Python objects that an earlier run was given, of which its config.yaml has the names only.
+    Unlike a run, a plan needs no reward function and none of its arguments; and the datasets and
+    the reward function may be Python objects that an earlier run was given, of which its
+    config.yaml has the names only.
     Args: as trigon.config.load.load_config. Raises: ConfigError with all problems.
     """
+    arguments = [*arguments, _NO_ARGUMENTS]
     inspected = inspect_config(path, overrides, arguments=arguments)
     data, reward = inspected.loaded.config.data, inspected.loaded.config.worker.reward.reward_function
     if not reward and _REWARD not in inspected.uncertain:

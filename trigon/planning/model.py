@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from trigon.config.paths import local_path
 from trigon.errors import ModelError
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.suggestions import did_you_mean
+from trigon.temporary import private_folder
 
 SHIPPED = Path(__file__).parent / "model_configs"
 """A folder with a config.json for each of the models that plans are made for most often."""
@@ -45,9 +45,9 @@ def open_model_config(model_path: str, model_config: Path | None) -> Iterator[Pa
     if file.name == "config.json":
         yield file.parent
         return
-    with tempfile.TemporaryDirectory(prefix="trigon-plan-") as folder:  # transformers reads this name only
-        shutil.copyfile(file, Path(folder) / "config.json")
-        yield Path(folder)
+    with private_folder() as folder:
+        shutil.copyfile(file, folder / "config.json")  # transformers reads this name only
+        yield folder
 
 
 def _config_folder(model_path: str) -> Path:

@@ -26,6 +26,7 @@ NOT_COMPARED = frozenset(
         "trainer.profile_steps",
         "trainer.check_memory",
         "trainer.worker_timeout_seconds",
+        "trainer.grace_seconds",
         "trainer.save_freq",
         "trainer.save_limit",
         "trainer.save_model_only",
@@ -33,6 +34,7 @@ NOT_COMPARED = frozenset(
         "trainer.save_checkpoint_path",
         "trainer.load_checkpoint_path",
         "trainer.find_last_checkpoint",
+        "trainer.accept_changes",
         "worker.reward.num_cpus",
         "worker.reward.timeout_seconds",
     }

@@ -35,7 +35,7 @@ SECONDS_BEFORE_BAR = 2.0
 
 MAX_NAME_CHARACTERS = 40
 
-_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout")
+_SHOWN_ABOVE_ZERO = ("response_length/clip_ratio", "grader/failed", "grader/timeout", "actor/nonfinite_updates")
 
 # The line of a step: (label, metric keys); the value is that of the first key that the step has.
 _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -48,6 +48,7 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL", ("actor/kl_loss", "actor/kl_penalty")),
     ("entropy", ("actor/entropy", "actor/entropy_loss")),
     ("grad norm", ("actor/grad_norm",)),
+    ("updates skipped, not finite", ("actor/nonfinite_updates",)),
     ("lr", ("actor/lr",)),
     ("filter rounds", ("filter/rounds",)),
     ("rewards failed", ("grader/failed",)),

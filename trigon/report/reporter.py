@@ -30,6 +30,7 @@ from trigon.report.loggers.samples import make_samples
 from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.watchdog import Watch
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
@@ -44,7 +45,7 @@ class Reporter:
     loggers: opened; the reporter closes them. One that fails is reported once and not used again.
     num_devices: divisor of perf/throughput. images: where the prompts' images are stored; None:
     they are not. token_texts: decodes token by token; needed to write tokens.
-    clock: seconds, for tests.
+    watch: is told of phases and their progress. clock: seconds, for tests.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Reporter:
         num_devices: int = 1,
         images: ImageStore | None = None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
+        watch: Watch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = run_folder
@@ -67,10 +69,12 @@ class Reporter:
             run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
         )
         self._num_devices = num_devices
+        self._watch = Watch() if watch is None else watch
         self._clock = clock
         self._step_started = clock()
         self._seconds: dict[str, float] = {}  # by phase, since then
         self._depth = 0
+        self._check: Callable[[], object] | None = None
         self._recent: deque[float] = deque(maxlen=10)  # seconds of the last steps
 
     @contextmanager
@@ -82,15 +86,33 @@ class Reporter:
         """
         from trigon.training.trace import marked  # imports torch
 
+        if self._check is not None:
+            self._check()
         start = self._clock()
         self._depth += 1
         try:
-            with marked(f"phase {name}"), self._console.progress(name, total) as advance:
-                yield advance
+            with self._watch.phase(name), marked(f"phase {name}"), self._console.progress(name, total) as advance:
+                yield Advance(partial(self._advance, advance), advance.set_total)
         finally:
             self._depth -= 1
             if self._depth == 0:
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    @contextmanager
+    def checking(self, check: Callable[[], object]) -> Iterator[None]:
+        """Call check within the context, whenever a phase begins or advances; it may raise."""
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
+
+    def _advance(self, advance: Advance, k: int) -> None:
+        if k:
+            advance(k)
+            self._watch.beat()
+        if self._check is not None:
+            self._check()
 
     def begin(self) -> None:
         """Start timing a step, and discard the times measured so far."""

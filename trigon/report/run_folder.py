@@ -1,9 +1,12 @@
 """Reads and writes the folder of a run, except its checkpoints: configuration, metrics, rollouts.
 
     root/
-      config.yaml                       the resolved configuration
+      config.yaml                       the resolved configuration of the last start
+      earlier_configs/001.yaml ...      those of earlier starts, if they were other ones
+      starts.jsonl                      one line per start: where it resumed, and what had changed
       local_sources.json                paths of the model and the data that are not hub ids
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
+      hang_stacks.txt                   stacks of all processes, if the run hung (watchdog.py)
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
       rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line
@@ -27,6 +30,7 @@ import os
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +43,8 @@ from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_r
 from trigon.records.run import CONFIG, SOURCES
 from trigon.terminal import sanitize
 
+EARLIER_CONFIGS = "earlier_configs"
+STARTS = "starts.jsonl"
 BUDGETS = "auto_micro_batch.json"
 SKIPPED_ROWS = "skipped_rows.jsonl"
 LOCK = "run.lock"
@@ -64,12 +70,29 @@ class RunFolder:
             ) from error
         self._skipped_rows: list[bytes] = []
         self._described: dict[str, bytes] = {}  # files to be written again if the folder is
-        _remove_incomplete_line(path / METRICS)
+        for name in (METRICS, STARTS):
+            _remove_incomplete_line(path / name)
 
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
         self._described[CONFIG] = text.encode()
         _replace(self.path / CONFIG, self._described[CONFIG])
+
+    def record_start(self, config: str, content: Mapping[str, Any]) -> None:
+        """Write config.yaml, and add a line to starts.jsonl: the time, and content.
+
+        Another config.yaml that is there is copied into earlier_configs first.
+        """
+        path, earlier = self.path / CONFIG, self.path / EARLIER_CONFIGS
+        if path.exists() and (before := path.read_bytes()) != config.encode():
+            earlier.mkdir(exist_ok=True)
+            copies = sorted(earlier.glob("*.yaml"))
+            # A start that died between the copy and the replacement has made the copy already.
+            if not copies or copies[-1].read_bytes() != before:
+                _replace(earlier / f"{len(copies) + 1:03d}.yaml", before)
+        self.write_config(config)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        _append(self.path / STARTS, to_json_line({"time": now, **content}))
 
     def write_local_sources(self, paths: Mapping[str, str]) -> None:
         """Write local_sources.json: see RunRecord.local_sources."""
@@ -144,18 +167,7 @@ class RunFolder:
         Raises: OSError; then no part of the line is in the file.
         """
         line = to_json_line({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
-        with (self.path / METRICS).open("ab", buffering=0) as file:
-            num_bytes = file.seek(0, os.SEEK_END)
-            try:
-                written = 0
-                while written < len(line):  # a disk that is nearly full takes a part
-                    written += file.write(line[written:])
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(num_bytes)
-                raise
-        if num_bytes == 0:
-            sync_to_disk(self.path)
+        _append(self.path / METRICS, line)
 
     def read_metrics(self) -> list[StepMetrics]:
         """Return the metrics of all steps so far; see read_metrics."""
@@ -246,6 +258,22 @@ def _remove_incomplete_line(path: Path) -> None:
         num_bytes = content.rfind(b"\n") + 1
         if num_bytes < len(content):
             os.truncate(path, num_bytes)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file, and flush it to the disk; if that fails, none of it is there."""
+    with path.open("ab", buffering=0) as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(line):  # a disk that is nearly full takes a part
+                written += file.write(line[written:])
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(num_bytes)
+            raise
+    if num_bytes == 0:
+        sync_to_disk(path.parent)
 
 
 def _replace(path: Path, content: bytes) -> None:

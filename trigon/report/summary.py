@@ -84,6 +84,8 @@ def suggest_next_steps(
         steps.append(f"export the model: trigon export {shlex.quote(str(place))}")
     if config.trainer.val_only:
         return [*steps, "train: run the same command with trainer.val_only=false and data.train_files"]
+    if stopped and checkpoint is None:
+        return ["continue: the same command starts from the beginning, since no step was finished", *steps]
     if stopped and checkpoint is not None:
         step = checkpoint.name.removeprefix("global_step_")
         finds_it = config.trainer.find_last_checkpoint and config.trainer.load_checkpoint_path is None

@@ -18,6 +18,7 @@ from typing import Any
 import cloudpickle
 
 from trigon.errors import RewardError
+from trigon.rewards.code import function_digest
 from trigon.rewards.contract import detect_contract
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
 
@@ -111,7 +112,13 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSourc
             f"{where} has {len(pickled) / 2**20:,.0f} MiB with the variables that it uses, and each reward worker "
             f"loads them; at most {MAX_PICKLE_BYTES >> 20} MiB are sent. Load large objects inside of the function"
         )
-    return RewardSource(file="", module="", function=name, pickled=base64.b64encode(pickled).decode())
+    return RewardSource(
+        file="",
+        module="",
+        function=name,
+        pickled=base64.b64encode(pickled).decode(),
+        content=function_digest((function, reward_type)),
+    )
 
 
 def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> str | None:

@@ -34,6 +34,20 @@ MAX_PARTS = 100
 MAX_NAME_CHARACTERS = 200
 """Maximum length of the name of a score."""
 
+MAX_REWARD = 1e6
+"""Maximum size of a reward ("overall"), which float32 resolves to 0.06.
+
+A larger one is a mistake of the reward function, such as a division by almost zero. Advantages that
+are not divided by a standard deviation (dr_grpo, rloo, opo, remax) are as large as rewards, and the
+sum of the squares of all gradients has to stay below 3e38.
+"""
+
+MAX_PART = 1e15
+"""Maximum size of the other scores, which may be counts, bytes or times.
+
+gdpo and the metrics sum the squares of a batch in float32: 1e30 each, and at most 3e38 together.
+"""
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -162,8 +176,8 @@ def check_length(returned: object, length: int) -> list[object] | tuple[object, 
 def read_scores(returned: object) -> dict[str, float]:
     """Return the scores of one completion as floats, from what the reward function returned for it.
 
-    Raises: RewardError, with a message of one line, unless `returned` is a finite number, or a dict
-    of finite numbers with "overall".
+    Raises: RewardError, with a message of one line, unless `returned` is a number of at most
+    MAX_REWARD, or a dict with such an "overall" and other numbers of at most MAX_PART.
     """
     if _is_number(returned):
         returned = {"overall": returned}
@@ -200,6 +214,9 @@ def _read_number(name: str, value: object) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"returned {_short_repr(value)} for {name!r}, expected a finite number")
+    largest = MAX_REWARD if name == "overall" else MAX_PART
+    if abs(number) > largest:
+        raise RewardError(f"returned {number:g} for {name!r}, expected a number from {-largest:g} to {largest:g}")
     return number
 
 

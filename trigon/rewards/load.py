@@ -30,6 +30,8 @@ class RewardSource:
 
     file: an absolute path, or "". module: of a shipped function, or "". pickled: base64 of a
     pickled (function, REWARD_TYPE), made by callables.py, or ""; function is then its name.
+    content: a digest of a pickled function (code.py), which unlike the pickle is the same in every
+    process; else "".
 
     Example: RewardSource(file="/home/me/reward.py", module="", function="compute_score").
     """
@@ -38,6 +40,7 @@ class RewardSource:
     module: str
     function: str
     pickled: str = field(default="", repr=False)
+    content: str = field(default="", repr=False)
 
     @property
     def where(self) -> str:

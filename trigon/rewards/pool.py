@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import selectors
 import signal
@@ -25,15 +26,24 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
+from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
-from trigon.rewards.load import RewardSource, RewardTerm, find_source
-from trigon.rewards.process import ChildProcess, check_passed_variables, describe_exit, withheld_variable
+from trigon.rewards.load import RewardSource, RewardTerm
+from trigon.rewards.process import (
+    ChildProcess,
+    check_passed_variables,
+    describe_exit,
+    explain_withheld,
+    warn_of_withheld_variables,
+)
 from trigon.rewards.scoring import Scoring
+from trigon.rewards.setup import make_setup
+from trigon.secrets import scrub
+from trigon.signals import termination_blocked
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0
@@ -49,6 +59,8 @@ workers it is twice their number, because a short outage can make all of them ti
 
 _GRACE_SECONDS = 0.1
 """How long a worker lives after its time limit, to print its stack."""
+
+_log = logging.getLogger(__name__)
 
 
 class RewardPool:
@@ -66,6 +78,7 @@ class RewardPool:
         timeout_seconds: float,
         max_failed_fraction: float,
         passed_variables: Sequence[str] = (),
+        confinement: Confinement = DEFAULT,
     ) -> None:
         """Start the workers, which load the function; ready() waits for them.
 
@@ -74,34 +87,18 @@ class RewardPool:
         function.
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
         completions of one scoring that may fail. passed_variables: environment variables that the
-        workers get although they look like secrets.
-        Raises: RewardError if there is no such file, if one of the variables is not set, or if JSON
-        cannot represent kwargs.
+        workers get besides those of environment.ALLOWED. confinement: of the workers; the folders
+        of the functions are always readable.
+        Raises: RewardError if there is no such file, if one of the variables is not set, also of
+        `env:NAME` in kwargs, or if JSON cannot represent kwargs.
         """
-        source = find_source(reward) if isinstance(reward, str) else reward
-        setup: dict[str, Any] = {"source": None, "terms": [], "timeout_seconds": timeout_seconds}
-        if isinstance(source, RewardSource):
-            setup["source"] = asdict(source)
-            self._where = source.where
-            self._name = Path(source.file).name if source.file else source.function if source.pickled else str(reward)
-        else:
-            setup["terms"] = [asdict(term) for term in source]
-            self._name = " + ".join(term.name for term in source)
-            self._where = f"the sum of the reward functions {', '.join(repr(term.name) for term in source)}"
-            if kwargs:
-                raise RewardError(
-                    "worker.reward.reward_function_kwargs are arguments of a single reward function, and there are "
-                    f"{len(source)}; bind them with functools.partial"
-                )
-        try:
-            self._setup = json.dumps({**setup, "kwargs": dict(kwargs)})
-        except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"worker.reward.reward_function_kwargs={dict(kwargs)!r} cannot be sent to another process: {error}; "
-                "use only text, numbers, lists and dicts"
-            ) from error
+        setup = make_setup(reward, kwargs, timeout_seconds=timeout_seconds)
+        self._setup, self._name, self._where = setup.message, setup.name, setup.where
         check_passed_variables(passed_variables)
-        self._passed_variables = tuple(passed_variables)
+        warn_of_withheld_variables(setup.files, passed_variables)
+        self._confinement = confinement.with_readable(str(Path(file).parent) for file in setup.files)
+        self._has_warned = False
+        self._env = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
         self._num_workers = num_workers
@@ -198,6 +195,11 @@ class RewardPool:
                     self._kill_worker(worker)
                     self._start_worker(worker.number)
 
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The process ids of the workers now. May be read in any thread."""
+        return tuple(worker.process.pid for worker in list(self._workers))
+
     def close(self) -> None:
         """Kill all workers and the processes that they started. The pool is then unusable."""
         for worker in self._workers:
@@ -239,7 +241,9 @@ class RewardPool:
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
     def _start_worker(self, number: int) -> None:
-        worker = _Worker(number, ChildProcess(f"reward {number}", passed_variables=self._passed_variables))
+        with termination_blocked():  # until the worker has its handlers
+            process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
+        worker = _Worker(number, process)
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
         self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))
@@ -329,16 +333,20 @@ class RewardPool:
         try:
             for line in lines:
                 self._handle_message(worker, json.loads(line), scoring)
-        except (ValueError, KeyError, IndexError, TypeError):  # the user's code has written to the channel
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):  # the user's code has written to it
             worker.process.ended = True
         if worker.process.ended:
             self._replace_worker(worker, scoring, timed_out=False)
 
     def _handle_message(self, worker: _Worker, message: dict[str, Any], scoring: Scoring | None) -> None:
         """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
+        if not worker.is_confined:
+            self._check_confinement(message)
+            worker.is_confined = True
+            return
         if worker.contract is None:
             if "load_error" in message:
-                self._fatal_error = self._explain(str(message["load_error"]))
+                self._fatal_error = explain_withheld(scrub(str(message["load_error"])), self._env)
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
             return
@@ -349,14 +357,14 @@ class RewardPool:
             raise ValueError("unexpected message from a reward worker")
         worker.num_results += 1
         if "retry_singly" in message:
-            scoring.set_chunk_error(worker.pending, str(message["error"]))
+            scoring.set_chunk_error(worker.pending, scrub(str(message["error"])))
             scoring.requeue(worker.pending, singly=True)
             worker.pending.clear()
             return
         self._timeouts.clear()
         index = worker.pending[0]
         scoring.set_seconds(index, float(message["seconds"]))
-        error, traceback = str(message.get("error", "")), str(message.get("traceback", ""))
+        error, traceback = scrub(str(message.get("error", ""))), scrub(str(message.get("traceback", "")))
         if not error:
             try:  # validated again: the worker runs untrusted code
                 scoring.succeed(index, read_scores(message["scores"]))
@@ -365,26 +373,29 @@ class RewardPool:
         worker.pending.popleft()
         worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         if error:
-            scoring.fail(index, "failed", self._explain(error), traceback)
+            scoring.fail(index, "failed", explain_withheld(error, self._env), traceback)
 
-    def _explain(self, error: str) -> str:
-        """Return the error, with a hint if it names an environment variable that was withheld."""
-        name = withheld_variable(error, self._passed_variables)
-        if name is None:
-            return error
-        return (
-            f"{error.rstrip()} (environment variables that look like secrets are withheld from reward workers; "
-            f"worker.reward.env=[{name}] passes {name})"
-        )
+    def _check_confinement(self, message: dict[str, Any]) -> None:
+        """Warn once of what is not confined here. Raises: RewardError if that is not acceptable."""
+        try:
+            warning = check_confinement(self._confinement, message["used"], str(message["obstacle"]))
+        except RewardError as error:
+            self._fatal_error = str(error)
+            raise
+        if warning and not self._has_warned:
+            _log.warning("%s", warning)
+        self._has_warned = True
 
     def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""
         code = self._kill_worker(worker)
-        # Any other code: it had exited, and a child process of it kept the channel open.
-        timed_out = timed_out and code == -signal.SIGKILL
+        output = scrub(worker.process.tail)
+        exit_text = worker.process.exceeded or describe_exit(code)
+        # Any other code: it had exited just before.
+        timed_out = timed_out and code == -signal.SIGKILL and not worker.process.exceeded
         if worker.contract is None:
-            ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else describe_exit(code)
-            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{worker.process.tail}"
+            ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else exit_text
+            self._fatal_error = f"{self._where}: its worker {ending} while loading\n{output}"
             raise RewardError(self._fatal_error)
         self._start_worker(worker.number)
         if scoring is None or not worker.pending:
@@ -399,11 +410,14 @@ class RewardPool:
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
             scoring.set_seconds(failed_index, self._timeout_seconds)
-            scoring.fail(failed_index, "timeout", error, worker.process.tail)
-            self._stop_if_hanging(scoring.group_of(failed_index), worker.process.tail)
+            scoring.fail(failed_index, "timeout", error, output)
+            self._stop_if_hanging(scoring.group_of(failed_index), output)
         else:
             self._timeouts.clear()
-            scoring.fail(failed_index, "failed", f"its worker {describe_exit(code)}", worker.process.tail)
+            was_killed = code == -signal.SIGKILL and not worker.process.exceeded
+            if was_killed and scoring.retry(failed_index):  # it may not be the cause
+                return
+            scoring.fail(failed_index, "failed", f"its worker {exit_text}", output)
 
     def _stop_if_hanging(self, group: object, output: str) -> None:
         """Count a timeout.
@@ -426,15 +440,16 @@ class RewardPool:
 class _Worker:
     """A reward worker and its current work.
 
-    contract: None until it has loaded the function. pending: indices of the completions for which
-    it owes results, in order. deadline: when it must have loaded the function or sent its next
-    result. chunk_id: a random id of the current chunk. num_results: how many results it has sent
-    for that chunk.
+    is_confined: whether it has said how it is confined. contract: None until it has loaded the
+    function. pending: indices of the completions for which it owes results, in order. deadline:
+    when it must have loaded the function or sent its next result. chunk_id: a random id of the
+    current chunk. num_results: how many results it has sent for that chunk.
     """
 
     def __init__(self, number: int, process: ChildProcess) -> None:
         self.number = number
         self.process = process
+        self.is_confined = False
         self.contract: RewardContract | None = None
         self.pending: deque[int] = deque()
         self.deadline = 0.0

@@ -1,27 +1,31 @@
 """A child process for user code that may hang, crash, leak memory, or send invalid messages.
 
-Starts it without forking this process (torch and vLLM may have threads), limits its environment,
-exchanges lines of JSON with it, and kills it with all processes that it has started. Does not
-depend on completions and scores. The code of the child is in trigon.rewards.worker.
+Starts it without forking this process (torch and vLLM may have threads), exchanges lines of JSON
+with it, and ends it with all processes that it has started. Does not depend on completions and
+scores. The code of the child is in trigon.rewards.worker; its parent is
+trigon.rewards.confinement.supervisor, which confines it and ends in the same way as it does.
 
-    parent                                  child (own session, own process group)
-    channel  <== lines of JSON ==>          channel
-    stdin    --- never written --->         when it closes, the kernel kills the group
-    stdout   <-- text of the user's code -- stdout and stderr
+    this process                            supervisor            child
+    channel  <== lines of JSON ==>                                channel
+    control  --- when it closes, ---------> kills the child
+             <-- why it killed the child ---
+    output   <-- text of the user's code -------------------------stdout and stderr
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from trigon.child_python import python_command
 from trigon.errors import RewardError
+from trigon.rewards.confinement.options import Confinement
+from trigon.rewards.environment import child_environment, named_variables, withheld_variable
 from trigon.terminal import sanitize
 
 MAX_LINE_BYTES = 1 << 20
@@ -35,44 +39,50 @@ _log = logging.getLogger(__name__)  # logs warnings, which reach stderr even if 
 _TAIL_BYTES = 4000
 _MAX_LINE_CHARACTERS = 500
 
-_MAIN = "from trigon.rewards.worker import main; main(int(sys.argv[1]))"
+KILL_SECONDS = 30.0
+"""How long the supervisor may take to end all processes of a child.
 
-_SECRET_WORDS = {"APIKEY", "AUTH", "KEY", "KEYS", "PASSWD", "PASSWORD", "SECRET", "SECRETS", "TOKEN", "TOKENS"}
-_SECRET_WORDS |= {"CREDENTIAL", "CREDENTIALS"}
-_SECRET_PREFIXES = ("AWS_", "AZURE_", "WANDB_", "SWANLAB_", "MLFLOW_TRACKING_")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{2,}")
-_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]+:[^/@\s]+@")
+A process may hang in the kernel, for example when a network file system does not answer.
+"""
+
+_MAIN = """from trigon.rewards.confinement.supervisor import main
+def work(*arguments):
+    from trigon.rewards.worker import main
+    main(*arguments)
+main(sys.argv[1], int(sys.argv[2]), work)
+"""
 
 
 class ChildProcess:
     """A running child process. It sets its own resource limits before it runs user code.
 
     ended: whether no more lines can be received, because the child has exited or has sent an
-    invalid message. The caller should then kill it.
+    invalid message. The caller should then kill it. exceeded: after kill(), which of the limits of
+    its processes together it exceeded, in words that follow its name; "" if none.
     """
 
-    def __init__(self, name: str, *, passed_variables: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, *, confinement: Confinement, passed_variables: Sequence[str] = ()) -> None:
         """Start a child.
 
         name: prefix of its output in the log. passed_variables: as in child_environment.
         """
         self.name = name
         self.ended = False
+        self.exceeded = ""
         self.channel, child_channel = socket.socketpair()
-        with child_channel:
+        self._control, child_control = socket.socketpair()
+        with child_channel, child_control:
             self._process = subprocess.Popen(
-                python_command(_MAIN, str(child_channel.fileno())),
+                python_command(_MAIN, confinement.to_json(), str(child_channel.fileno())),
                 bufsize=0,
                 env=child_environment(os.environ, passed_variables),
                 pass_fds=(child_channel.fileno(),),
                 start_new_session=True,
-                stdin=subprocess.PIPE,
+                stdin=child_control.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._stdin = self._process.stdin
         self.output = self._process.stdout
         os.set_blocking(self.output.fileno(), False)
         self._received = b""
@@ -82,7 +92,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also the id of its process group."""
+        """The process id of the supervisor, which is also the id of its process group."""
         return self._process.pid
 
     @property
@@ -117,17 +127,21 @@ class ChildProcess:
         return text != b""
 
     def kill(self) -> int:
-        """Kill the child and its process group, and return its exit code, or minus its signal.
+        """Kill the child and all that it has started; return its exit code, or minus its signal.
 
-        -SIGKILL means that it was alive until now, or that the system had killed it; any other code
-        means that it had exited before.
+        -SIGKILL means that it was alive until now, or that the system or the supervisor had killed
+        it; any other code means that it had exited before.
         """
-        # Until wait(), its process id cannot be reused, and its own exit code is preserved.
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self._control.shutdown(socket.SHUT_WR)
+        self._control.settimeout(KILL_SECONDS)
+        try:
+            self.exceeded = self._control.recv(1000).decode(errors="replace")  # nothing when it ends
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)  # until wait(), its process id cannot be reused
         code = self._process.wait()
         self._log_text(self.output.read(1 << 16) or b"")  # at most the capacity of a pipe
         self._log_text(b"\n" if self._line else b"")
-        for stream in (self._stdin, self.output, self.channel):
+        for stream in (self._control, self.output, self.channel):
             stream.close()
         self.ended = True
         return code
@@ -142,18 +156,6 @@ class ChildProcess:
         self._bytes_to_show -= len(text)
 
 
-def child_environment(environment: Mapping[str, str], passed_variables: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment without variables that look like tokens, keys or passwords.
-
-    It also sets a fixed hash seed, so that sets iterate in the same order in every child, limits
-    numeric libraries to one thread, and hides the GPUs, whose memory the model needs.
-    passed_variables: names of variables that are passed unchanged, whatever their names are.
-    """
-    kept = {name: value for name, value in environment.items() if not _is_secret(name, value)}
-    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return kept | fixed | {name: environment[name] for name in passed_variables if name in environment}
-
-
 def check_passed_variables(names: Sequence[str]) -> None:
     """Raise RewardError if one of the variables of worker.reward.env is not set."""
     for name in names:
@@ -161,26 +163,33 @@ def check_passed_variables(names: Sequence[str]) -> None:
             raise RewardError(f"worker.reward.env names {name}, which is not set; export it, or leave it out")
 
 
-def withheld_variable(error: str, passed_variables: Sequence[str]) -> str | None:
-    """Return the variable that an error of a child names and that was withheld from it, if any.
+def warn_of_withheld_variables(files: Iterable[str], passed_variables: Sequence[str]) -> None:
+    """Warn of variables that are set, that a function's file names, and that it will not get.
 
-    That is one that is set here and was removed, or one of a KeyError that looks like a secret.
+    A function that has a default for such a variable would otherwise use that without a word.
     """
-    for match in _NAME.finditer(error):
-        name = match.group()
-        if name in passed_variables:
+    for file in files:
+        try:
+            source = Path(file).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # the worker, which loads it, says so
             continue
-        is_removed = name in os.environ and _is_secret(name, os.environ[name])
-        if is_removed or (f"KeyError: '{name}'" in error and _is_secret(name, "")):
-            return name
-    return None
+        if names := named_variables(source, os.environ, passed_variables):
+            _log.warning(
+                "%s names environment variables that reward workers do not get: %s; worker.reward.env=[%s] passes them",
+                file,
+                ", ".join(names),
+                ",".join(names),
+            )
 
 
-def _is_secret(name: str, value: str) -> bool:
-    return bool(
-        _SECRET_WORDS & set(name.upper().split("_"))
-        or name.upper().startswith(_SECRET_PREFIXES)
-        or _URL_WITH_PASSWORD.search(value)
+def explain_withheld(error: str, passed_variables: Sequence[str]) -> str:
+    """Return the error, with a hint if it names an environment variable that was withheld."""
+    name = withheld_variable(error, os.environ, passed_variables)
+    if name is None:
+        return error
+    return (
+        f"{error.rstrip()} (reward workers get only some environment variables, and others are withheld; "
+        f"worker.reward.env=[{name}] passes {name})"
     )
 
 

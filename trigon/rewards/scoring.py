@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -23,6 +23,9 @@ from trigon.types import Score, ScoreOutcome
 
 MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of an encoded request, including the row of its prompt."""
+
+_PROGRESS_SECONDS = 0.2
+"""Interval at which result() reports progress."""
 
 
 class Scoring:
@@ -70,6 +73,7 @@ class Scoring:
         self._tracebacks: dict[int, str] = {}  # of failed requests
         self._seconds: dict[int, float] = {}
         self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
+        self._retried: set[int] = set()
 
     # -- for the caller --
 
@@ -86,15 +90,21 @@ class Scoring:
         self._added.put([self._encode(first_index + offset, request, group) for offset, request in enumerate(requests)])
         self._wake_pool()
 
-    def result(self) -> list[Score]:
+    def result(self, *, on_progress: Callable[[int], object] | None = None) -> list[Score]:
         """Wait, and return the score of each request that was added, in the order of their indices.
 
         Nothing can be added afterwards. The allowed number of failures is relative to the requests
         that were added.
+        on_progress: called several times a second while nothing else happens, with the number of
+        requests scored since the last call; it may raise.
         Raises: as RewardPool.score.
         """
         self._added.put(None)
         self._wake_pool()
+        num_scored = 0
+        while on_progress is not None and not wait([self.outcome], timeout=_PROGRESS_SECONDS).done:
+            before, num_scored = num_scored, len(self._scores)
+            on_progress(num_scored - before)
         return self.outcome.result()
 
     def seconds(self) -> list[float]:
@@ -192,6 +202,14 @@ class Scoring:
         """Put requests back at the front of the queue, as single chunks or as one chunk."""
         singly = singly or not self._has_fixed_chunks
         self._queue.extendleft([[index] for index in reversed(indices)] if singly else [list(indices)])
+
+    def retry(self, index: int) -> bool:
+        """Put a request back at the front of the queue, once. Returns: False the second time."""
+        if index in self._retried:
+            return False
+        self._retried.add(index)
+        self.requeue([index], singly=True)
+        return True
 
     def encode_chunk(self, indices: Sequence[int]) -> str:
         """Return requests as a JSON list."""

@@ -1,9 +1,10 @@
 """The main program of a reward worker, which runs the reward function with resource limits.
 
 The function runs in the main thread. Does not depend on the number of workers and on how failures
-are handled. The parent's side is trigon.rewards.process and trigon.rewards.pool. Messages are lines
-of JSON:
+are handled. The driver's side is trigon.rewards.process and trigon.rewards.pool; this process has
+been started and confined by trigon.rewards.confinement.supervisor. Messages are lines of JSON:
 
+    <- {"used": ["landlock", ...], "obstacle": ""}  how it is confined, before user code is loaded
     -> {"source": {"file": ..., "module": ..., "function": ..., "pickled": ...}, "terms": [...],
         "kwargs": {...}, "timeout_seconds": 10.0}   source: null if the reward is a sum of terms
     <- {"contract": "batch"}                        or {"load_error": "..."}; then it exits
@@ -21,17 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import io
 import json
 import os
 import resource
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 from trigon.cpus import count_usable_cpus
@@ -47,6 +46,8 @@ from trigon.rewards.contract import (
 )
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
+from trigon.signals import outlive_stop_signals
+from trigon.stacks import register_stacks
 
 MAX_MEMORY_BYTES = 16 << 30
 """Maximum address space of a worker, enough to import large libraries."""
@@ -65,16 +66,22 @@ RewardInput = dict[str, Any]
 Result = dict[str, object]
 
 
-def main(channel_fd: int) -> None:
-    """Process requests until the channel closes."""
-    _exit_with_parent()
+def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
+    """Process requests until the channel closes.
+
+    used: the mechanisms that confine this process. obstacle: why it has no namespaces, or "".
+    """
+    outlive_stop_signals()  # the driver, which saves first, ends this process
     _limit_resources()
     os.set_inheritable(channel_fd, False)
     for stream_of_text in (sys.stdout, sys.stderr):
         assert isinstance(stream_of_text, io.TextIOWrapper)
         stream_of_text.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable(file=_STDERR)
+    register_stacks()
     with socket.socket(fileno=channel_fd) as channel, channel.makefile("rwb") as stream:
+        stream.write(json.dumps({"used": list(used), "obstacle": obstacle}).encode() + b"\n")
+        stream.flush()
         if setup := stream.readline():
             for message in _serve(json.loads(setup), stream):
                 stream.write(json.dumps(message).encode() + b"\n")
@@ -178,7 +185,7 @@ def _failure(error: BaseException) -> Result:
 def _time_limit(timeout_seconds: float) -> Iterator[None]:
     """Print the stack after timeout_seconds, and limit the CPU time.
 
-    The parent kills this process shortly after timeout_seconds.
+    The driver kills this process shortly after timeout_seconds.
     """
     used_seconds = time.process_time()
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -189,24 +196,6 @@ def _time_limit(timeout_seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _exit_with_parent() -> None:
-    """Make the kernel kill this process group when the parent exits, for any reason.
-
-    The parent never writes to the child's stdin, so the only event on that pipe is that the
-    parent's end closes. The kernel reports it by a signal, because code that holds the interpreter
-    lock reads no pipe. PR_SET_PDEATHSIG is not used because it is sent when the parent's *thread*
-    that started this process ends.
-    """
-    parent_pipe = os.dup(0)
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.close(devnull)
-    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
-    if hasattr(fcntl, "F_SETSIG"):  # Linux; other systems send SIGIO, which also ends the process
-        fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit_resources() -> None:

@@ -45,8 +45,8 @@ def collect(
             raise EngineError(
                 f"The rollout engine failed to sample any of {len(prompts)} prompts, twice each. See the engine's log."
             )
-        with phase("reward"):
-            scores = scoring.result()
+        with phase("reward") as advance:
+            scores = scoring.result(on_progress=advance)
     assert len(scores) == sum(len(completions) for _, completions in sampled), "on_group had other completions"
     next_score = iter(scores)
     return [

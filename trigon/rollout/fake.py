@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from trigon.errors import EngineError
+from trigon.metrics import Metrics
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
@@ -103,6 +104,10 @@ class FakeEngine:
             text=self._decode(kept),
             policy_version=self._version,
         )
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine. No request is ever submitted again."""
+        return {}
 
     def close(self) -> None:
         """See RolloutEngine."""

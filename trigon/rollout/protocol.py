@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from trigon.errors import EngineError
+from trigon.metrics import Metrics
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 OnGroup = Callable[[int, Sequence[Completion]], None]
@@ -32,8 +33,8 @@ class RolloutEngine(Protocol):
 
         On entry the engine wakes, loads the weights and clears all caches (prefix, encoder). On
         exit it sleeps. Loading is skipped where the engine holds this version already.
-        Raises: EngineError for a kind of handle that the engine cannot read, or if a tensor is
-        missing.
+        Raises: EngineError for a kind of handle that the engine cannot read; RolloutError if the
+        weights could not be loaded, after which the engine refuses to be used.
         """
         ...
 
@@ -54,11 +55,16 @@ class RolloutEngine(Protocol):
         depend on which other prompts are sampled at the same time. Media placeholder tokens are
         never sampled.
         Args:
-            on_progress: called with the number of newly finished completions.
+            on_progress: called with the number of newly finished completions, 0 among them, every
+                few tokens or seconds. It may raise, which ends the call.
             on_group: called in the calling thread, once for each prompt, as soon as all of its
                 completions are finished or one has failed twice; with the list that is returned.
-        Raises: EngineError outside awake().
+        Raises: EngineError outside awake(); RolloutError if the engine fails.
         """
+        ...
+
+    def pop_metrics(self) -> Metrics:
+        """Return the counts of requests that were submitted again, since the last call."""
         ...
 
     def close(self) -> None:

@@ -100,6 +100,7 @@ def _failure_counts(groups: Sequence[RolloutGroup]) -> dict[str, Metric]:
     return {
         "grader/failed": Sum(float(outcomes.count("failed"))),
         "grader/timeout": Sum(float(outcomes.count("timeout"))),
+        "grader/failed_fraction": mean_of(float(outcome != "ok") for outcome in outcomes),
     }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trigon.errors import EngineError, ModelError
+from trigon.metrics import Metrics
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of
@@ -122,19 +123,25 @@ class TransformersEngine:
                 )
         completions: list[list[Completion]] = []
         for prompt in prompts:
-            completions.append(self._complete(prompt, sampling, step=step))
+            completions.append(self._complete(prompt, sampling, step=step, on_progress=on_progress))
             if on_progress is not None:
                 on_progress(sampling.n)
             if on_group is not None:
                 on_group(len(completions) - 1, completions[-1])
         return completions
 
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine. No request is ever submitted again."""
+        return {}
+
     def close(self) -> None:
         """See RolloutEngine."""
         self._awake = False
         del self._model
 
-    def _complete(self, prompt: Prompt, sampling: SamplingParams, *, step: int) -> list[Completion]:
+    def _complete(
+        self, prompt: Prompt, sampling: SamplingParams, *, step: int, on_progress: Callable[[int], None] | None
+    ) -> list[Completion]:
         from transformers import DynamicCache
 
         family, hf_config, n = self._processors.family, self._processors.hf_config, sampling.n
@@ -162,6 +169,8 @@ class TransformersEngine:
         logprobs: list[Tensor] = []
         running = torch.ones(n, dtype=torch.bool, device=self._device)
         for index in range(sampling.max_tokens):
+            if on_progress is not None:
+                on_progress(0)
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
             tokens.append(token)
             logprobs.append(logprob)

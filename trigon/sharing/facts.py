@@ -15,7 +15,7 @@ from trigon.config.options import options
 from trigon.errors import DataError
 from trigon.records.rollouts import read_rollouts
 from trigon.records.run import RunRecord, flatten
-from trigon.sharing.secrets import hide, short_path
+from trigon.secrets import hide, short_path
 
 HubKind = Literal["models", "datasets"]
 

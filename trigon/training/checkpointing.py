@@ -5,7 +5,7 @@
       adapter/               the adapters alone, with LoRA
       adapter_config.json    with LoRA
       optimizer/             the optimizer states, "<parameter name>/<state name>"
-      state.json             number of updates, optimizer strategy
+      state.json             number of updates, optimizer strategy, and that all values are finite
 
 state.py has the format of the tensor files.
 """
@@ -26,6 +26,7 @@ from trigon.json_files import read_json_object, write_json
 from trigon.models.lora import adapter_config
 from trigon.models.policy import Policy
 from trigon.names import OptimizerStrategy
+from trigon.training.finite import all_finite, require_finite
 from trigon.training.optim import COMPENSATION, STEP, state_dtype, step_device, upgrade_state
 from trigon.training.parallel import ProcessGroup
 from trigon.training.state import ShardedFiles, copy_to_host, load_tensors, save_tensors
@@ -35,6 +36,8 @@ ADAPTER_FOLDER = "adapter"
 OPTIMIZER_FOLDER = "optimizer"
 STATE_FILE = "state.json"
 ADAPTER_CONFIG = "adapter_config.json"
+FINITE = "finite"
+"""Key of state.json: all values were found finite when they were saved. Absent in older ones."""
 
 
 def stage_state(
@@ -55,11 +58,18 @@ def stage_state(
         folder: exists when the function is called.
         updates: number of updates that the optimizer made.
         model_only: leave out the optimizer states and state.json.
+    Raises: NotFiniteError on all ranks, before anything is copied, if a value is not finite.
     """
-    parts = {_weights_folder(policy): copy_to_host(dict(policy.saved_tensors()))}
+    saved = {_weights_folder(policy): dict(policy.saved_tensors())}
     if not model_only:
-        parts[OPTIMIZER_FOLDER] = copy_to_host(_optimizer_tensors(policy, optimizer))
-    state = {"updates": updates, "strategy": strategy}
+        saved[OPTIMIZER_FOLDER] = _optimizer_tensors(policy, optimizer)
+    require_finite(
+        {f"{part}/{name}": tensor for part, tensors in saved.items() for name, tensor in tensors.items()},
+        process_group,
+        what=f"the weights and optimizer states after {updates:,} updates",
+    )
+    parts = {part: copy_to_host(tensors) for part, tensors in saved.items()}
+    state = {"updates": updates, "strategy": strategy, FINITE: True}
     model: Any = policy.model
     adapter = adapter_config(model, base_model=model.name_or_path) if policy.has_adapters else None
 
@@ -113,6 +123,28 @@ def read_updates(folder: Path, *, has_adapters: bool, strategy: OptimizerStrateg
             f"to {state['strategy']}, or export the checkpoint and set worker.actor.model.model_path to the result"
         )
     return int(state["updates"])
+
+
+def require_finite_files(folder: Path) -> None:
+    """Check that the saved weights and optimizer states are finite.
+
+    Reads state.json only, unless an older version, which did not check values, wrote the folder:
+    then one tensor after the other.
+    Raises: CheckpointError with the first tensor that is not finite.
+    """
+    path = folder / STATE_FILE
+    if path.exists() and read_json_object(path).get(FINITE, False):
+        return
+    for part in (WEIGHTS_FOLDER, ADAPTER_FOLDER, OPTIMIZER_FOLDER):
+        if not (folder / part).exists():
+            continue
+        files = ShardedFiles(folder / part)
+        for name, stored in files.tensors.items():
+            if stored.dtype.is_floating_point and not all_finite([files.read(name)]):
+                raise CheckpointError(
+                    f"{folder / part} holds nan or infinity in {name}: training had diverged when an older version "
+                    "saved it"
+                )
 
 
 def check_lora_rank(folder: Path, rank: int) -> None:

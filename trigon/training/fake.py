@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trigon.metrics import Mean, Metrics
+from trigon.metrics import Mean, Metrics, Sum
 from trigon.types import LocalWeights, RolloutGroup, TokenLogprobs, TrainGroup
 
 FAKE_LOGPROB = -1.0
@@ -47,7 +47,12 @@ class FakeTrainEngine:
         """See TrainEngine. The loss is minus the mean advantage."""
         self.updates += 1
         advantages = torch.cat([sequence.advantages for group in groups for sequence in group.sequences])
-        return {"actor/pg_loss": Mean(-float(advantages.mean()))}
+        return {
+            "actor/pg_loss": Mean(-float(advantages.mean())),
+            "actor/grad_norm": Mean(1.0),
+            "actor/skipped_updates": Sum(0.0),
+            "actor/nonfinite_updates": Sum(0.0),
+        }
 
     def weights(self) -> LocalWeights:
         """See TrainEngine."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from torch.distributed.fsdp import (
 from trigon.models.head import FORWARD_METHODS
 from trigon.models.policy import Policy
 from trigon.training.parallel import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,15 @@ class Sharding:
     cpu_offload: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where a rank meets the others. store: that of all ranks."""
+
+    rank: int
+    size: int
+    store: Store
+
+
 class TorchProcessGroup:
     """The ranks of torch.distributed's default process group. Satisfies ProcessGroup."""
 
@@ -67,16 +79,20 @@ class TorchProcessGroup:
         self._state_group = dist.new_group(backend="gloo", timeout=timeout)
 
     @classmethod
-    def joined(cls, device: torch.device, *, timeout_seconds: float) -> TorchProcessGroup:
-        """Initialize the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    def joined(cls, device: torch.device, rendezvous: Rendezvous, *, timeout_seconds: float) -> TorchProcessGroup:
+        """Initialize the default process group. Blocks until all ranks have joined.
 
-        Blocks until all ranks have joined.
         timeout_seconds: time after which a collective that some rank does not reach fails on the
         other ranks.
         """
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        rendezvous.store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+            store=rendezvous.store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.size,
+            timeout=timeout,
         )
         return cls(device, timeout_seconds=timeout_seconds)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,15 +19,16 @@ from torch.optim import Optimizer
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.data.packing import Positions, pack_train
-from trigon.metrics import Mean, Metric, Metrics, Sum
+from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
 from trigon.training import checkpointing
 from trigon.training.dry_run import update_passes
+from trigon.training.finite import require_finite
 from trigon.training.memory import free_cached_memory
 from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.parallel import passes_in_step
-from trigon.training.protocol import Sizes
+from trigon.training.protocol import SKIPPED_GRAD_NORM, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
@@ -79,6 +81,8 @@ class LocalTrainEngine:
             else None
         )
         self._updates = 0  # optimizer updates made; skipped ones do not count
+        # Which weights may have changed since the last weight sync that found them finite.
+        self._unchecked: Literal["all", "trainable", "none"] = "all"
         self._scorer = LocalScorer(
             policy,
             replace(placement, offload_params=False),  # weights() offloads the policy
@@ -117,6 +121,8 @@ class LocalTrainEngine:
         The gradient is the sum over the micro-batches of all ranks; each of them divides by the
         token and sequence counts of the whole update.
         """
+        if self._unchecked == "none":
+            self._unchecked = "trainable"
         reference = self._full_kl_reference()
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
@@ -208,12 +214,15 @@ class LocalTrainEngine:
             "actor/grad_norm": Mean(applied.grad_norm) if applied.is_finite else Mean(0.0, 0.0),
             "actor/lr": Mean(applied.learning_rate),
             "actor/skipped_updates": Sum(float(not applied.is_applied and self._process_group.rank == 0)),
+            "actor/nonfinite_updates": Sum(float(not applied.is_finite and self._process_group.rank == 0)),
             "actor/micro_batches": Sum(float(len(plan.batches))),
             "actor/packed_tokens": Sum(packed_tokens),
             "actor/packing_fill": Mean(packed_tokens, float(len(plan.batches) * self._update_max_tokens)),
             "actor/skipped_groups": Sum(float(num_groups - len(plan.with_gradient))),
             **self._policy.update_work(plan.with_gradient),
         }
+        if not applied.is_finite:
+            metrics[SKIPPED_GRAD_NORM] = Max(applied.grad_norm)
         cached, total = (0, 0) if self._features is None else self._features.pop_metrics()
         if total:
             metrics["actor/vision_remembered"] = Mean(float(cached), float(total))
@@ -271,7 +280,18 @@ class LocalTrainEngine:
         self._offload_states()
 
     def weights(self) -> LocalWeights:
-        """See TrainEngine. Offloaded weights leave the device when all tensors are read."""
+        """See TrainEngine. Offloaded weights leave the device when all tensors are read.
+
+        Called on all ranks together: weights that have changed since the last call are checked.
+        """
+        if self._unchecked != "none":
+            checked = {
+                name: parameter
+                for name, parameter in self._policy.named_parameters()
+                if parameter.requires_grad or self._unchecked == "all"
+            }
+            require_finite(checked, self._process_group, what=f"the weights after {self._updates:,} updates")
+            self._unchecked = "none"
         self._offload_states()
         return LocalWeights(self._read_weights)
 
@@ -301,6 +321,7 @@ class LocalTrainEngine:
 
     def load_state(self, folder: Path) -> None:
         """See TrainEngine. Any number of ranks may have written it."""
+        self._unchecked = "all"
         if self._made_optimizer is None:
             self._wake(optimizer=False)
             checkpointing.load_policy(self._policy, folder, process_group=self._process_group)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from trigon.models.policy import Policy
 
 
+SKIPPED_GRAD_NORM = "skipped_grad_norm"
+"""Key of the gradient's norm in the metrics of an update that was skipped because of it."""
+
+
 class LogprobEngine(Protocol):
     """Scores completions: the reference policy, or the policy before an update."""
 
@@ -53,7 +57,8 @@ class TrainEngine(LogprobEngine, Protocol):
         """Make one optimizer update from these groups (one mini-batch) and return its metrics.
 
         An update whose gradient is not finite, or that has no trainable token, is skipped and
-        counted in actor/skipped_updates.
+        counted in actor/skipped_updates; the former also in actor/nonfinite_updates, with the norm
+        as SKIPPED_GRAD_NORM.
         """
         ...
 
@@ -62,6 +67,7 @@ class TrainEngine(LogprobEngine, Protocol):
 
         Optimizer states that are offloaded leave the device at once, before the rollout engine
         allocates memory for its weights. Ask for a new handle for each sync.
+        Raises: NotFiniteError if a weight that may have changed since the last call is not finite.
         """
         ...
 
@@ -74,6 +80,7 @@ class TrainEngine(LogprobEngine, Protocol):
         Args:
             folder: exists when the function is called.
             model_only: leave out the optimizer states, without which training cannot be resumed.
+        Raises: NotFiniteError if a weight or an optimizer state to be saved is not finite.
         """
         ...
 

@@ -11,6 +11,7 @@ from typing import Any
 from trigon.errors import CheckpointError, DataError
 from trigon.records.metrics import METRICS, StepMetrics, parse_step
 from trigon.records.run import RunRecord, flatten, open_run
+from trigon.secrets import mask
 from trigon.view.index import IndexedRun, index_path
 
 UPDATE_SECONDS = 2.0
@@ -169,7 +170,7 @@ def configurations(runs: Sequence[ViewedRun]) -> dict[str, Any]:
     problems = []
     for run in runs:
         try:
-            flats.append(flatten(run.record.config()))
+            flats.append(flatten(mask("", run.record.config())))  # older runs wrote secrets
         except (DataError, OSError) as error:
             problems.append(str(error))
             flats.append({})

@@ -37,7 +37,8 @@ SampleSplit = Literal["train", "validation"]
 class LoggedRun:
     """The run that is logged.
 
-    project, experiment: its names. config: the resolved configuration, nested, of JSON types.
+    project, experiment: its names. config: the resolved configuration, nested, of JSON types,
+    without secrets.
     folder: the run folder; a run that resumes in it continues its curves where the logger supports
     it.
     first_step: the first step that the run will report; what an earlier run reported from there on

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from trigon.errors import EngineError
+from trigon.errors import EngineError, RolloutError
+from trigon.metrics import Metrics, Sum
 from trigon.models.load import Processors
+from trigon.network import loopback_variables
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
-from trigon.rollout.vllm.process import one_thread, start_llm_engine
+from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
+from trigon.temporary import private_folder
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
+from trigon.variables import set_variables
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
 _FAILED = ("abort", "error")
+
+MAX_ATTEMPTS = 2
+"""How often a request is submitted that vLLM gives up or loses."""
 
 
 class VllmEngine:
@@ -50,19 +59,59 @@ class VllmEngine:
         self._awake = False
         self._closed = False
         self._unusable_because = ""  # empty while the engine can be used
+        self._num_retried = 0  # since the last pop_metrics
         names = checkpoint_names(settings.model_folder)
         self._expected_names = canonical_names(names, processors)
+        self._arguments = engine_arguments(settings, processors, checkpoint_names=names)
+        self._llm_engine: Any = None
+        self._store_folder: Path | None = None
+        with ExitStack() as stack:
+            if settings.tensor_parallel_size is None:  # vLLM makes a process group, which only itself may reach
+                self._store_folder = stack.enter_context(private_folder())
+                # NCCL opens its sockets when they are first used.
+                stack.enter_context(set_variables(loopback_variables()))
+            self._start()
+            self._resources = stack.pop_all()  # for as long as the process group, which outlives a restart
+
+    def _start(self) -> None:
+        """Start vLLM, and put it to sleep."""
         self._llm_engine = start_llm_engine(
-            engine_arguments(settings, processors, checkpoint_names=names),
-            device=settings.device,
-            model_runner=settings.model_runner,
-            architectures=processors.hf_config.architectures,
+            self._arguments,
+            device=self._settings.device,
+            model_runner=self._settings.model_runner,
+            architectures=self._processors.hf_config.architectures,
+            store_folder=self._store_folder,
         )
         self._state = SleepingState(())
-        if settings.device == "cuda":
+        if self._settings.device == "cuda":
             [model] = self._llm_engine.apply_model(itself)
             self._state = find_state(model, in_weights_pool())
         self._sleep()
+
+    def restart(self) -> None:
+        """See RestartableEngine. All ranks together."""
+        assert not self._awake, "restart() inside awake()"
+        assert not self._closed
+        self._version = None
+        self._unusable_because = "it could not be started anew"
+        self._state = SleepingState(())
+        is_frozen = gc.get_freeze_count() > 0
+        stopped, self._llm_engine = self._llm_engine, None
+        if stopped is not None:
+            stop_llm_engine(stopped)
+        del stopped
+        gc.unfreeze()  # also what was frozen when the run started: the engine that is dropped
+        gc.collect()
+        if self._settings.device == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            self._start()
+        except Exception as error:  # vLLM raises errors of many types
+            raise RolloutError(f"vLLM could not be started anew: {type(error).__name__}: {error}") from error
+        self._unusable_because = ""
+        self._sleep()
+        if is_frozen:
+            gc.freeze()
 
     @property
     def num_replicas(self) -> int:
@@ -124,11 +173,13 @@ class VllmEngine:
         on_progress: Callable[[int], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """See RolloutEngine. A request that vLLM gives up is submitted once more.
+        """See RolloutEngine. A request that vLLM gives up or loses is submitted once more.
 
-        If the call is interrupted, all of its requests are aborted.
+        With the same seed, so that the completion does not depend on the failure. If the call is
+        interrupted, all of its requests are aborted.
         Raises: EngineError also for a prompt that with sampling.max_tokens exceeds max_model_len,
-        for too many images or too long a video, and for a temperature that vLLM does not support.
+        for too many images or too long a video, and for a temperature that vLLM does not support;
+        RolloutError if vLLM itself fails, which makes the engine unusable until restart().
         """
         self._check_usable()
         if not self._awake:
@@ -153,6 +204,14 @@ class VllmEngine:
             pending[request.name] = request
             self._llm_engine.add_request(request.name, inputs[request.prompt_index], params)
 
+        def submit_again(request: _Request) -> bool:
+            if request.attempt == MAX_ATTEMPTS:
+                groups.add(request, None)
+                return False
+            self._num_retried += 1
+            submit(replace(request, attempt=request.attempt + 1))
+            return True
+
         with (
             one_thread(self._settings.device),
             torch.random.fork_rng(devices=[]),  # vLLM advances the global generator too, without using the numbers
@@ -162,9 +221,14 @@ class VllmEngine:
                 inputs = [engine_input(prompt, self._processors) for prompt in prompts]
                 for prompt_index, sample in itertools.product(range(len(prompts)), range(sampling.n)):
                     submit(_Request(prompt_index, sample, attempt=1))
-                while self._llm_engine.has_unfinished_requests():
+                while pending:
                     ended: list[int] = []  # prompt indices, one for each request that ended for good
-                    for output in self._llm_engine.step():
+                    if not self._llm_engine.has_unfinished_requests():
+                        # vLLM does not know these requests any more, and will never return them.
+                        lost = list(pending.values())
+                        pending.clear()
+                        ended += [request.prompt_index for request in lost if not submit_again(request)]
+                    for output in self._step() if pending else []:
                         if not output.finished:
                             continue
                         request = pending.pop(output.request_id)
@@ -178,21 +242,23 @@ class VllmEngine:
                                 policy_version=self._version,
                             )
                             groups.add(request, completion)
-                        elif request.attempt == 1:
-                            # With the same seed, so that the result does not depend on the failure.
-                            submit(_Request(request.prompt_index, request.sample, attempt=2))
+                        elif submit_again(request):
                             continue
-                        else:
-                            groups.add(request, None)
                         ended.append(request.prompt_index)
-                    if ended and on_progress is not None:
+                    if on_progress is not None:
                         on_progress(len(ended))
                     for prompt_index in dict.fromkeys(ended):
                         if groups.is_finished(prompt_index) and on_group is not None:
                             on_group(prompt_index, groups.completions(prompt_index))
             finally:
-                self._llm_engine.abort_request(list(pending))
+                if not self._unusable_because:
+                    self._llm_engine.abort_request(list(pending))
         return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine."""
+        retried, self._num_retried = self._num_retried, 0
+        return {"rollout/retried_requests": Sum(float(retried))}
 
     def close(self) -> None:
         """Free everything, vLLM's torch.distributed process group included. May be called twice."""
@@ -202,8 +268,19 @@ class VllmEngine:
             # vLLM frees its allocator, into which this memory must have been given back before.
             self._state = SleepingState(())
             # Not public in 0.32: LLMEngine itself shuts down only when it is garbage-collected.
-            self._llm_engine.engine_core.shutdown()
-            del self._llm_engine
+            if self._llm_engine is not None:
+                self._llm_engine.engine_core.shutdown()
+            self._llm_engine = None
+            self._resources.close()
+
+    def _step(self) -> list[Any]:
+        """Return the outputs of vLLM's next step. Raises: RolloutError."""
+        try:
+            outputs: list[Any] = self._llm_engine.step()
+        except Exception as error:  # of its kernels, its scheduler or its executor
+            self._unusable_because = "it failed while it sampled"
+            raise RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {error}") from error
+        return outputs
 
     def _wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
         try:
@@ -248,7 +325,7 @@ class VllmEngine:
     def _reset_caches(self) -> None:
         try:
             reset_caches(self._llm_engine)
-        except EngineError:
+        except RolloutError:
             self._unusable_because = "its prefix cache could not be reset"
             raise
 
@@ -274,7 +351,7 @@ class RunsWith:
 class _Request:
     """A request to vLLM for one completion.
 
-    prompt_index: of its prompt. sample: index of the completion within the group. attempt: 1 or 2.
+    prompt_index: of its prompt. sample: index of the completion within the group. attempt: from 1.
     """
 
     prompt_index: int

@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
@@ -44,6 +45,7 @@ def start_llm_engine(
     device: DeviceType,
     architectures: Iterable[str],
     model_runner: ModelRunner | None = None,
+    store_folder: Path | None = None,
 ) -> Any:
     """Import vLLM and return a vllm.LLMEngine that runs in this process.
 
@@ -51,6 +53,8 @@ def start_llm_engine(
         arguments: keyword arguments of vllm.EngineArgs.
         model_runner: on a GPU; None: vLLM's choice, or that of VLLM_USE_V2_MODEL_RUNNER.
         architectures: names of the model's classes, from its config.json.
+        store_folder: for an engine of one process, see private_store; it is needed as long as the
+            engine.
     Raises: EngineError if vLLM cannot be imported, is built for another device, or refuses the
     arguments, for example because the memory for its cache is too small.
     """
@@ -69,7 +73,10 @@ def start_llm_engine(
         gc.freeze()
         shares_memory = device == "cpu" and arguments["tensor_parallel_size"] > 1
         try:
-            with private_segments() if shares_memory else nullcontext():
+            with (
+                private_segments() if shares_memory else nullcontext(),
+                private_store(store_folder) if store_folder is not None else nullcontext(),
+            ):
                 llm_engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         except ValueError as error:  # vLLM's for arguments, sizes of memory among them
             raise EngineError(
@@ -82,6 +89,38 @@ def start_llm_engine(
         if device == "cuda":
             quiet_loggers()
         return llm_engine
+
+
+def stop_llm_engine(llm_engine: Any) -> None:
+    """Stop a vllm.LLMEngine that another one replaces, and keep the process groups.
+
+    vLLM's own shutdown destroys all groups of torch.distributed, which the trainer of this rank
+    uses too. The next engine takes over vLLM's groups, which need no communication to be found. The
+    caller drops its references afterwards, and collects garbage. Not public in 0.32.
+    """
+    client = llm_engine.engine_core
+    client._finalizer.detach()  # would shut down, groups included, when the client is collected
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
+@contextmanager
+def private_store(folder: Path) -> Iterator[None]:
+    """Make vLLM create the store of its process group in this folder, not in the temporary folder.
+
+    For an engine of one process, in vLLM 0.32: several ranks have a process group before. Not
+    public there: uniproc_executor.get_file_store_init_method.
+    """
+    from vllm.v1.executor import uniproc_executor
+
+    original = uniproc_executor.get_file_store_init_method
+    uniproc_executor.get_file_store_init_method = lambda: f"file://{folder}/store"
+    try:
+        yield
+    finally:
+        uniproc_executor.get_file_store_init_method = original
 
 
 def quiet_loggers() -> None:

@@ -10,8 +10,10 @@ processes, however they end.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +26,36 @@ FOLDER = Path("/dev/shm")
 def private_segments() -> Iterator[None]:
     """Name the segments that vLLM creates in this context after the run; unlink them on exit.
 
-    Entered by all ranks of torch.distributed's process group together. The address of the process
-    group, MASTER_ADDR and MASTER_PORT, belongs to one run at a time, so segments under its name
-    that exist before are those of a run that was killed while it started; they are removed. Not
-    public in 0.32: _CPUSHMDistributed.make_group_name.
+    Entered by all ranks of torch.distributed's process group together. The names begin with the
+    variable TRIGON_SHARED_MEMORY; segments of a run that was killed while it started are removed at
+    the next start, by that name (trigon/temporary.py). Not public in 0.32:
+    _CPUSHMDistributed.make_group_name; in Python: shared_memory._make_filename, by which the
+    segments of vLLM's message queues get their names.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    address = f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}".replace("/", "_").replace(":", "_")
-    prefix = f"trigon-{address}-"
+    prefix = f"{os.environ['TRIGON_SHARED_MEMORY']}-"
 
     def group_name(communicator: Any) -> str:
         ranks = "-".join(str(rank) for rank in communicator.ranks)
         return f"{prefix}{communicator.unique_name}-{ranks}-cpushm".replace("/", "_")
 
-    for left_behind in FOLDER.glob(f"{prefix}*"):
-        left_behind.unlink(missing_ok=True)
-    dist.barrier()
+    def file_name() -> str:
+        return f"/{prefix}{secrets.token_hex(8)}"
+
     before = mapped_segments()
-    original = _CPUSHMDistributed.make_group_name
+    names: Any = shared_memory  # its type stub has public names only
+    original_group_name, original_file_name = _CPUSHMDistributed.make_group_name, names._make_filename
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
+    names._make_filename = file_name
     try:
         yield
     finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        _CPUSHMDistributed.make_group_name = staticmethod(original_group_name)
+        names._make_filename = original_file_name
     dist.barrier()  # every rank has mapped what the others created
     for segment in mapped_segments() - before:
-        if segment.name.startswith((prefix, "psm_")):  # psm_: multiprocessing.shared_memory, vLLM's message queues
+        if segment.name.startswith(prefix):
             segment.unlink(missing_ok=True)
 
 

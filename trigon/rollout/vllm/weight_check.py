@@ -7,6 +7,7 @@ tensors a parameter is made of is observed while they are loaded, so no table of
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,6 +151,12 @@ def compare(ranks: list[RankSums], *, version: int) -> None:
             not_loaded.append(name)
         elif not any(held.equals(expected) for expected in _possible(sources, first.tensors, len(ranks))):
             given = add((1, first.tensors[source]) for source in sources)
+            if not math.isfinite(given.squares):  # finite in the trainer's dtype, before they were rounded
+                raise ParityError(
+                    f"weights of step {version} do not fit into the dtype of vLLM's parameter {name}: as "
+                    f"{sources[0][1].removeprefix('torch.')} they are nan or infinite. Set worker.rollout.dtype to "
+                    "bf16 or fp32"
+                )
             different.append(f"{name} has sum {held.total:.17g} instead of {given.total:.17g}")
     if different or not_loaded:
         problems = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trigon.errors import EngineError
+from trigon.errors import EngineError, RolloutError, TrigonError
 from trigon.models.load import Processors
 from trigon.names import DeviceType
 from trigon.rollout.vllm.weight_check import WeightCheck, compare, gather_ranks
@@ -36,15 +36,16 @@ def load_weights(
         expected_names: canonical_names of the checkpoint that vLLM was started from.
         version: of the weights; for messages only.
         check_values: compare checksums of all parameters with the trainer's; see weight_check.py.
-    Raises: EngineError if a tensor is missing, unexpected, repeated or has another shape;
-    ParityError if a checksum differs.
+    Raises: RolloutError if vLLM fails, which it also does for another shape; EngineError if a
+    tensor is missing, unexpected or repeated; ParityError if a checksum differs.
     """
     names: list[str] = []
     [model] = llm_engine.apply_model(itself)
+    source = weights.read(common_dtype(model))
     check = WeightCheck(model, device)
 
     def read_tensors() -> NamedTensors:
-        for name, tensor in weights.read(common_dtype(model)):
+        for name, tensor in source:
             names.append(name)
             yield name, tensor.detach()
 
@@ -53,11 +54,15 @@ def load_weights(
     try:
         with check.observe(read_tensors()) if check_values else nullcontext(read_tensors()) as tensors:
             llm_engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:  # the errors of vLLM's weight loaders
+    except TrigonError:
+        raise
+    except Exception as error:  # vLLM's weight loaders raise errors of many types
         last = names[-1] if names else "none"
-        raise EngineError(
-            f"vLLM could not load the weights of step {version}; the last tensor that it read is {last}: {error}. "
-            "Trainer and rollout engine must load the same model_path."
+        for _ in source:  # each tensor is gathered from all ranks, which wait for this one
+            pass
+        raise RolloutError(
+            f"vLLM could not load the weights of step {version}; the last tensor that it read is {last}: "
+            f"{type(error).__name__}: {error}. Trainer and rollout engine must load the same model_path."
         ) from error
     check_names(names, expected_names, processors)
     if check_values:
@@ -80,11 +85,11 @@ def common_dtype(model: torch.nn.Module) -> torch.dtype | None:
 def reset_caches(llm_engine: Any) -> None:
     """Clear vLLM's prefix cache and encoder cache; vLLM keeps them when the weights change.
 
-    Raises: EngineError if vLLM does not clear them. Stale entries shift log-probabilities by 0.5
+    Raises: RolloutError if vLLM does not clear them. Stale entries shift log-probabilities by 0.5
     and more (measured).
     """
     if not llm_engine.reset_prefix_cache():
-        raise EngineError("vLLM did not reset its prefix cache: a request still holds blocks. Start a new engine.")
+        raise RolloutError("vLLM did not reset its prefix cache: a request still holds blocks. Start a new engine.")
     # LLMEngine's method, not the worker's: with the latter the scheduler keeps entries that the
     # worker has dropped.
     llm_engine.reset_encoder_cache()

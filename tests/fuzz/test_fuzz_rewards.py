@@ -1,0 +1,123 @@
+"""Each completion has a score or an error, whatever a reward function returns or sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trigon.errors import RewardError
+from trigon.rewards.contract import RewardRequest, encode_request, read_scores
+from trigon.rewards.pool import RewardPool
+
+numbers = st.one_of(
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.floats(width=32).map(np.float32),
+    st.floats().map(np.array),
+    st.lists(st.floats(), max_size=3).map(np.array),
+    st.integers(min_value=10**300),
+)
+names = st.sampled_from(["overall", "format", "accuracy", ""]) | st.text(max_size=150) | st.integers()
+returned = st.one_of(
+    numbers,
+    st.none(),
+    st.text(max_size=5),
+    st.dictionaries(names, numbers | st.none(), max_size=5),
+    st.lists(numbers, max_size=3),
+)
+rows = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.binary(max_size=5), st.dates()
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(returned)
+def test_any_returned_value(value: Any):
+    try:
+        scores = read_scores(value)
+    except RewardError as error:
+        assert 0 < len(str(error)) < 1000
+        assert "\n" not in str(error)
+    else:
+        assert "overall" in scores
+        assert all(type(score) is float and isfinite(score) for score in scores.values())
+        assert isfinite(sum(score * score for score in scores.values()))  # as standard deviations need it
+
+
+@given(response=st.text(), ground_truth=rows, row=st.dictionaries(st.text(max_size=5), rows, max_size=4))
+def test_any_request(response: str, ground_truth: Any, row: dict[str, Any]):
+    request = RewardRequest(response, 3, ground_truth, "Which?", "stop", row)
+    try:
+        line, omitted = encode_request(request)
+    except RewardError as error:
+        assert "ground truth" in str(error)
+    else:
+        assert "\n" not in line
+        decoded = json.loads(line)
+        assert decoded["response"] == response
+        assert set(decoded["row"]) == set(row) - set(omitted)
+
+
+# The function writes the completion, a text of JSON values or of any characters, to its own channel
+# to the parent. Every completion must still get a score or an error.
+HOSTILE = """
+import os, stat
+
+REWARD_TYPE = "sequential"
+
+def score(reward_input):
+    for number in range(3, 256):
+        try:
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                text = reward_input["response"].replace("DEEP", "[" * 100_000)
+                os.write(number, text.encode("utf-8", "replace") + b"\\n")
+        except OSError:
+            continue
+    return 1.0
+"""
+
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "chunk": st.text(max_size=4) | st.integers(),
+        "number": st.integers(-3, 3) | st.floats() | st.text(max_size=3),
+        "scores": st.dictionaries(
+            st.sampled_from(["overall", "x"]), numbers.filter(lambda n: isinstance(n, int | float)), max_size=2
+        ),
+        "error": st.text(max_size=5) | st.none(),
+        "retry_singly": st.booleans() | st.integers(),
+        "contract": st.sampled_from(["batch", "legacy", "?"]),
+        "load_error": st.text(max_size=5),
+        "seconds": st.floats() | st.text(max_size=3),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+    file = tmp_path_factory.mktemp("fuzz") / "hostile.py"
+    file.write_text(HOSTILE)
+    pool = RewardPool(f"{file}:score", kwargs={}, num_workers=1, timeout_seconds=5.0, max_failed_fraction=1.0)
+    yield pool
+    pool.close()
+
+
+@settings(max_examples=10)
+@given(st.lists(messages.map(json.dumps) | st.text(max_size=50) | st.just("DEEP"), min_size=1, max_size=4))
+def test_any_message_on_the_channel(pool: RewardPool, texts: list[str]):
+    scores = pool.score([RewardRequest(text, 1, "1", "Which?", "stop", {}) for text in texts])
+    assert len(scores) == len(texts)
+    for score in scores:
+        assert score.outcome in ("ok", "failed", "timeout")
+        assert isfinite(score.overall)

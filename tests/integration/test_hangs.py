@@ -1,0 +1,124 @@
+"""Runs that hang end with the name of the phase and all stacks, and leave no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.processes import descendants, is_running, wait_until
+from support.runs import CONFIG, finish, log_of, num_lines, overrides_of, start, wait_for
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files, which Linux has"),
+]
+
+LIMIT = 15  # seconds; longer than any part of a step here, on a busy machine as well
+OPTIONS = (
+    f"trainer.worker_timeout_seconds={LIMIT}",
+    "trainer.save_freq=1",
+    "data.val_files=",
+    "trainer.val_freq=-1",
+    "trainer.val_before_train=false",
+)
+
+# A run from Python, whose rollout engine hangs in the second step.
+SCRIPT = """
+import ctypes, sys, time
+from pathlib import Path
+import trigon
+from trigon.rollout import transformers as module
+
+def lock_twice(library):
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+def hang_in_python():
+    while True:
+        time.sleep(0.01)
+
+def hang_in_c():
+    lock_twice(ctypes.CDLL(None))
+
+def hang_in_c_with_the_interpreter_lock():
+    lock_twice(ctypes.PyDLL(None))
+
+class Engine(module.TransformersEngine):
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        if step == 2:
+            globals()[sys.argv[1]]()
+        return super().generate(prompts, sampling, step=step, on_progress=on_progress, on_group=on_group)
+
+module.TransformersEngine = Engine
+from trigon.cli.main import main
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [("hang_in_python", 1), ("hang_in_c", 1), ("hang_in_c_with_the_interpreter_lock", -signal.SIGKILL)],
+)
+def test_one_worker_that_hangs_while_it_samples_ends_and_the_same_command_goes_on(made, tmp_path, function, status):
+    folder, script = tmp_path / "run", tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    arguments = [str(CONFIG), *overrides_of(made, folder, steps=3), *OPTIONS, "worker.rollout.name=transformers"]
+    with log_of(folder).open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), function, *arguments], stdout=log, stderr=subprocess.STDOUT, text=True
+        )
+    wait_for(lambda: num_lines(folder) >= 1, process, folder)
+    wait_until(lambda: "rewards" in str(found := descendants(process.pid)) or found == {})
+    found = descendants(process.pid)
+    assert process.wait(timeout=120) == status, log_of(folder).read_text()[-4000:]
+    wait_until(lambda: not any(map(is_running, found)))
+    text = log_of(folder).read_text()
+    assert f"WorkerError: gen made no progress for {LIMIT} s" in text
+    assert str(folder / "hang_stacks.txt") in text
+    stacks = (folder / "hang_stacks.txt").read_text()
+    assert f"in {'hang_in_python' if function == 'hang_in_python' else 'lock_twice'}" in stacks
+    assert "trigon/rewards/worker.py" in stacks  # a reward worker, which waits
+    assert (folder / "global_step_1").is_dir()
+    process = start(made, folder, *OPTIONS, "worker.rollout.name=transformers", steps=2)
+    finish(process, folder)
+    assert "resuming after step 1 " in log_of(folder).read_text()
+
+
+@pytest.mark.alone
+def test_of_two_workers_one_that_is_stopped_is_named_with_the_stacks_of_all_others(made, tmp_path):
+    folder = tmp_path / "run"
+    process = start(made, folder, *OPTIONS, "trainer.n_gpus_per_node=2", steps=1000)
+    wait_for(lambda: num_lines(folder) >= 1, process, folder)
+    found = descendants(process.pid)
+    worker = next(pid for pid, command in found.items() if command.startswith("ray::Worker"))
+    os.kill(worker, signal.SIGSTOP)
+    started = time.monotonic()
+    assert process.wait(timeout=180) == 1, log_of(folder).read_text()[-4000:]
+    assert time.monotonic() - started < LIMIT + 60
+    wait_until(lambda: not any(map(is_running, found)))
+    text = log_of(folder).read_text()
+    assert f"was not done after {LIMIT} s (trainer.worker_timeout_seconds); ranks [" in text
+    assert f"The stacks of all processes on this machine are in {folder / 'hang_stacks.txt'}" in text
+    stacks = (folder / "hang_stacks.txt").read_text()
+    assert stacks.count("it is STOPPED") == 1
+    assert f"== process {worker}: ray::Worker" in stacks
+    assert "in call_all" in stacks  # the driver
+    assert "trigon/rewards/worker.py" in stacks
+
+
+def test_a_stopped_reward_worker_is_replaced_and_costs_its_completions_only(made, tmp_path):
+    folder = tmp_path / "run"
+    options = ("worker.reward.timeout_seconds=2", "worker.reward.max_failed_fraction=1", "worker.reward.num_cpus=1")
+    process = start(made, folder, *OPTIONS, *options)
+    wait_for(lambda: num_lines(folder) >= 1, process, folder)
+    worker = next(pid for pid, command in descendants(process.pid).items() if "trigon.rewards.worker" in command)
+    os.kill(worker, signal.SIGSTOP)
+    finish(process, folder)
+    assert not is_running(worker)

@@ -1,0 +1,161 @@
+"""No other machine reaches a run on one machine, and it leaves no temporary file behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.processes import is_running
+from support.runs import finish, log_of, num_lines, press_ctrl_c, start, wait_for
+from support.sockets import Listener, descendants, listeners, outside_address
+
+pytestmark = [pytest.mark.alone, pytest.mark.faults]
+
+TWO_WORKERS = ("trainer.n_gpus_per_node=2", "worker.rollout.tensor_parallel_size=2")
+
+WITHOUT_TOKEN = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_put(b"key", b"value", True, None)
+"""
+
+
+def connects(address: str, port: int) -> bool:
+    """Return whether something at this address takes a connection."""
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        return probe.connect_ex((address, port)) == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Return an empty temporary folder with a short path, for Ray's sockets."""
+    path = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def segments() -> set[Path]:
+    """Return the shared memory of runs: of vLLM, of multiprocessing and of Ray."""
+    parts = ("trigon-", "cpushm", "psm_", "plasma")
+    return {path for path in Path("/dev/shm").iterdir() if any(part in path.name for part in parts)}
+
+
+def watch(process: subprocess.Popen[str], outside: str | None) -> tuple[set[Listener], set[Listener]]:
+    """Return the sockets of a run, from its start to its end, and those reached from outside."""
+    seen: set[Listener] = set()
+    reached: set[Listener] = set()
+    while process.poll() is None:
+        new = listeners(descendants(process.pid)) - seen
+        seen |= new
+        for each in new:
+            if outside is not None and each.protocol.startswith("tcp") and connects(outside, each.port):
+                reached.add(each)
+        time.sleep(0.2)
+    return seen, reached
+
+
+def is_refused_without_token(gcs_port: int) -> bool:
+    """Return whether Ray's server refuses a write without the token."""
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", WITHOUT_TOKEN, f"127.0.0.1:{gcs_port}"]
+    tried = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return tried.returncode != 0 and "nauthenticated" in tried.stderr.replace("Unauthorized", "Unauthenticated")
+
+
+def test_two_workers_listen_on_the_loopback_address_only(made, folder):
+    # As on a machine where these name the interface of a cluster.
+    outer = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    process = start(made, folder, *TWO_WORKERS, steps=2, environment=outer)
+    gcs: list[Listener] = []
+    while not gcs and process.poll() is None:
+        gcs = [each for each in listeners(descendants(process.pid)) if "gcs_server" in each.process]
+        time.sleep(0.1)
+    assert is_refused_without_token(gcs[0].port)
+    outside = outside_address()
+    seen, reached = watch(process, outside)
+    finish(process, folder)
+    assert {each for each in seen if not each.is_local} == set()
+    assert reached == set()
+    # What the test must have seen to be one: the servers of Ray, and of both ranks gloo's sockets
+    # beside Ray's own.
+    for part in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent", "trigon.trainer.main"):
+        assert any(part in each.process for each in seen), (part, seen)
+    assert len({each.port for each in seen if each.process.startswith("ray::Worker")}) > 4
+
+
+def test_one_worker_listens_on_the_loopback_address_only(made, folder):
+    process = start(made, folder, steps=2, environment={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"})
+    seen, reached = watch(process, outside_address())
+    finish(process, folder)
+    assert {each for each in seen if not each.is_local} == set()
+    assert reached == set()
+    assert seen  # vLLM's process group, by gloo
+
+
+def test_a_run_with_workers_leaves_no_temporary_file(made, folder, temporary):
+    before = segments()
+    process = start(made, folder, *TWO_WORKERS, steps=1, environment={"TMPDIR": str(temporary)})
+    seen: dict[str, int] = {}
+    while process.poll() is None:
+        for path in temporary.iterdir():
+            try:
+                seen[path.name] = path.stat().st_mode & 0o777
+            except FileNotFoundError:
+                continue
+        time.sleep(0.05)
+    finish(process, folder)
+    private = {name for name in seen if name.startswith(f"trigon-{os.geteuid()}-")}
+    assert private
+    assert {seen[name] for name in private} == {0o700}
+    assert list(temporary.iterdir()) == []
+    assert segments() <= before
+
+
+def test_files_of_a_killed_run_are_removed_at_the_next_start_and_those_of_a_living_one_stay(made, tmp_path, temporary):
+    def start_in(name: str, *options: str, steps: int) -> subprocess.Popen[str]:
+        variables = {"TMPDIR": str(temporary)}
+        return start(made, tmp_path / name, "trainer.save_freq=-1", *options, steps=steps, environment=variables)
+
+    segments_before = segments()
+    living = start_in("living", steps=10_000)
+    wait_for(lambda: num_lines(tmp_path / "living") >= 1, living, tmp_path / "living")
+    of_living = set(temporary.iterdir())
+    assert of_living
+
+    killed = start_in("killed", *TWO_WORKERS, steps=10_000)
+    wait_for(lambda: num_lines(tmp_path / "killed") >= 1, killed, tmp_path / "killed")
+    processes = descendants(killed.pid)
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    while any(map(is_running, processes)):
+        time.sleep(0.1)
+    of_killed = set(temporary.iterdir()) - of_living
+    assert any((path / "ray" / "session_latest").exists() for path in of_killed)
+
+    following = start_in("following", steps=1)
+    wait_for(lambda: not any(path.exists() for path in of_killed), following, tmp_path / "following")
+    finish(following, tmp_path / "following")
+    assert set(temporary.iterdir()) == of_living
+    assert all((path / "lock").exists() for path in of_living)
+    assert segments() <= segments_before
+
+    press_ctrl_c(living)
+    assert living.wait(timeout=120) == 130, log_of(tmp_path / "living").read_text()[-4000:]
+    assert list(temporary.iterdir()) == []

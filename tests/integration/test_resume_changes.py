@@ -1,0 +1,292 @@
+"""A run that is resumed with other options, models, reward functions or data notices it.
+
+Each case resumes one real run of a tiny model. What is refused must be refused before the models
+load, and leave the run folder as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from support.runs import CONFIG, lines, overrides_of
+from trigon.build.objects import NO_OBJECTS, RunObjects
+from trigon.build.run import run_training
+from trigon.checkpoint.manifest import PROGRESS, replacing_files
+from trigon.config.load import load_config
+from trigon.errors import CheckpointError
+from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.rewards.callables import reward_source
+
+REWARD_OPTION = "worker.reward.reward_function"
+
+LOADING = "loading the model"
+"""What a run prints before its models load."""
+
+
+# Differs between the completions of a barely trained model, so that there is a gradient.
+REWARD = """
+from helper import MODULO
+
+def compute_score(predict_str, ground_truth, judge, api_key):
+    return sum(map(ord, predict_str)) % MODULO / 7
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, few rows of data, a template and a reward function."""
+    folder = tmp_path_factory.mktemp("parts")
+    shutil.copytree(made / "model", folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "helper.py").write_text("MODULO = 7\n")
+    (folder / "format.jinja").write_text("{{ content }} Answer briefly.")
+    (folder / "data").mkdir()
+    for name, rows in (("train.parquet", 16), ("validation.parquet", 2)):
+        pq.write_table(pq.read_table(made / "data" / name).slice(0, rows), folder / "data" / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that stopped after step 1. It must not change."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    train(parts, folder)
+    assert [path.name for path in folder.glob("global_step_*")] == ["global_step_1"]
+    return folder
+
+
+def train(parts: Path, folder: Path, *overrides: str, objects: RunObjects = NO_OBJECTS) -> None:
+    """Make one step in this process, after the last checkpoint, and save it."""
+    options = [
+        *overrides_of(parts, folder, steps=40),
+        f"data.format_prompt={parts / 'format.jinja'}",
+        "worker.reward.reward_function_kwargs={judge: small, api_key: sk-abcdefgh123}",
+        "worker.rollout.name=transformers",
+        "worker.rollout.n=2",
+        "data.rollout_batch_size=2",
+        "data.max_response_length=4",
+        "worker.actor.global_batch_size=2",
+        "trainer.val_before_train=false",
+        "trainer.val_freq=1",
+        *overrides,
+    ]
+    run_training(
+        load_config(CONFIG, options).config,
+        warnings=(),
+        logger_environment=LoggerEnvironment(),
+        should_stop=lambda: True,
+        defer_interrupts=nullcontext,
+        export_to=None,
+        objects=objects,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def starts(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def edited(file: Path, edit: Callable[[Path], None]) -> Iterator[None]:
+    """Change a file within the context."""
+    before = file.read_bytes()
+    edit(file)
+    assert file.read_bytes() != before
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+def replaced(old: str, new: str) -> Callable[[Path], None]:
+    return lambda file: file.write_text(file.read_text().replace(old, new))
+
+
+def change_one_weight(file: Path) -> None:
+    tensors = load_file(file)
+    name = sorted(tensors)[3]
+    save_file({**tensors, name: tensors[name] * 1.01}, file, metadata={"format": "pt"})
+
+
+def change_one_answer(file: Path) -> None:
+    rows = pq.read_table(file)
+    table = rows.to_pylist()
+    table[1]["answer"] = "17"
+    pq.write_table(type(rows).from_pylist(table, schema=rows.schema), file)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (("worker.rollout.seed=7",), ("worker.rollout.seed was 1, and is now 7",)),
+        (("data.seed=7",), ("data.seed was 1, and is now 7",)),
+        (("worker.rollout.temperature=0.5",), ("worker.rollout.temperature was 1.0, and is now 0.5",)),
+        (("worker.actor.optim.lr=2e-3",), ("worker.actor.optim.lr was 0.001, and is now 0.002",)),
+        (
+            ("worker.rollout.n=4", "algorithm.disable_kl=true"),
+            ("worker.rollout.n was 2", "algorithm.disable_kl was false"),
+        ),
+        (
+            ("worker.reward.reward_function_kwargs={judge: large, api_key: sk-another1234}",),
+            ("worker.reward.reward_function_kwargs has other content than then (judge)\n",),
+        ),
+        (("worker.reward.reward_function=math",), ("worker.reward.reward_function was", "and is now math, with other")),
+        (("data.format_prompt=",), ("data.format_prompt was", "and is now null, with other content (text)")),
+        (("worker.rollout.val_override_config.temperature=0.5",), ("val_override_config.temperature was 1.0",)),
+    ],
+)
+def test_other_options_are_refused_before_anything_loads(parts, saved, capsys, overrides, names):
+    before = contents(saved)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        train(parts, saved, *overrides)
+    assert time.monotonic() - started < 20  # two processes are started, and the checkpoint is verified
+    message = str(caught.value)
+    assert message.startswith(f"{saved / 'global_step_1'} was saved by a run with other options or files:\n")
+    for name in names:
+        assert name in message
+    assert message.count("\n  ") == len({name.split()[0] for name in names if "." in name.split()[0]}) + 1
+    assert "continue with these changes from step 2 on" in message
+    assert "sk-" not in message
+    assert LOADING not in capsys.readouterr().out
+    assert contents(saved) == before
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("file", "edit", "expected"),
+    [
+        (
+            "reward.py",
+            replaced("/ 7", "/ 9"),
+            f"{REWARD_OPTION} has other content than then (code)",
+        ),
+        ("helper.py", replaced("7", "5"), f"{REWARD_OPTION} has other content than then (code)"),
+        ("format.jinja", replaced("briefly", "at length"), "data.format_prompt has other content than then (text)"),
+        ("model/model.safetensors", change_one_weight, "model_path has other content than then (weights)"),
+        ("model/tokenizer.json", replaced("1.0", "1.0 "), "model_path has other content than then (tokenizer.json)"),
+        ("data/train.parquet", change_one_answer, "train.parquet has other rows (16 usable ones then, 16 now)"),
+        ("data/validation.parquet", change_one_answer, "data.val_files has other content than then (rows)"),
+    ],
+)
+def test_files_with_other_content_at_the_same_place_are_refused(parts, saved, capsys, file, edit, expected):
+    before = contents(saved)
+    with edited(parts / file, edit), pytest.raises(CheckpointError) as caught:
+        train(parts, saved)
+    assert expected in str(caught.value)
+    assert LOADING not in capsys.readouterr().out
+    assert contents(saved) == before
+
+
+def test_files_of_the_same_content_elsewhere_and_options_without_consequence_are_accepted(
+    parts, saved, tmp_path, capsys
+):
+    folder, moved = shutil.copytree(saved, tmp_path / "run"), shutil.copytree(parts, tmp_path / "moved")
+    (moved / "reward.py").write_text(f"# a comment\n{(moved / 'reward.py').read_text()}")
+    (moved / "model" / "README.md").write_text("another page")
+    train(
+        moved,
+        folder,
+        "worker.reward.reward_function_kwargs={judge: small, api_key: sk-anotherkey1}",
+        "worker.reward.num_cpus=2",
+        "worker.actor.micro_batch_size_per_device_for_update=2",
+        "worker.actor.fsdp.torch_dtype=float32",
+        "trainer.save_freq=1",
+        "trainer.max_steps=30",
+        "trainer.logger=[file]",
+    )
+    assert [line["step"] for line in lines(folder)] == [1, 2]
+    first, second = starts(folder)
+    assert (first["after_step"], second["after_step"]) == (0, 1)
+    assert second["accepted_changes"] == second["notes"] == []
+    # The earlier configuration is kept.
+    assert (folder / "earlier_configs" / "001.yaml").read_bytes() == (saved / "config.yaml").read_bytes()
+    assert "max_steps: 30" in (folder / "config.yaml").read_text()
+
+
+def test_accepted_changes_are_told_and_recorded_until_they_are_what_the_run_is_made_from(
+    parts, saved, tmp_path, capsys
+):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    changes = ("worker.actor.optim.lr=2e-3", "worker.rollout.seed=7")
+    with pytest.raises(CheckpointError) as caught:
+        train(parts, folder, *changes, "trainer.accept_changes=worker.rollout.seed")
+    [option] = [line.strip() for line in str(caught.value).splitlines() if "accept_changes" in line]
+    assert option == "'trainer.accept_changes=[worker.rollout.seed,worker.actor.optim.lr]'"
+    train(parts, folder, *changes, option.strip("'"))
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "accepted from step 2 on: worker.rollout.seed was 1, and is now 7" in told
+    assert starts(folder)[-1]["accepted_changes"] == [
+        {"name": "worker.actor.optim.lr", "text": "was 0.001, and is now 0.002"},
+        {"name": "worker.rollout.seed", "text": "was 1, and is now 7"},
+    ]
+    assert lines(folder)[-1]["metrics"]["actor/lr"] == 0.002
+    train(parts, folder, *changes)  # the checkpoint of step 2 is of a run with these options
+    assert starts(folder)[-1]["accepted_changes"] == []
+    with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.002, and is now 0\.001"):
+        train(parts, folder)
+
+
+def test_an_accepted_dataset_is_drawn_from_its_beginning(parts, saved, tmp_path, capsys):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    with edited(parts / "data" / "train.parquet", change_one_answer):
+        train(parts, folder, "trainer.accept_changes=all", "data.shuffle=false")
+    names = [change["name"] for change in starts(folder)[-1]["accepted_changes"]]
+    assert names == ["data.shuffle", "data.train_files"]
+    rows = (folder / "rollouts" / "step_000002.jsonl").read_text().splitlines()
+    assert {json.loads(row)["prompt_id"] for row in rows} == {"train:0", "train:1"}
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(parts, saved, tmp_path, capsys):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    remove_record(folder / "global_step_1")
+    train(parts, folder, "worker.rollout.seed=7")
+    captured = capsys.readouterr()
+    assert "is of an earlier version, and has no record of the options" in captured.out.replace("\n", " ")
+    assert "warning" not in captured.out + captured.err
+    assert starts(folder)[-1]["after_step"] == 1
+
+
+@pytest.mark.faults
+def test_a_function_given_in_python_is_compared_by_its_code(parts, tmp_path):
+    def given(modulo: int) -> RunObjects:
+        def reward(response, ground_truth, judge, api_key):
+            return sum(map(ord, response)) % modulo / 7
+
+        return RunObjects(reward=reward_source(reward, kwargs={"judge": "", "api_key": ""}))
+
+    train(parts, tmp_path / "run", objects=given(7))
+    train(parts, tmp_path / "run", objects=given(7))
+    assert starts(tmp_path / "run")[-1]["accepted_changes"] == []
+    with pytest.raises(CheckpointError, match=r"worker\.reward\.reward_function has other content than then \(code\)"):
+        train(parts, tmp_path / "run", objects=given(5))
+
+
+def remove_record(checkpoint: Path) -> None:
+    with replacing_files(checkpoint, (PROGRESS,)):
+        state = json.loads((checkpoint / PROGRESS).read_text())
+        del state["progress"]["made_from"]
+        (checkpoint / PROGRESS).write_text(json.dumps(state))
+
+
+def test_a_named_checkpoint_of_another_run_is_compared_too_and_one_that_is_only_validated_is_not(
+    parts, saved, tmp_path, capsys
+):
+    checkpoint = f"trainer.load_checkpoint_path={saved / 'global_step_1'}"
+    with pytest.raises(CheckpointError, match=r"global_step_1 was saved .*\n  worker\.rollout\.seed was 1"):
+        train(parts, tmp_path / "run", checkpoint, "worker.rollout.seed=7")
+    train(parts, tmp_path / "run", checkpoint, "worker.rollout.seed=7", "trainer.val_only=true")
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1]

@@ -1,0 +1,557 @@
+"""Attacks by reward functions, each without the mechanism that prevents it, and with it."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from support.processes import is_locked, wait_until
+from trigon.errors import RewardError
+from trigon.rewards.confinement import kernel, landlock, namespaces, tree
+from trigon.rewards.confinement.options import DEFAULT, Confinement
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.alone,
+    pytest.mark.skipif(sys.platform != "linux", reason="the mechanisms are those of Linux"),
+]
+
+IS_ROOT = os.geteuid() == 0
+NO_NAMESPACES = namespaces.find_obstacle(private_shared_memory=True)
+LANDLOCK = landlock.find_version()
+
+needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=f"namespaces are not allowed here: {NO_NAMESPACES}")
+needs_landlock = pytest.mark.skipif(not LANDLOCK, reason="this kernel has no Landlock")
+
+# Each returns whether the attack on `pid`, the driver, or on `child`, its child process, succeeds.
+ATTACKS = """
+import ctypes, fcntl, os, signal, socket, struct, time
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def read_environment(pid, child):
+    return b"hf_attacked" in open(f"/proc/{pid}/environ", "rb").read()
+
+def read_memory(pid, child):
+    start = int(open(f"/proc/{pid}/maps").readline().split("-")[0], 16)
+    with open(f"/proc/{pid}/mem", "rb") as memory:
+        memory.seek(start)
+        return len(memory.read(16)) == 16
+
+def read_memory_by_a_system_call(pid, child):
+    here = ctypes.create_string_buffer(16)
+    start = int(open(f"/proc/self/maps").readline().split("-")[0], 16)  # where programs are loaded, often
+    vector = struct.pack("@PN", ctypes.addressof(here), 16)
+    remote = struct.pack("@PN", start, 16)
+    number = libc.process_vm_readv(pid, vector, 1, remote, 1, 0)
+    return number == 16 or ctypes.get_errno() == 14  # EFAULT: allowed, but another address
+
+def trace(pid, child):
+    PTRACE_SEIZE = 0x4206
+    return libc.ptrace(PTRACE_SEIZE, child, None, None) == 0
+
+def read_other_processes(pid, child):
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) not in (1, os.getpid()):  # 1 is of this worker with namespaces
+            try:
+                found.append(open(f"/proc/{name}/environ", "rb").read())
+            except OSError:
+                pass
+    return b'hf_attacked' in b''.join(found)
+
+def read_command_lines(pid, child):
+    def line(name):
+        try:
+            return open(f"/proc/{name}/cmdline", "rb").read()
+        except OSError:
+            return b""
+    return any(b"4711.25" in line(name) for name in os.listdir("/proc") if name.isdecimal())
+
+def stop_a_process(pid, child):
+    os.kill(child, signal.SIGSTOP)
+    os.kill(child, signal.SIGCONT)
+    return True
+
+def stop_a_process_by_its_descriptor(pid, child):
+    signal.pidfd_send_signal(os.pidfd_open(child), signal.SIGCONT)
+    return True
+
+def stop_a_process_by_a_socket(pid, child):
+    receiver, sender = socket.socketpair()
+    fcntl.fcntl(receiver, fcntl.F_SETOWN, child)
+    fcntl.fcntl(receiver, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(receiver, fcntl.F_SETFL, os.O_ASYNC)
+    sender.send(b"x")
+    deadline = time.monotonic() + 1
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(child)
+
+def is_alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True  # it cannot be seen
+
+def make_a_key(pid, child):
+    ADD_KEY = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+    return libc.syscall(ADD_KEY, b"user", b"name", b"value", 5, -3) > 0
+
+REWARD_TYPE = "sequential"
+
+def main(reward_input, pid, child):
+    try:
+        return float(globals()[reward_input["response"]](pid, child))
+    except OSError:
+        return 0.0
+"""
+PEEK = {"read_environment", "read_memory", "read_other_processes"}
+MEMORY_CALLS = {"read_memory_by_a_system_call", "trace"}
+SIGNALS = {"stop_a_process", "stop_a_process_by_its_descriptor", "stop_a_process_by_a_socket"}
+NAMES = {"read_command_lines"}
+CALLS = {"make_a_key"}
+ALL = PEEK | MEMORY_CALLS | SIGNALS | NAMES | CALLS
+
+# What of ATTACKS succeeds without some mechanisms. An ordinary user has no capabilities to give up.
+EVERYTHING = ("namespaces", "fewer capabilities", "landlock", "signal scope", "seccomp")
+SUCCEEDS = {
+    (): set(),
+    ("seccomp",): CALLS,
+    ("namespaces",): NAMES,
+    ("namespaces", "seccomp"): NAMES | CALLS,
+    ("namespaces", "signal scope"): NAMES | SIGNALS,
+    ("namespaces", "landlock"): NAMES | SIGNALS | (set() if IS_ROOT else PEEK),
+    ("namespaces", "landlock", "fewer capabilities"): NAMES | SIGNALS | PEEK,
+    ("landlock", "fewer capabilities", "signal scope"): set(),
+    EVERYTHING: ALL,
+}
+SAID = {
+    "read the environment and the memory": "read_environment",
+    "send signals": "stop_a_process",
+    "see the command lines": "read_command_lines",
+    "make system calls that they do not need": "make_a_key",
+}
+
+
+def requests(*responses):
+    return [RewardRequest(response, 1, "4", "?", "stop", {}) for response in responses]
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    """Return a function that makes a pool from a reward file's text, closed when the test ends."""
+    pools = []
+
+    def make(text, *, num_workers=1, timeout_seconds=20.0, passed_variables=(), confinement=DEFAULT, **kwargs):
+        (tmp_path / "reward.py").write_text(text)
+        pools.append(
+            RewardPool(
+                f"{tmp_path}/reward.py:main",
+                kwargs=kwargs,
+                num_workers=num_workers,
+                timeout_seconds=timeout_seconds,
+                max_failed_fraction=1.0,
+                passed_variables=passed_variables,
+                confinement=confinement,
+            )
+        )
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("without", SUCCEEDS, ids=", ".join)
+def test_attacks_on_other_processes_succeed_only_without_what_prevents_them(tmp_path, without):
+    if "namespaces" not in without and NO_NAMESPACES:
+        pytest.skip(f"namespaces are not allowed here: {NO_NAMESPACES}")
+    if not {"landlock", "signal scope"} & set(without) and LANDLOCK < landlock.SIGNAL_VERSION:
+        pytest.skip(f"this kernel has version {LANDLOCK} of Landlock, and {landlock.SIGNAL_VERSION} covers signals")
+    (tmp_path / "reward.py").write_text(ATTACKS)
+    succeeded, logged = attack(tmp_path, Confinement(without=without), sorted(ALL))
+    assert succeeded == SUCCEEDS[without]
+    assert len([line for line in logged if "not fully confined" in line]) == bool(succeeded)
+    for words, example in SAID.items():
+        assert any(words in line for line in logged) == (example in succeeded), words
+
+
+@pytest.mark.skipif(kernel.machine() not in ("x86_64", "aarch64"), reason="needs seccomp")
+def test_system_calls_that_a_container_forbids_are_named_and_done_without(tmp_path):
+    (tmp_path / "reward.py").write_text(ATTACKS)
+    calls = ("unshare", "mount", "landlock_create_ruleset")
+    succeeded, [line] = attack(tmp_path, Confinement(), sorted(ALL), forbidden=calls)
+    assert succeeded == SUCCEEDS["namespaces", "landlock"]
+    assert line.startswith("reward functions are not fully confined here: they can ")
+    assert line.endswith("(no namespaces: unshare: Operation not permitted; no Landlock; see docs/rewards.md)")
+
+
+def attack(folder, confinement, responses, *, forbidden=()):
+    """Return the attacks that succeed, and the warnings. The driver is a process of its own."""
+    script = f"""
+import json, os, subprocess, sys, time
+from trigon.rewards.confinement import seccomp
+from trigon.rewards.confinement.options import Confinement
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
+
+seccomp._NUMBERS["landlock_create_ruleset"] = (444, 444)
+if {forbidden!r}:
+    seccomp.forbid({forbidden!r})
+children = []
+succeeded = []
+for response in {responses!r}:
+    children.append(subprocess.Popen(["sleep", "4711.25"]))
+    pool = RewardPool({str(folder / "reward.py")!r} + ":main", kwargs={{"pid": os.getpid(), "child": children[-1].pid}},
+                      num_workers=1, timeout_seconds=20, max_failed_fraction=1.0,
+                      confinement=Confinement.from_json({confinement.to_json()!r}))
+    [score] = pool.score([RewardRequest(response, 1, "4", "?", "stop", {{}})])
+    assert score.outcome == "ok", score
+    succeeded += [response] * int(score.overall)
+    pool.close()
+for child in children:
+    child.kill()
+print(json.dumps(succeeded))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"HF_TOKEN": "hf_attacked"}
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout)), sorted(set(done.stderr.splitlines()))
+
+
+# The lock is held as long as any process lives that inherited the file, in any session.
+LEAVE = """
+import fcntl, os, signal, subprocess, sys, time
+
+REWARD_TYPE = "sequential"
+
+def main(reward_input, lock):
+    held = open(lock, "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.set_inheritable(held.fileno(), True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+                signal.signal(number, signal.SIG_IGN)
+            subprocess.Popen(["setsid", "sleep", "1000"], close_fds=False)
+            os.closerange(3, held.fileno())
+            os.closerange(held.fileno() + 1, 1000)
+            time.sleep(1000)
+        os._exit(0)
+    if reward_input["response"] == "exit":
+        os._exit(3)
+    if reward_input["response"] == "hang":
+        time.sleep(1000)
+    return {"overall": 1.0}
+"""
+SYSTEMS = [
+    pytest.param((), id="all", marks=needs_namespaces),
+    pytest.param(("namespaces",), id="without namespaces"),
+    pytest.param(EVERYTHING, id="a supervisor only"),
+]
+
+
+@pytest.mark.parametrize("without", SYSTEMS)
+@pytest.mark.parametrize(("response", "outcome"), [("exit", "failed"), ("hang", "timeout"), ("return", "ok")])
+def test_nothing_that_a_function_started_outlives_its_worker(tmp_path, pool_of, without, response, outcome):
+    lock = tmp_path / "lock"
+    pool = pool_of(LEAVE, timeout_seconds=1.0, confinement=Confinement(without=without), lock=str(lock))
+    [score] = pool.score(requests(response))
+    assert score.outcome == outcome
+    if response == "return":
+        assert is_locked(lock)
+        pool.close()
+    assert not is_locked(lock)
+
+
+@pytest.mark.parametrize("without", SYSTEMS)
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path, without):
+    lock = tmp_path / "lock"
+    (tmp_path / "reward.py").write_text(LEAVE)
+    script = f"""
+import time
+from trigon.rewards.confinement.options import Confinement
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
+
+pool = RewardPool({str(tmp_path / "reward.py")!r} + ":main", kwargs={{"lock": {str(lock)!r}}}, num_workers=1,
+                  timeout_seconds=60, max_failed_fraction=1.0, confinement=Confinement(without={without!r}))
+pool.score([RewardRequest("return", 1, "4", "?", "stop", {{}})])
+print("scored", flush=True)
+time.sleep(1000)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert driver.stdout.readline() == b"scored\n"
+        assert is_locked(lock)
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+    wait_until(lambda: not is_locked(lock))
+
+
+@pytest.mark.parametrize("without", SYSTEMS)
+def test_a_function_that_starts_processes_without_end_is_killed_with_all_of_them(tmp_path, pool_of, without):
+    lock = tmp_path / "lock"
+    text = f"""
+import fcntl, os, time
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    held = open({str(lock)!r}, "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    started = time.monotonic()
+    while time.monotonic() < started + 20:  # at most this long, should it not be killed
+        if reward_input["response"] == "few":
+            break
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(0.005)
+    return {{"overall": 1.0}}
+"""
+    pool = pool_of(text, confinement=Confinement(without=without, max_processes=30))
+    few, many = pool.score(requests("few", "many"))
+    assert (few.outcome, many.outcome) == ("ok", "failed")
+    assert "processes, and at most 30 are allowed; it was killed" in many.error
+    assert not is_locked(lock)
+
+
+@pytest.mark.parametrize("without", SYSTEMS)
+def test_the_memory_of_all_processes_of_a_function_counts(pool_of, without):
+    text = """
+import ctypes, os, time
+PR_SET_DUMPABLE = 4
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    number, mebibytes = map(int, reward_input["response"].split())
+    shared = b"x" * (60 << 20)  # of all processes, but in memory once
+    for _ in range(number):
+        if os.fork() == 0:
+            own = b"x" * (mebibytes << 20)
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0 if mebibytes == 60 else 1)  # 0 hides its memory
+            time.sleep(20)
+            os._exit(0)
+    time.sleep(3)
+    return {"overall": 1.0}
+"""
+    pool = pool_of(text, confinement=Confinement(without=without, max_memory_bytes=400 << 20))
+    within, beyond = pool.score(requests("10 1", "10 60"))
+    assert (within.outcome, beyond.outcome) == ("ok", "failed")
+    assert "GiB of memory with the" in beyond.error
+    assert beyond.error.endswith("0.390625 GiB are allowed; it was killed")
+
+
+def test_a_worker_has_no_files_but_its_channel_and_its_output(pool_of):
+    text = """
+import os
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    opened = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            opened[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            pass  # of listdir itself
+    assert opened.pop(0) == "/dev/null", opened
+    assert opened.pop(1) == opened.pop(2)
+    [target] = opened.values()
+    assert target.startswith("socket:"), opened
+    return {"overall": 1.0}
+"""
+    with open(os.devnull) as secret:
+        os.set_inheritable(secret.fileno(), True)
+        assert pool_of(text).score(requests("a"))[0].error == ""
+
+
+@pytest.mark.parametrize("without", SYSTEMS)
+def test_sigterm_to_all_processes_of_a_run_does_not_end_a_worker(pool_of, without):
+    text = """
+import multiprocessing, os, subprocess, time
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    main.calls = getattr(main, "calls", 0) + 1
+    for _ in range(20):  # what the function starts can be ended by it
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        process.start()
+        process.terminate()
+        process.join()
+    program = subprocess.Popen(["sleep", "1000"])
+    program.terminate()
+    return {"overall": main.calls, "program": program.wait()}
+"""
+    pool = pool_of(text, confinement=Confinement(without=without))
+    [score] = pool.score(requests("a"))
+    assert (score.error, score.parts) == ("", {"overall": 1.0, "program": -signal.SIGTERM})
+    [worker] = pool._workers
+    for pid in (worker.process.pid, *tree.descendants(worker.process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert pool.score(requests("a"))[0].overall == 2.0  # by the same process
+
+
+# What reward functions do, and must be able to do.
+ORDINARY = """
+import json, multiprocessing, os, subprocess, sys, tempfile, threading, urllib.request
+
+def threads(**_):
+    results = []
+    several = [threading.Thread(target=results.append, args=(number,)) for number in range(8)]
+    for each in several: each.start()
+    for each in several: each.join()
+    return len(results) == 8
+
+def programs(**_):
+    done = subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True, timeout=60)
+    return done.stdout == "42\\n" or done.stderr
+
+def processes(**_):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(abs, [-1, -2]) == [1, 2]
+
+def temporary_files(**_):
+    with tempfile.NamedTemporaryFile("w+") as file:
+        file.write("text")
+        file.seek(0)
+        return file.read() == "text"
+
+def files_beside(folder, **_):
+    return open(f"{folder}/truths.json").read() == "[1]"
+
+def imports(**_):
+    import html.parser, numpy, yaml
+    return numpy.arange(3).sum() == 3
+
+def network(port, **_):
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=20).read() == b"judged"
+
+def write_beside(folder, **_):
+    with open(f"{folder}/log.txt", "a") as file:
+        file.write("scored\\n")
+    return True
+
+def read_elsewhere(secret, **_):
+    return open(secret).read() == "secret"
+
+def write_elsewhere(secret, **_):
+    open(secret, "a").close()
+    return True
+
+def unix_sockets(secret, **_):
+    import socket
+    return socket.socket(socket.AF_UNIX).connect_ex(secret) != 0
+
+def a_sandbox(**_):
+    return subprocess.run(["unshare", "--user", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
+
+REWARD_TYPE = "sequential"
+
+def main(reward_input, **kwargs):
+    try:
+        passed = globals()[reward_input["response"]](**kwargs)
+    except OSError:
+        return 0.0
+    assert passed is True or passed == 1, passed
+    return 1.0
+"""
+USUAL = ["threads", "programs", "temporary_files", "files_beside", "imports"]
+FILES = ["write_beside", "read_elsewhere", "write_elsewhere"]
+
+
+@pytest.fixture
+def outside(tmp_path, tmp_path_factory):
+    """Return what ORDINARY uses: a folder, a file elsewhere, and a port where a service answers."""
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"judged")
+
+        def log_message(self, *arguments):
+            pass
+
+    secret = tmp_path_factory.mktemp("home") / ".netrc"
+    secret.write_text("secret")
+    (tmp_path / "truths.json").write_text("[1]")
+    with http.server.HTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"folder": str(tmp_path), "secret": str(secret), "port": server.server_port}
+        server.shutdown()
+
+
+def works(pool_of, outside, confinement, responses):
+    scores = pool_of(ORDINARY, timeout_seconds=60, confinement=confinement, **outside).score(requests(*responses))
+    assert [score.error for score in scores] == [""] * len(responses)
+    return {response for response, score in zip(responses, scores, strict=True) if score.overall}
+
+
+@pytest.mark.parametrize("without", [*SYSTEMS, pytest.param(("namespaces", "signal scope"), id="an older Landlock")])
+def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
+    sandbox = ["a_sandbox"] if not NO_NAMESPACES and "signal scope" not in without else []
+    responses = [*USUAL, *FILES, "network", "unix_sockets", "processes", *sandbox]
+    assert works(pool_of, outside, Confinement(without=without), responses) == set(responses)
+
+
+@needs_landlock
+@pytest.mark.parametrize("without", SYSTEMS[:2])
+def test_strict_leaves_what_is_needed_to_compute_a_score(pool_of, outside, without):
+    strict = Confinement(level="strict", without=without)
+    can = set(USUAL) | (set() if without else {"processes"})  # their locks are files of /dev/shm
+    assert works(pool_of, outside, strict, [*USUAL, *FILES, "network", "unix_sockets", "processes"]) == can
+
+
+@needs_landlock
+def test_strict_can_be_told_of_folders_and_of_the_network(pool_of, outside):
+    confinement = Confinement(level="strict", network=True, readable=(str(Path(outside["secret"]).parent),))
+    responses = [*FILES, "network", "unix_sockets"]
+    assert works(pool_of, outside, confinement, responses) == {"read_elsewhere", "network", "unix_sockets"}
+
+
+def test_without_the_network_files_and_sockets_of_this_machine_stay(pool_of, outside):
+    responses = [*USUAL, *FILES, "network", "unix_sockets"]
+    assert works(pool_of, outside, Confinement(network=False), responses) == {*USUAL, *FILES, "unix_sockets"}
+
+
+@needs_landlock
+def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of):
+    text = """
+import os, tempfile
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    tempfile.mkstemp()
+    raise ValueError(tempfile.gettempdir(), oct(os.stat(tempfile.gettempdir()).st_mode))
+"""
+    pool = pool_of(text, confinement=Confinement(level="strict"))
+    error = pool.score(requests("a"))[0].error
+    folder, mode = eval(error.removeprefix("ValueError: ").rpartition(" ")[0])
+    assert mode == "0o40700"
+    assert Path(folder).exists()
+    pool.close()
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("confinement", "message"),
+    [
+        (Confinement(level="strict", without=("landlock",)), "confinement=strict needs Landlock .*use .*=default"),
+        (Confinement(level="strict", without=("seccomp",)), "confinement=strict needs seccomp"),
+        (Confinement(network=False, without=("seccomp",)), "network=false needs seccomp"),
+    ],
+)
+def test_what_is_asked_for_is_done_or_refused(pool_of, confinement, message):
+    with pytest.raises(RewardError, match=message):
+        pool_of("def main(reward_input): return 1.0", confinement=confinement).ready()

@@ -1,0 +1,190 @@
+"""Watchers in real runs: what each looks for is caused, and the run ends with its message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.runs import lines, log_of, start
+from trigon.records.metrics import read_metrics
+
+pytestmark = pytest.mark.faults
+
+CONSTANT = """
+REWARD_TYPE = "sequential"
+
+def compute_score(reward_input):
+    return {"overall": 0.5}
+"""
+
+SHORT = """
+REWARD_TYPE = "sequential"
+
+def compute_score(reward_input):
+    return {"overall": 1.0 / (1 + reward_input["response_length"])}
+"""
+
+ONES = """
+REWARD_TYPE = "sequential"
+
+def compute_score(reward_input):
+    response = reward_input["response"]
+    return {"overall": response.count("1") / max(len(response), 1)}
+"""
+
+LEAK = """
+REWARD_TYPE = "sequential"
+KEPT = []
+
+def compute_score(reward_input):
+    KEPT.append(bytearray(b"x") * (MEBIBYTES << 20))
+    return {"overall": sum(map(ord, reward_input["response"])) % 7 / 7}
+"""
+
+
+FAILS = """
+REWARD_TYPE = "sequential"
+
+def compute_score(reward_input):
+    if sum(map(ord, reward_input["response"])) % 4 == 0:
+        raise ValueError("as asked")
+    return {"overall": sum(map(ord, reward_input["response"])) % 7 / 7}
+"""
+
+
+LEARNS_FAST = (
+    "data.rollout_batch_size=8",
+    "worker.actor.global_batch_size=8",
+    "worker.rollout.n=8",
+    "algorithm.disable_kl=true",
+    "trainer.val_before_train=false",
+    "trainer.val_freq=-1",
+)
+
+
+def launch(made: Path, folder: Path, reward: str, *overrides: str, steps: int) -> subprocess.Popen[str]:
+    folder.parent.mkdir(exist_ok=True)
+    file = folder.parent / f"{folder.name}_reward.py"
+    file.write_text(reward)
+    return start(made, folder, f"worker.reward.reward_function={file}:compute_score", *overrides, steps=steps)
+
+
+def stopped(process: subprocess.Popen[str], folder: Path, watcher: str) -> tuple[str, int]:
+    """Return the message of a run that this watcher stops, and its last step."""
+    assert process.wait(timeout=580) == 1, log_of(folder).read_text()[-3000:]
+    log = log_of(folder).read_text()
+    assert "Traceback" not in log
+    [message] = [line for line in log.splitlines() if f"trainer.watch.{watcher} stopped the run" in line]
+    return message, lines(folder)[-1]["step"]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
+
+
+def test_a_constant_reward_stops_a_run_and_the_same_command_with_another_reward_goes_on(made, tmp_path):
+    folder = tmp_path / "run"
+    options = ("trainer.watch.equal_rewards=stop", "trainer.watch.equal_reward_steps=3", "trainer.val_freq=-1")
+    options += ("trainer.save_limit=-1",)
+    message, last = stopped(launch(made, folder, CONSTANT, *options, steps=9), folder, "equal_rewards")
+    assert last == 3
+    assert "since step 1: all completions have the reward 0.5" in message
+    assert "There is no checkpoint from before step 1" in message
+    assert saved_steps(folder) == [2]
+    assert [line["metrics"].get("watch/equal_rewards") for line in lines(folder)] == [None, None, None, 1.0]
+
+    # With the usual reward.
+    process = start(made, folder, *options, "trainer.accept_changes=worker.reward.reward_function", steps=4)
+    assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
+    assert saved_steps(folder) == [2, 4]
+    assert "watch/equal_rewards" not in lines(folder)[-1]["metrics"]
+
+
+def test_a_reward_for_short_completions_stops_at_a_collapse_of_their_length(made, tmp_path):
+    folder = tmp_path / "run"
+    options = (*LEARNS_FAST, "worker.actor.optim.lr=3e-3", "trainer.watch.length=stop", "trainer.save_freq=1")
+    options += ("trainer.watch.max_cut_fraction=1", "trainer.save_limit=-1")
+    message, last = stopped(launch(made, folder, SHORT, *options, steps=60), folder, "length")
+    assert "on average (response_length/mean), and had" in message
+    lengths = [line.metrics["response_length/mean"] for line in read_metrics(folder)]  # none of step 0
+    first_short = next(step for step, length in enumerate(lengths, 1) if length < 0.1 * sorted(lengths[:3])[1])
+    assert f"the last checkpoint from before step {last - 4} is {folder / f'global_step_{last - 5}'}" in message
+    assert first_short <= last - 4
+
+
+def test_a_learning_rate_that_is_too_large_stops_when_the_entropy_is_gone(made, tmp_path):
+    folder = tmp_path / "run"
+    options = (*LEARNS_FAST, "worker.actor.optim.lr=5e-3", "trainer.watch.entropy=stop", "trainer.save_freq=-1")
+    message, _last = stopped(launch(made, folder, ONES, *options, steps=80), folder, "entropy")
+    assert "actor/entropy is" in message
+    assert saved_steps(folder) == []
+
+
+def test_failing_rewards_warn_once_and_the_run_goes_on(made, tmp_path):
+    folder = tmp_path / "run"
+    options = ("worker.reward.max_failed_fraction=1", "trainer.watch.steps=3", "trainer.val_freq=-1")
+    process = launch(made, folder, FAILS, *options, "data.rollout_batch_size=8", "worker.rollout.n=8", steps=6)
+    assert process.wait(timeout=580) == 0, log_of(folder).read_text()[-3000:]
+    log = log_of(folder).read_text()
+    assert log.count("warning: trainer.watch.reward_failures: since step") == 1
+    failed = [line["metrics"]["grader/failed_fraction"] for line in lines(folder)[1:]]
+    assert min(failed) > 0.05
+    assert lines(folder)[-1]["metrics"]["watch/reward_failures"] == 1.0
+
+
+def test_a_reward_function_that_leaks_saves_and_stops_the_run(made, tmp_path):
+    folder = tmp_path / "run"
+    # 24 MiB a step, in two workers; however much this machine has left, it is too little.
+    options = ("trainer.watch.memory_steps=1000000", "worker.reward.num_cpus=2", "trainer.val_freq=-1")
+    options += ("trainer.save_freq=-1", "trainer.watch.equal_rewards=off")
+    leak = LEAK.replace("(MEBIBYTES << 20)", "(3 << 19)")
+    message, last = stopped(launch(made, folder, leak, *options, steps=60), folder, "memory")
+    assert "perf/memory_reward_workers_gb by" in message
+    assert "The reward function keeps what it should free" in message
+    assert saved_steps(folder) == [last]
+    grown = [line.metrics["perf/memory_reward_workers_gb"] for line in read_metrics(folder) if line.step > 0]
+    assert grown[-1] - grown[-9] > 0.1
+    assert "the same command goes on after it" in message
+
+
+@pytest.fixture
+def memory_limit() -> Iterator[Path]:
+    """Return a memory control group of this test, in which processes can be put."""
+    for mount, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(mount) / f"trigon_test_{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            yield group / limit
+            while pids := (group / "cgroup.procs").read_text().split():  # only after a failure
+                for pid in pids:
+                    os.kill(int(pid), signal.SIGKILL)
+                time.sleep(0.1)
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("no memory control group can be made here: that takes root, and a writable /sys/fs/cgroup")
+
+
+def test_a_leak_in_a_control_group_stops_before_the_kernel_kills(made, tmp_path, memory_limit):
+    folder = tmp_path / "run"
+    # 96 MiB a step: without the watcher the kernel kills a process within about 25 steps.
+    leak = LEAK.replace("MEBIBYTES", "6")
+    options = ("trainer.val_freq=-1", "trainer.val_before_train=false", "worker.rollout.name=transformers")
+    options += ("trainer.save_freq=-1",)
+    process = launch(made, folder, leak, *options, steps=100)
+    memory_limit.write_text(str(3 << 30))
+    (memory_limit.parent / "cgroup.procs").write_text(str(process.pid))
+    message, last = stopped(process, folder, "memory")
+    assert "at this rate the kernel kills the run in" in message
+    assert saved_steps(folder) == [last]
+    left = read_metrics(folder)[-1].metrics["perf/memory_free_gb"]
+    assert 0.1 < left < 5 * 0.12

@@ -1,0 +1,139 @@
+"""What a checkpoint records of a run, and what a resumed run is told, without loading anything."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trigon.build.origin import KEY, Origin
+from trigon.checkpoint.store import Checkpoint
+from trigon.config.plan import make_plan
+from trigon.config.schema import Config
+from trigon.data.content import DatasetContent
+from trigon.errors import CheckpointError
+
+VALIDATION = [DatasetContent("val.jsonl", 3, "f" * 32, 1.0)]
+
+
+def config(**changes):
+    """Return a configuration; its model is on a hub that no test can reach."""
+    values = {"data": {}, "algorithm": {}, "worker": {}, "trainer": {"max_steps": 10}}
+    for name, value in changes.items():
+        section, _, rest = name.partition("__")
+        inner = values[section]
+        *parents, key = rest.split("__")
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[key] = value
+    values["worker"].setdefault("reward", {}).setdefault("reward_function", "math")
+    values["worker"].setdefault("actor", {}).setdefault("model", {}).setdefault("model_path", "owner/model")
+    return Config(**values)
+
+
+def plan_of(each):
+    return make_plan(each, num_train_prompts=1024)
+
+
+def saved_by(each, *, validation=VALIDATION, change=lambda state: state):
+    """Return the checkpoint of a run with this configuration, after a round trip through JSON."""
+    origin = Origin(each, None, print)
+    origin.add_options(None)
+    origin.add_data(None, validation, plan_of(each))
+    state = change(json.loads(json.dumps(origin.state(), allow_nan=False)))
+    return Checkpoint(7, Path("/runs/x/global_step_7"), {KEY: state}, None)
+
+
+def resumed(each, checkpoint, *, validation=VALIDATION):
+    """Return the record of a resumed run, and what was printed."""
+    said = []
+    origin = Origin(each, checkpoint, said.append)
+    origin.add_options(None)
+    origin.add_data(None, validation, plan_of(each))
+    return origin, said
+
+
+def test_the_same_run_has_no_changes():
+    origin, said = resumed(config(), saved_by(config()))
+    assert (origin.accepted, origin.notes, said) == ([], [], [])
+    assert origin.describe_start()["after_step"] == 7
+
+
+def test_a_refused_option_is_told_before_a_hub_is_asked():
+    with pytest.raises(CheckpointError, match=r"worker\.rollout\.seed was 1, and is now 2\n"):
+        resumed(config(worker__rollout__seed=2), saved_by(config()))
+
+
+def test_a_value_that_is_long_is_cut_and_an_argument_of_the_reward_function_is_not_shown():
+    before = config(data__system_prompt="a" * 500, worker__reward__reward_function_kwargs={"url": "private"})
+    with pytest.raises(CheckpointError) as caught:
+        resumed(config(worker__reward__reward_function_kwargs={"url": "secret"}), saved_by(before))
+    assert f"was {'a' * 57}..., and is now null" in str(caught.value)
+    assert "reward_function_kwargs has other content than then (url)\n" in str(caught.value)
+    assert "private" not in json.dumps(saved_by(before).progress)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_length_of_a_schedule_and_other_versions_and_workers_are_told():
+    cosine = {"worker__actor__optim__lr_scheduler_type": "cosine"}
+
+    def earlier(state):
+        return {**state, "noted": {**state["noted"], "torch": "1.0", "workers": 8, "a library of old": "2"}}
+
+    checkpoint = saved_by(config(**cosine), change=earlier)
+    origin, said = resumed(config(**cosine, trainer__max_steps=20), checkpoint)
+    assert len(said) == len(origin.notes) == 3
+    assert "steps of the learning rate's schedule was 10, and is now 20" in origin.notes
+    assert "workers was 8, and is now 1" in origin.notes
+    assert resumed(config(trainer__max_steps=20), saved_by(config()))[1] == []
+
+
+def test_options_that_another_version_of_trigon_records_are_not_compared():
+    def other(state):
+        options = {name: value for name, value in state["options"].items() if name != "worker.rollout.seed"}
+        return {**state, "options": {**options, "worker.rollout.later": 3}}
+
+    assert resumed(config(worker__rollout__seed=2), saved_by(config(), change=other))[1] == []
+
+
+def test_code_of_another_python_cannot_be_compared_which_is_told():
+    def of_python(tag, digit):
+        def change(state):
+            code = {"code": [f"py{tag}:{digit * 32}"]}
+            return {**state, "contents": {**state["contents"], "worker.reward.reward_function": code}}
+
+        return change
+
+    checkpoint = saved_by(config(), change=of_python("3.9", "a"))
+    origin = Origin(config(), checkpoint, print)
+    origin.add_options(None)  # of a shipped function, whose digest has no version
+    [note] = origin.notes
+    assert note.startswith("worker.reward.reward_function cannot be compared (Python is another version, or")
+
+
+def test_other_validation_data_are_refused_and_none_are_not():
+    other = [replace(VALIDATION[0], fingerprint="e" * 32)]
+    with pytest.raises(CheckpointError, match=r"data\.val_files has other content than then \(rows\): val\.jsonl"):
+        resumed(config(), saved_by(config()), validation=other)
+    assert resumed(config(), saved_by(config()), validation=())[1] == []
+    assert resumed(config(), saved_by(config(), validation=()), validation=other)[1] == []
+    moved = [replace(VALIDATION[0], spec="elsewhere/val.jsonl")]
+    assert resumed(config(), saved_by(config()), validation=moved)[1] == []
+
+
+def test_the_refusal_gives_the_option_with_what_is_accepted_already():
+    accepted = {"trainer__accept_changes": ("data.seed",)}
+    with pytest.raises(CheckpointError) as caught:
+        resumed(config(**accepted, data__seed=2, worker__rollout__n=4), saved_by(config()))
+    assert "'trainer.accept_changes=[data.seed,worker.rollout.n]'" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        resumed(config(data__seed=2), saved_by(config()))
+    assert "\n  trainer.accept_changes=data.seed\n" in str(caught.value)
+    _, said = resumed(config(trainer__accept_changes=("all",), data__seed=2), saved_by(config()))
+    assert said == ["accepted from step 8 on: data.seed was 1, and is now 2"]
+
+
+def test_a_run_that_only_validates_and_one_that_begins_are_not_compared():
+    changed = {"data__seed": 2, "worker__rollout__n": 4}
+    assert resumed(config(trainer__val_only=True, **changed), saved_by(config()))[1] == []
+    assert resumed(config(**changed), None)[1] == []

@@ -1,0 +1,106 @@
+"""Where the ranks' store, Ray's files and the sockets of gloo and NCCL are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import pytest
+
+from support.sockets import listeners, outside_address
+from trigon.distributed.cluster import set_environment
+from trigon.distributed.local_ray import choose_base
+from trigon.distributed.rendezvous import listen_at, open_store
+from trigon.network import LOOPBACK, find_interface, loopback_variables
+from trigon.variables import keep_compiled_code, set_variables
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.mark.faults
+def test_the_store_is_reached_at_its_own_address_only():
+    listener = listen_at(LOOPBACK)
+    address, port = listener.getsockname()
+    with ThreadPool(1) as threads:
+        other = threads.apply_async(open_store, (address, port), {"size": 2, "listener": None})
+        store = open_store(address, port, size=2, listener=listener)
+        other.get(timeout=60).set("key", "of rank 1")
+    assert store.get("key") == b"of rank 1"
+    assert {each.address for each in listeners([os.getpid()]) if each.port == port} == {LOOPBACK}
+    outside = outside_address()
+    if outside is None:
+        pytest.skip("this machine has no network, from which the store could be reached")
+    from datetime import timedelta
+
+    from torch.distributed import DistNetworkError, TCPStore
+
+    with pytest.raises(DistNetworkError):
+        TCPStore(outside, port, 2, is_master=False, timeout=timedelta(seconds=1))
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_interface_whatever_is_set(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "eth7")
+    set_environment({"RANK": "0"}, address=None)
+    assert {name: os.environ[name] for name in VARIABLES} == loopback_variables()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == find_interface(LOOPBACK)
+
+
+def test_ranks_of_several_machines_listen_on_the_address_of_the_cluster_unless_an_interface_is_set(monkeypatch):
+    address = outside_address()
+    if address is None:
+        pytest.skip("this machine has no network")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be removed")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    set_environment({"RANK": "0"}, address=address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == find_interface(address)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    set_environment({"RANK": "0"}, address=address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_no_interface_has_an_unknown_address():
+    assert find_interface("203.0.113.7") is None
+
+
+def test_ray_keeps_its_files_in_the_temporary_folder_unless_its_sockets_would_have_too_long_a_path(
+    monkeypatch, tmp_path
+):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    assert choose_base() == Path("/var/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    assert choose_base() == Path("/scratch")
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch/" + 40 * "x")
+    assert choose_base() == Path("/tmp")
+
+
+def test_variables_have_their_former_values_afterwards(monkeypatch):
+    monkeypatch.setenv("TRIGON_TEST_A", "before")
+    with set_variables({"TRIGON_TEST_A": "within", "TRIGON_TEST_B": "within"}):
+        assert os.environ["TRIGON_TEST_A"] == os.environ["TRIGON_TEST_B"] == "within"
+    assert os.environ["TRIGON_TEST_A"] == "before"
+    assert "TRIGON_TEST_B" not in os.environ
+
+
+def test_compiled_code_is_kept_in_the_users_cache_which_is_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored afterwards")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled_code()
+    folder = tmp_path / "trigon" / "torchinductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+    # Where there is no room for it, torch chooses.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

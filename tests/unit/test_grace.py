@@ -1,0 +1,116 @@
+"""Grace: whether a step is finished after a request to stop, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from trigon.grace import Grace, StepLeft
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def measured(seconds: float | None, *, sampling: float = 8.0, update: float = 2.0, save: float | None = 3.0):
+    """Return a grace after one step of these times, in the second step, and its clock."""
+    clock = Clock()
+    grace = Grace(seconds, clock=clock)
+    grace.save_seconds = save
+    grace.begin_step(1)
+    clock.now += sampling
+    with grace.update():
+        clock.now += update
+    grace.begin_step(2)
+    return grace, clock
+
+
+def test_without_a_request_no_step_is_left():
+    grace, clock = measured(1.0)
+    clock.now += 1000.0
+    grace.check_step()
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(13.1, False), (12.9, True)])
+def test_a_step_is_left_if_it_and_a_save_take_longer_than_the_grace(seconds, left):
+    grace, _ = measured(seconds)
+    text = grace.request(limited=True)
+    assert ("stopping before the end of step 2, since it and a save take about 13 s more" in text) == left
+    if left:
+        with pytest.raises(StepLeft):
+            grace.check_step()
+    else:
+        assert text == "finishing and saving the current step, in about 13 s (trainer.grace_seconds=13.1)"
+        grace.check_step()
+
+
+def test_the_part_of_the_step_that_is_done_counts():
+    grace, clock = measured(6.0)
+    clock.now += 7.5  # left: 2.5 s of the step and 3 s of the save
+    grace.request(limited=True)
+    grace.check_step()
+
+
+def test_a_step_that_takes_longer_than_the_last_one_is_left_as_soon_as_update_and_save_no_longer_fit():
+    grace, clock = measured(14.0)
+    grace.request(limited=True)
+    clock.now += 8.9
+    grace.check_step()  # 5.1 s are left for the update and the save, which take 5
+    clock.now += 0.2
+    with pytest.raises(StepLeft):
+        grace.check_step()
+
+
+def test_half_of_the_grace_is_for_a_save_that_was_never_measured():
+    grace, _ = measured(19.0, save=None)
+    grace.request(limited=True)
+    with pytest.raises(StepLeft):
+        grace.check_step()
+    grace, _ = measured(21.0, save=None)
+    grace.request(limited=True)
+    grace.check_step()
+
+
+def test_the_first_step_is_left_since_nothing_is_lost_by_that():
+    grace = Grace(1000.0)
+    grace.begin_step(1)
+    assert "how long step 1 takes is not known yet" in grace.request(limited=True)
+    with pytest.raises(StepLeft):
+        grace.check_step()
+
+
+@pytest.mark.parametrize(("seconds", "limited"), [(None, True), (1.0, False)])
+def test_without_a_limit_and_after_ctrl_c_a_step_takes_as_long_as_it_needs(seconds, limited):
+    grace, clock = measured(seconds)
+    assert grace.request(limited=limited) == "finishing and saving the current step"
+    clock.now += 1000.0
+    grace.check_step()
+    grace.check_validation()
+
+
+def test_an_update_that_has_begun_is_finished_and_the_message_says_what_remains_if_it_cannot_be():
+    grace, _ = measured(0.5)
+    grace.saved_step = 1
+    with grace.update():
+        assert grace.request(limited=True) == (
+            "finishing the update of step 2 and saving; should the process be killed before that, the same command "
+            "resumes after step 1"
+        )
+    assert grace.request(limited=True) == "saving step 2"
+
+
+def test_a_validation_is_left_if_it_does_not_fit():
+    grace, clock = measured(10.0)
+    with grace.validation():
+        clock.now += 8.0
+    grace.request(limited=True)
+    with pytest.raises(StepLeft), grace.validation():
+        grace.check_validation()
+    grace, clock = measured(12.0)
+    with grace.validation():
+        clock.now += 8.0
+    grace.request(limited=True)
+    with grace.validation():
+        grace.check_validation()

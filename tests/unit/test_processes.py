@@ -1,0 +1,64 @@
+"""The processes below one, from a made /proc and from the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trigon.processes import ProcessTree, count_resident_bytes, measure_process, read_command
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+
+
+def make_process(proc: Path, pid: int, parent: int, *, name: str = "python", pages: int = 0) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "stat").write_text(f"{pid} ({name}) S {parent} {pid} {pid} 0 -1 4194560\n")
+    (folder / "statm").write_text(f"{10 * pages} {pages} 1 1 0 1 0\n")
+
+
+def test_a_tree_by_hand(tmp_path):
+    make_process(tmp_path, 1, 0)
+    make_process(tmp_path, 10, 1, pages=3)
+    make_process(tmp_path, 11, 10, name="a) S 1 (b", pages=4)  # a name may look like the fields after it
+    make_process(tmp_path, 12, 10)
+    make_process(tmp_path, 13, 11)
+    make_process(tmp_path, 20, 1)
+    (tmp_path / "meminfo").write_text("")
+    (tmp_path / "30").mkdir()  # it has ended meanwhile
+    tree = ProcessTree(proc=tmp_path)
+    assert tree.below(10) == [11, 12, 13]
+    assert tree.below(10, without=[11]) == [12]
+    assert tree.below(11, 20) == [13]
+    assert tree.below(13) == tree.below() == tree.below(999) == []
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert count_resident_bytes([10, 11, 30, 999], proc=tmp_path) == 7 * page
+    assert ProcessTree(proc=tmp_path / "missing").below(1) == []
+
+
+@needs_proc
+def test_a_real_child_and_its_child_are_found_and_measured():
+    script = (
+        "import subprocess, sys, os\n"
+        "kept = bytearray(os.urandom(1)) * (64 << 20)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+        "print(child.pid, flush=True); input(); child.communicate(b'\\n')"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        grandchild = int(process.stdout.readline())
+        assert ProcessTree().below(os.getpid())[-2:] == [process.pid, grandchild]
+        use = measure_process(process.pid)
+        assert use.resident_bytes >= use.private_bytes >= 64 << 20
+        assert count_resident_bytes([process.pid]) == pytest.approx(use.resident_bytes, rel=0.1)
+        assert use.num_files >= 3
+        assert use.num_threads == 1
+        assert "kept = bytearray" in read_command(process.pid)
+        process.communicate("\n")
+    assert measure_process(process.pid) is None
+    assert count_resident_bytes([process.pid]) == 0
+    assert read_command(process.pid) == ""

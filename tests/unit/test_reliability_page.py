@@ -1,0 +1,29 @@
+"""Every test that the page on reliability names exists."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support.tiers import RELIABILITY, faults
+
+TESTS = Path(__file__).parents[1]
+
+
+@cache
+def functions_in(file: str) -> frozenset[str]:
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(faults()))
+def test_a_named_test_exists(file, name):
+    assert name in functions_in(file)
+
+
+def test_every_row_names_a_test():
+    rows = [line for line in RELIABILITY.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| fault |")]
+    assert len(rows) >= 25
+    assert [row for row in rows if "::test_" not in row] == []

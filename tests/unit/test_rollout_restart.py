@@ -1,0 +1,130 @@
+"""Starting a rollout engine anew, on an engine that fails when it is told to."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from support.rollout import NO_WEIGHTS
+from trigon.errors import EngineError, RolloutError
+from trigon.metrics import Sum, values
+from trigon.rollout.restart import RestartingEngine
+from trigon.types import Completion, Prompt, SamplingParams
+
+pytestmark = pytest.mark.faults
+
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, ignore_eos=True, seed=5)
+PROMPTS = [Prompt(f"train:{i}", (1,), None, "", "", {}, ()) for i in range(3)]
+
+
+class FailingEngine:
+    """Fails at these events, each once; records all of them."""
+
+    num_replicas = 1
+
+    def __init__(self, *failures):
+        self.failures, self.events, self.starts = list(failures), [], 0
+
+    def happens(self, event):
+        self.events.append(event)
+        if event in self.failures:
+            self.failures.remove(event)
+            raise RolloutError(f"{event} failed")
+
+    @contextmanager
+    def awake(self, weights, *, version):
+        assert weights is NO_WEIGHTS
+        self.happens(f"load {version}")
+        try:
+            yield
+        finally:
+            self.events.append("asleep")
+
+    def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
+        rows = []
+        for index in range(len(prompts)):
+            self.happens(f"sample {index}")
+            rows.append([Completion((index,), (-1.0,), "stop", f"start {self.starts}", step)] * sampling.n)
+            on_progress(sampling.n)
+            on_group(index, rows[-1])
+        return rows
+
+    def restart(self):
+        self.happens("restart")
+        self.starts += 1
+
+    def pop_metrics(self):
+        return {"rollout/retried_requests": Sum(0.0)}
+
+    def close(self):
+        self.events.append("close")
+
+
+def sample(engine):
+    """Return the completions of the prompts, how many were reported as done, and the groups."""
+    done, groups = [], []
+    rows = engine.generate(
+        PROMPTS, SAMPLING, step=1, on_progress=done.append, on_group=lambda *group: groups.append(group)
+    )
+    return rows, done, groups
+
+
+def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once():
+    engine, warnings = FailingEngine("sample 1"), []
+    restarting = RestartingEngine(
+        engine, warn=warnings.append, before_restart=lambda: engine.events.append("free memory")
+    )
+    with restarting.awake(NO_WEIGHTS, version=4):
+        rows, done, groups = sample(restarting)
+        assert engine.events[:8] == [
+            *("load 4", "sample 0", "sample 1"),
+            *("asleep", "free memory", "restart", "load 4", "sample 0"),
+        ]
+    assert engine.events[8:] == ["sample 1", "sample 2", "asleep"]
+    assert [row[0].token_ids for row in rows] == [(0,), (1,), (2,)]
+    assert [row[0].text for row in rows] == ["start 0", "start 1", "start 1"]  # as reported
+    assert done == [2, 2, 2]
+    assert groups == list(enumerate(rows))
+    assert len(warnings) == 1
+    assert values(restarting.pop_metrics()) == {"rollout/engine_restarts": 1.0, "rollout/retried_requests": 0.0}
+    assert restarting.pop_metrics()["rollout/engine_restarts"] == Sum(0.0)
+
+
+def test_a_failure_while_loading_loads_again_also_inside_another_context():
+    engine = FailingEngine("load 5")
+    restarting = RestartingEngine(engine, warn=lambda text: None)
+    with restarting.awake(NO_WEIGHTS, version=4):
+        with restarting.awake(NO_WEIGHTS, version=5):
+            sample(restarting)
+        sample(restarting)
+    assert engine.events[:6] == ["load 4", "load 5", "asleep", "restart", "load 4", "load 5"]
+    assert [event for event in engine.events[6:] if not event.startswith("sample")] == ["asleep", "asleep"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "message"),
+    [
+        (("sample 1", "sample 1"), "sample 1 failed\nThe rollout engine was started anew before in this run"),
+        (("load 4", "sample 2"), "sample 2 failed\nThe rollout engine was started anew before in this run"),
+        (("load 4", "load 4"), "load 4 failed\nThat was when the rollout engine was started anew after: load 4 failed"),
+        (("sample 0", "restart"), "restart failed\nThat was when the rollout engine was started anew after: sample 0"),
+    ],
+)
+def test_a_second_failure_ends_the_run(failures, message):
+    engine = FailingEngine(*failures)
+    restarting = RestartingEngine(engine, warn=lambda text: None)
+    with pytest.raises(RolloutError) as caught, restarting.awake(NO_WEIGHTS, version=4):
+        sample(restarting)
+    assert str(caught.value).startswith(message)
+    assert engine.events.count("restart") == 1
+
+
+def test_other_errors_do_not_start_it_anew():
+    engine = FailingEngine()
+    restarting = RestartingEngine(engine, warn=lambda text: None)
+    with pytest.raises(EngineError, match="too long"), restarting.awake(NO_WEIGHTS, version=4):
+        raise EngineError("a prompt is too long")
+    assert engine.events == ["load 4", "asleep"]
+    restarting.close()
+    assert engine.events[-1] == "close"

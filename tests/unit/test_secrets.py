@@ -1,0 +1,228 @@
+"""What looks like a secret, and that it is left out of what a run writes and shows."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import yaml
+
+from trigon import secrets
+from trigon.config.load import COMMAND_LINE, dump_config, inspect_config, load_config
+from trigon.config.options import options
+from trigon.errors import ConfigError, RewardError
+from trigon.planning.configuration import load_planned
+from trigon.records.run import RunRecord
+from trigon.rewards.arguments import resolve_arguments
+from trigon.rewards.pool import RewardPool
+from trigon.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
+from trigon.terminal import sanitize
+
+KEY = "s3cr3t-judge-key-1"
+TOKEN = "hf_abcdefghijKLMNOP1234"
+
+
+@pytest.fixture(autouse=True)
+def no_known_secrets(monkeypatch):
+    monkeypatch.setattr(secrets, "_known", set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "masked"),
+    [
+        ({"api_key": KEY}, {"api_key": MASKED}),
+        ({"judge": {"password": 12345678}}, {"judge": {"password": MASKED}}),
+        ({"api_keys": [KEY, "x"]}, {"api_keys": [MASKED, MASKED]}),
+        ({"auth": {"user": "me", "value": "x"}}, {"auth": {"user": MASKED, "value": MASKED}}),
+        ({"openai_key": "abc123"}, {"openai_key": MASKED}),
+        ({"note": f"use {TOKEN} now"}, {"note": f"use {MASKED} now"}),
+        ({"url": "https://me:pw@host/v1"}, {"url": f"https://{MASKED}@host/v1"}),
+        ({"url": "https://host/v1?token=abc&n=1"}, {"url": f"https://host/v1?token={MASKED}&n=1"}),
+        ({"url": "https://s3.org/f?X-Amz-Signature=ab1"}, {"url": f"https://s3.org/f?X-Amz-Signature={MASKED}"}),
+        ({"url": "https://hooks.slack.com/services/T0/B0/Xy12"}, {"url": f"https://hooks.slack.com/services/{MASKED}"}),
+        ({"header": "Authorization: Bearer abc.def"}, {"header": f"Authorization: Bearer {MASKED}"}),
+        ({"x": "Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RFRg=="}, {"x": MASKED}),
+        ({"x": "a" * 39 + "1"}, {"x": MASKED}),  # 40 hexadecimal digits, as of wandb
+    ],
+)
+def test_secrets_among_the_arguments_of_a_reward_function_are_masked(arguments, masked):
+    assert mask(ARGUMENTS, arguments) == masked
+    assert mask("", {"worker": {"reward": {"reward_function_kwargs": arguments}}}) == {
+        "worker": {"reward": {"reward_function_kwargs": masked}}
+    }
+    assert list(masked_names(ARGUMENTS, masked))
+    assert secrets_in(ARGUMENTS, arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"api_key": "env:OPENAI_API_KEY", "keys": ["env:A_1"]},
+        {"max_tokens": 512, "token_weight": 0.5, "answer_key": "answer", "pad_token": "<|pad|>", "auth": None},
+        {"judge_model": "meta-llama/Llama-3.2-70B-Instruct-hf", "path": "/data/Models/qwen2VL-instruct-abc/v1"},
+        {"revision": f"/hub/models--x/snapshots/{'a1' * 20}", "strict": True, "password": ""},
+        {"url": "https://judge.org/v1?version=2024-01-01"},
+    ],
+)
+def test_what_a_run_needs_to_be_started_again_is_kept(arguments):
+    assert mask(ARGUMENTS, arguments) == arguments
+    assert not secrets_in(ARGUMENTS, arguments)
+
+
+def test_other_options_are_masked_where_their_text_looks_like_a_secret_only():
+    values = {
+        "data": {"answer_key": "a1", "system_prompt": f"say {TOKEN}", "train_files": ("https://me:pw@h/a.json",)},
+        "worker": {
+            "actor": {"model": {"model_path": f"/hub/snapshots/{'a1' * 20}", "override_config": {"token_id": 5}}}
+        },
+    }
+    expected = {
+        "data": {"answer_key": "a1", "system_prompt": f"say {MASKED}", "train_files": (f"https://{MASKED}@h/a.json",)},
+        "worker": values["worker"],
+    }
+    assert mask("", values) == expected
+
+
+def test_every_free_mapping_is_known():
+    mappings = {option.name for option in options().values() if option.kind == "mapping" and "," not in option.expected}
+    assert mappings <= set(FREE_MAPPINGS)
+    assert len(mappings) == 2
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("text", ["a" * 60_000, "?token" * 10_000, "a-" * 30_000, "eyJ" * 20_000, "://x" * 20_000])
+def test_long_texts_take_no_time(text):
+    start = time.process_time()
+    mask(ARGUMENTS, {"text": text})
+    mask_text(text)
+    assert time.process_time() - start < 5
+
+
+def test_config_yaml_has_no_secret_and_is_refused_until_it_is_given_again(tmp_path, monkeypatch):
+    written = load_config(
+        None, [*runnable(tmp_path), f"{ARGUMENTS}.judge.api_key={KEY}", f"{ARGUMENTS}.n=env:N"]
+    ).config
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "config.yaml"
+    path.write_text(dump_config(written))
+    assert KEY not in path.read_text()
+    kwargs = RunRecord(folder).config()["worker"]["reward"]["reward_function_kwargs"]
+    assert kwargs == {"judge": {"api_key": MASKED}, "n": "env:N"}
+
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [])
+    assert f"{ARGUMENTS}.judge.api_key ({path}, line " in str(error.value)
+    assert "give the value again" in str(error.value)
+    assert f"{ARGUMENTS}.judge.api_key=env:NAME" in str(error.value)
+    again = load_config(path, [f"{ARGUMENTS}.judge.api_key={KEY}"]).config
+    assert again == written
+    assert load_planned(path, []).config.worker.reward.reward_function_kwargs == {}  # a plan calls no reward function
+
+
+def runnable(tmp_path) -> list[str]:
+    reward, data, model = tmp_path / "reward.py", tmp_path / "a.jsonl", tmp_path / "model"
+    reward.write_text("def main(reward_input, **kwargs): return {'overall': 0.0}")
+    data.write_text("{}")
+    model.mkdir(exist_ok=True)
+    return [
+        f"worker.reward.reward_function={reward}:main",
+        f"data.train_files={data}",
+        "trainer.val_before_train=false",
+        f"worker.actor.model.model_path={model}",
+        "worker.rollout.n=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        f"{ARGUMENTS}=api_key:{KEY}",
+        f"{ARGUMENTS}={{api_key: {KEY}",
+        f"worker.reward={{api_key: {KEY}}}",
+        f"trainer={TOKEN}",
+        f"data.seed={TOKEN}",
+    ],
+)
+def test_errors_of_options_have_no_secret(argument):
+    problems = "\n".join(inspect_config(None, [argument]).problems)
+    assert problems
+    assert KEY not in problems
+    assert TOKEN not in problems
+
+
+@pytest.mark.parametrize("text", [f"worker:\n  api_key: {KEY}\n : :", f"api_key: '{KEY}\n"])
+def test_errors_of_yaml_have_no_secret(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [])
+    assert KEY not in str(error.value)
+
+
+def test_a_secret_on_the_command_line_is_warned_of(tmp_path):
+    loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key={KEY}"]).loaded
+    (warning,) = [each for each in loaded.warnings if "command line" in each]
+    assert warning.startswith(f"{ARGUMENTS} has a secret on the {COMMAND_LINE}")
+    assert KEY not in warning
+    loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key=env:KEY"]).loaded
+    assert not [each for each in loaded.warnings if "command line" in each]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"worker": {"reward": {"reward_function_kwargs": {"api_key": KEY}}}}))
+    loaded = inspect_config(path, runnable(tmp_path)).loaded
+    assert not [each for each in loaded.warnings if "command line" in each]
+
+
+def test_env_names_are_resolved_when_the_arguments_are_sent(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    kwargs = {"judge": {"api_key": "env:JUDGE_KEY"}, "more": ["env:JUDGE_KEY", 1], "n": 2}
+    assert resolve_arguments(kwargs) == {"judge": {"api_key": KEY}, "more": [KEY, 1], "n": 2}
+    assert scrub(f"401 for {KEY}") == f"401 for {MASKED}"
+    assert sanitize(f"401 for {KEY}", max_characters=12) == f"401 for {MASKED}"[:12] + " ... (17 more characters)"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_variable_that_is_not_set_is_an_error(monkeypatch, value):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    with pytest.raises(RewardError, match=r"reward_function_kwargs\.api_key is env:JUDGE_KEY, but .* not set"):
+        resolve_arguments({"api_key": "env:JUDGE_KEY"})
+    with pytest.raises(RewardError, match="is a secret that the run folder does not have"):
+        resolve_arguments({"api_key": MASKED})
+
+
+def test_short_secrets_are_not_cut_out_of_words(monkeypatch):
+    monkeypatch.setenv("PIN", "a1")
+    resolve_arguments({"pin": "env:PIN"})
+    assert scrub("data1 is read") == "data1 is read"
+
+
+@pytest.mark.faults
+def test_a_reward_function_that_has_its_key_in_errors_and_output_does_not_show_it(tmp_path, monkeypatch, caplog):
+    from trigon.rewards.contract import RewardRequest
+
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "REWARD_TYPE = 'sequential'\n"
+        "def main(reward_input, api_key):\n"
+        "    print('calling with', api_key)\n"
+        "    raise ValueError(f'401 for {api_key}')\n"
+    )
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    pool = RewardPool(
+        f"{path}:main", kwargs={"api_key": "env:JUDGE_KEY"}, num_workers=1, timeout_seconds=10, max_failed_fraction=1.0
+    )
+    try:
+        request = RewardRequest(
+            response="x", response_length=1, ground_truth="y", prompt="z", finish_reason="stop", row={}
+        )
+        with pytest.raises(RewardError) as error:
+            pool.check([request], described="a dummy completion")
+        (score,) = pool.score([request])
+    finally:
+        pool.close()
+    assert f"401 for {MASKED}" in str(error.value)
+    assert score.error == f"ValueError: 401 for {MASKED} (reward.py:4)"
+    assert f"calling with {MASKED}" in caplog.text
+    assert KEY not in str(error.value) + score.error + caplog.text

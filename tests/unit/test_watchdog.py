@@ -1,0 +1,176 @@
+"""Runs that really hang, each in a process of its own: they end, and say where they hung."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.processes import descendants, is_running, wait_until
+from trigon.stacks import dump_stacks, register_stacks
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files, which Linux has"),
+]
+
+DRIVER = """
+import ctypes, subprocess, sys, threading, time
+from pathlib import Path
+from trigon.stacks import register_stacks
+from trigon.watchdog import Watchdog
+
+def lock_twice(library):
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+def hang_in_python():
+    while True:
+        time.sleep(0.01)
+
+def hang_in_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def hang_in_c():
+    lock_twice(ctypes.CDLL(None))
+
+def hang_in_c_with_the_interpreter_lock():
+    lock_twice(ctypes.PyDLL(None))
+
+def hang_after_the_error():
+    try:
+        hang_in_python()
+    finally:
+        hang_in_c()
+
+def make_progress():
+    for _ in range(12):
+        time.sleep(0.5)
+        watchdog.beat()
+
+if __name__ == "__main__":
+    code = "import time; from trigon.stacks import *; register_stacks(); print(1, flush=True); time.sleep(999)"
+    command = [sys.executable, "-c", code]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    child.stdout.readline()
+    threading.Thread(target=hang_in_python, name="other", daemon=True).start()
+    with Watchdog(Path(sys.argv[1]), lambda name: 2.0, option="the_option=2", unwind_seconds=3.0) as watchdog:
+        print(child.pid, flush=True)
+        with watchdog.phase("update_actor"):
+            globals()[sys.argv[2]]()
+    print("ended", flush=True)
+    child.kill()
+"""
+
+
+@contextmanager
+def started(folder: Path, function: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start a driver that calls this function; yield it, and the id of its child."""
+    (folder / "driver.py").write_text(DRIVER)
+    with subprocess.Popen(
+        [sys.executable, str(folder / "driver.py"), str(folder), function],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            yield process, child
+        finally:
+            process.kill()
+            if is_running(child):
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("function", ["hang_in_python", "hang_in_a_lock"])
+def test_a_hang_in_python_raises_an_error_with_the_place(tmp_path, function):
+    with started(tmp_path, function) as (process, child):
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "WorkerError: update_actor made no progress for 2 s (the_option=2): the run hangs; the stacks of" in error
+    assert f", in {function}\n" in error
+    stacks = (tmp_path / "hang_stacks.txt").read_text()
+    assert f"in {function}" in stacks
+    assert "in hang_in_python" in stacks  # the other thread
+    assert f"== process {child}: " in stacks
+    assert stacks.count("Current thread") == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [("hang_in_c", 1), ("hang_in_c_with_the_interpreter_lock", -signal.SIGKILL), ("hang_after_the_error", 1)],
+)
+def test_a_driver_that_cannot_take_the_error_is_killed_with_all_its_processes(tmp_path, function, status):
+    with started(tmp_path, function) as (process, child):
+        _, error = process.communicate(timeout=60)
+        wait_until(lambda: not is_running(child))
+    assert process.returncode == status
+    assert "WorkerError: update_actor made no progress for 2 s; the stacks of all threads of its 2 processes" in error
+    assert "It did not end within 3 s more: killing the run" in error
+    assert (
+        f"in {'hang_in_python' if function == 'hang_after_the_error' else 'lock_twice'}"
+        in (tmp_path / "hang_stacks.txt").read_text()
+    )
+
+
+def test_a_stopped_child_is_named(tmp_path):
+    with started(tmp_path, "hang_in_python") as (process, child):
+        os.kill(child, signal.SIGSTOP)
+        _, error = process.communicate(timeout=60)
+    assert f"process {child} (" in error
+    assert ") is STOPPED" in error
+    assert "it is STOPPED" in (tmp_path / "hang_stacks.txt").read_text()
+
+
+def test_progress_keeps_a_run_alive(tmp_path):
+    with started(tmp_path, "make_progress") as (process, _):
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, output, error) == (0, "ended\n", "")
+    assert not (tmp_path / "hang_stacks.txt").exists()
+
+
+def test_a_driver_that_is_stopped_for_a_while_does_not_hang(tmp_path):
+    with started(tmp_path, "make_progress") as (process, _):
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(timeout=60) == 0
+
+
+def test_the_watching_process_outlives_signals_and_ends_with_the_driver(tmp_path):
+    with started(tmp_path, "make_progress") as (process, _):
+        [watching] = [pid for pid, command in descendants(process.pid).items() if "watchdog_process" in command]
+        time.sleep(1.0)  # it has its handlers
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            os.kill(watching, number)
+        time.sleep(0.5)
+        assert is_running(watching)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not is_running(watching))
+
+
+def test_the_stacks_of_a_process_are_read_again_and_another_program_has_none():
+    register_stacks()
+    register_stacks()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        for _ in range(2):
+            text = dump_stacks([os.getpid(), other.pid])
+            assert text.count("Current thread") == 1
+            assert "in test_the_stacks_of_a_process_are_read_again" in text
+            assert f"== process {other.pid}: sleep 60\nno Python stacks; state S" in text
+        assert other.poll() is None
+        other.kill()
+        other.wait()
+    assert "it has ended" in dump_stacks([other.pid])

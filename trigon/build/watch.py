@@ -1,0 +1,61 @@
+"""The watchdog of a run: which part of it may take how long without progress."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
+from trigon.config.plan import num_workers
+from trigon.config.schema import Config
+from trigon.report.console import Console
+from trigon.watchdog import FOLLOWS, START, Watch, Watchdog
+
+SLOW_SECONDS = 3600.0
+"""The least limit of the start, of loading and of saving, as of the calls of workers."""
+
+_STARTING = (START, "scan ", "load model", "start rollout engine", "measure memory")
+_SLOW = (*_STARTING, "save_checkpoint")
+
+_WORKERS_SECONDS = 60.0  # longer than the deadlines of calls, whose errors name the rank
+_MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
+
+
+def open_watch(config: Config, folder: Path, console: Console) -> Watch:
+    """Start the watchdog of a run. folder: of the run."""
+    if not hasattr(os, "memfd_create"):
+        console.warn("this system has no memory files: trainer.worker_timeout_seconds is for calls of workers only")
+        return Watch()
+    limit = config.trainer.worker_timeout_seconds
+    return Watchdog(
+        folder,
+        partial(limit_of, config, reads_hub(config)),
+        option="trainer.worker_timeout_seconds",
+        unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
+    )
+
+
+def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
+    """Return the seconds without progress after which a phase hangs; None: no limit.
+
+    What follows a phase has the limit of the phase. reads_hub: a download has no limit.
+    """
+    name = name.removeprefix(FOLLOWS)
+    if reads_hub and name.startswith(_STARTING):
+        return None
+    limit = config.trainer.worker_timeout_seconds
+    limit = max(limit, SLOW_SECONDS) if name.startswith(_SLOW) else limit
+    return limit + (_WORKERS_SECONDS if num_workers(config) > 1 else 0.0)
+
+
+def reads_hub(config: Config) -> bool:
+    """Return whether the model or a dataset is not in a local folder, and may be downloaded."""
+    model, data = config.worker.actor.model, config.data
+    models = [path for path in (model.model_path, model.tokenizer_path) if path and local_path(path) is None]
+    datasets = [
+        location
+        for location, _ in map(split_dataset, (*data.train_files, *data.val_files))
+        if local_path(location, suffixes=DATASET_SUFFIXES) is None and not is_python_object(location)
+    ]
+    return bool(models or datasets)

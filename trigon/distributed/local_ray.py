@@ -1,0 +1,116 @@
+"""What Ray is started with on this machine alone: it listens on the loopback address only.
+
+Also a token of its own, and a private folder for its sessions and for what its processes write to
+the temporary folder. Does not start Ray.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from trigon.errors import WorkerError
+from trigon.variables import set_variables
+
+_MAX_SOCKET_PATH = 107
+"""Most bytes of the path of a Unix socket on Linux."""
+
+_RAY_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest name of a Unix socket below Ray's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """A cluster that is about to be started.
+
+    options: arguments of ray.init. variables: environment variables of Ray's processes and of the
+    workers, to be set while ray.init starts them.
+    """
+
+    options: Mapping[str, Any]
+    variables: Mapping[str, str]
+
+
+OTHERS_CLUSTER = LocalCluster({}, {})
+"""For a cluster that runs already, and has its settings."""
+
+
+@contextmanager
+def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[LocalCluster]:
+    """Set up a cluster on this machine, which starts and ends within this context.
+
+    On exit, environment variables have their former values.
+    folder: a private one, for the files of Ray and of the workers; see choose_base.
+    """
+    allows_clusters = ray_constants.ENABLE_RAY_CLUSTER
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # By default Ray replaces 127.0.0.1 by the address of the first network interface. It does
+        # not where it supports no clusters, as on macOS; and with a loopback address, all of its
+        # servers listen there only.
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+    }
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    try:
+        with set_variables(variables):
+            ray_constants.ENABLE_RAY_CLUSTER = False  # it was read when ray was imported
+            reload_auth_token()
+            yield LocalCluster(
+                {
+                    "num_cpus": num_cpus,
+                    "include_dashboard": False,
+                    "_node_ip_address": "127.0.0.1",
+                    # Not the folder itself: Ray lets all users into the one that it is given.
+                    "_temp_dir": str(folder / "ray"),
+                },
+                {
+                    # For the files of the workers, which are killed at the end and remove none.
+                    "TMPDIR": str(temporary),
+                },
+            )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = allows_clusters
+        reload_auth_token()
+
+
+def choose_base() -> Path:
+    """Return where to make the private folder of a cluster: RAY_TMPDIR, or the temporary folder.
+
+    /tmp if the paths of Ray's sockets would be too long there.
+    """
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
+    longest = len(os.fsencode(base)) + len(f"/trigon-{os.geteuid()}-00000000{_RAY_SOCKET}")
+    return base if longest <= _MAX_SOCKET_PATH else Path("/tmp")
+
+
+def check_loopback() -> None:
+    """Raise WorkerError if the cluster that was started does not use the loopback address."""
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise WorkerError(
+            f"Ray {ray.__version__} listens on {address}, which other machines reach, and not on the loopback address "
+            "as it was told to. Install the version of Ray in constraints/, or report this version"
+        )
+
+
+def reload_auth_token() -> None:
+    """Make Ray read its token from the environment again; importing ray has cached it.
+
+    There is no public function for this in Ray 2.60; uses ray._raylet.
+    """
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

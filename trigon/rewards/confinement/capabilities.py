@@ -1,0 +1,54 @@
+"""Capabilities: what root may do. Reward workers of root keep those of its files only.
+
+A process can read the memory and environment of another one of its user only if it has all
+capabilities of that one (man 2 ptrace), so fewer of them also protect the other processes of root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+
+from trigon.rewards.confinement import kernel
+
+_KEPT = {
+    0,  # CAP_CHOWN
+    1,  # CAP_DAC_OVERRIDE
+    2,  # CAP_DAC_READ_SEARCH
+    3,  # CAP_FOWNER
+    4,  # CAP_FSETID
+    6,  # CAP_SETGID: to start processes as another user
+    7,  # CAP_SETUID
+    10,  # CAP_NET_BIND_SERVICE
+}
+_VERSION_3 = 0x20080522
+
+
+def permitted() -> int:
+    """Return the capabilities of this process, as a set of bits."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("CapPrm:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def reduce_capabilities(*, to_none: bool) -> bool:
+    """Give up capabilities, and return whether there were any to give up. Raises: OSError.
+
+    to_none: give up all, since this process has them in a user namespace of its own only.
+    """
+    before = permitted()
+    kept = 0 if to_none else before & sum(1 << each for each in _KEPT)
+    for each in range(64):
+        if not kept >> each & 1:
+            # Above the last capability, or without CAP_SETPCAP. Then no_new_privs, which is set
+            # later, keeps programs from getting any.
+            with contextlib.suppress(OSError):
+                kernel.prctl(kernel.PR_CAPBSET_DROP, each)
+    kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
+    header = (ctypes.c_uint32 * 2)(_VERSION_3, 0)
+    low, high = kept & 0xFFFFFFFF, kept >> 32
+    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)  # effective, permitted, inheritable
+    kernel.call("capset", bytes(header), bytes(sets))
+    return before != kept

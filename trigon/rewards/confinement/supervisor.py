@@ -1,0 +1,285 @@
+"""The parent of a reward worker: confines it, watches it, and ends all that it has started.
+
+    driver
+      `- supervisor    does not run the user's code
+           |- (init)   only with namespaces; see namespaces.py
+           `- worker   trigon.rewards.worker, with the user's code
+
+The worker is a fork of this process, so that it does not take longer to start. The supervisor's
+standard input is a socket from the driver: when it closes, because the driver wants it or has ended
+in any way, all is killed. When the worker ends by itself, so does the supervisor, in the same way:
+with the same exit code, or by the same signal. If it killed the worker, it sends the reason first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from trigon.rewards.confinement import capabilities, kernel, landlock, namespaces, seccomp, tree
+from trigon.rewards.confinement.options import Confinement, Mechanism
+
+WATCH_SECONDS = 0.25
+"""How often the memory and the number of the worker's processes are compared with the limits."""
+
+STRICT_READABLE = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc", "/proc", "/sys"),
+    *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
+"""What "strict" leaves readable besides the folders of Python and of the reward function."""
+
+_STRICT_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
+_TASKS_PER_PROCESS = 16  # a task is a process or a thread
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+Work = Callable[[int, list[Mechanism], str], object]
+"""Called in the worker with the channel, the mechanisms that confine it, and why others do not."""
+
+
+def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
+    """Start a worker, which calls work, and return when it and all that it started have ended."""
+    confinement = Confinement.from_json(confinement_json)
+    driver = socket.socket(fileno=os.dup(0))
+    wakeup = _watch_children()
+    temporary = _make_temporary_folder() if confinement.level == "strict" else ""
+    used, obstacle = _prepare(confinement)
+    status_reader, status_writer = os.pipe()
+    main_pid = os.fork()
+    if main_pid == 0:
+        _become_worker(confinement, channel_fd, work, temporary, used, obstacle, status_writer)
+    os.close(status_writer)
+    reason, status = _watch(main_pid, driver, wakeup, confinement, can_list="proc" in used)
+    _kill_all(main_pid, used)  # if it has ended, only what it left
+    if "namespaces" in used:  # process 1 cannot end by a signal, so it has sent the worker's status
+        sent = os.read(status_reader, 4)
+        status = struct.unpack("=i", sent)[0] if len(sent) == 4 and not reason else signal.SIGKILL
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if reason:
+        with contextlib.suppress(OSError):  # the driver has ended
+            driver.sendall(reason.encode())
+    _end_as(status)
+
+
+def _prepare(confinement: Confinement) -> tuple[list[Mechanism], str]:
+    """Make namespaces, if possible; return what is used until now, and why there are none."""
+    used: list[Mechanism] = []
+    obstacle = ""
+    if kernel.IS_LINUX and tree.can_be_listed() and "proc" not in confinement.without:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        used.append("proc")
+    if confinement.level == "off":
+        return used, ""
+    if not kernel.IS_LINUX:
+        return used, "this system is not Linux"
+    if "namespaces" in confinement.without or "proc" not in used:
+        return used, "no namespaces"
+    if obstacle := namespaces.find_obstacle(private_shared_memory=confinement.level == "strict"):
+        return used, f"no namespaces: {obstacle}"
+    if namespaces.needs_user_namespace():
+        used.append("user namespace")
+    namespaces.enter()
+    used.append("namespaces")
+    return used, ""
+
+
+def _watch_children() -> int:
+    """Let SIGCHLD make a descriptor readable, and return it. Other signals do not end this process.
+
+    They may be sent to all processes of a run; then the driver says when the workers end. They get
+    functions rather than SIG_IGN, which programs that the worker starts would inherit.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in _HANDLED:
+        signal.signal(number, _do_nothing)
+    return reader
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
+
+
+def _watch(
+    main_pid: int, driver: socket.socket, wakeup: int, confinement: Confinement, *, can_list: bool
+) -> tuple[str, int]:
+    """Wait until the worker has to be killed or has ended. Returns: the reason, and its status.
+
+    The reason is "" if the driver wants it to end, or if it has ended by itself.
+    """
+    while True:
+        readable, _, _ = select.select([driver.fileno(), wakeup], [], [], WATCH_SECONDS)
+        with contextlib.suppress(BlockingIOError):
+            os.read(wakeup, 4096)
+        ended = tree.reap()
+        if main_pid in ended:
+            return "", ended[main_pid]
+        if driver.fileno() in readable:
+            return "", signal.SIGKILL
+        if can_list and (reason := _exceeded(confinement)):
+            return reason, signal.SIGKILL
+
+
+def _exceeded(confinement: Confinement) -> str:
+    """Return which limit the worker and the processes that it started exceed, or ""."""
+    pids = tree.descendants(os.getpid())
+    if len(pids) > confinement.max_processes:
+        return f"had {len(pids):,} processes, and at most {confinement.max_processes:,} are allowed; it was killed"
+    used = tree.resident_bytes(pids, limit=confinement.max_memory_bytes)
+    if used > confinement.max_memory_bytes:
+        return (
+            f"used {used / 2**30:.1f} GiB of memory with the {len(pids):,} processes that it had, and "
+            f"{confinement.max_memory_bytes / 2**30:g} GiB are allowed; it was killed"
+        )
+    return ""
+
+
+def _kill_all(main_pid: int, used: Sequence[Mechanism]) -> None:
+    if "proc" in used:
+        tree.kill_descendants()  # with namespaces, the kernel kills all others when process 1 is killed
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(main_pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # it has been waited for
+        os.waitpid(main_pid, 0)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End like a process with this status of os.waitpid."""
+    if not os.WIFSIGNALED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the default of this signal is not to end the process
+
+
+def _become_worker(
+    confinement: Confinement,
+    channel_fd: int,
+    work: Work,
+    temporary: str,
+    used: list[Mechanism],
+    obstacle: str,
+    status_writer: int,
+) -> NoReturn:
+    supervisor = os.getppid()  # 0 in a process namespace
+    try:
+        if "namespaces" in used:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            namespaces.mount_proc(_pid_outside(), private_shared_memory=confinement.level == "strict")
+            worker = os.fork()
+            if worker != 0:
+                _be_init(worker, channel_fd, status_writer)
+            supervisor = 1
+        os.setsid()
+        _close_descriptors(channel_fd)
+        for number in _HANDLED:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        used = used + _confine(confinement, used, temporary)
+        if kernel.IS_LINUX:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(1)  # it ended before the kernel was told
+        work(channel_fd, used, obstacle)
+    except BaseException:  # noqa: BLE001 - a worker never goes on as a second supervisor
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def _be_init(worker: int, channel_fd: int, status_writer: int) -> NoReturn:
+    """Be process 1 of a namespace: wait for orphans, and end with the worker."""
+    os.close(channel_fd)
+    while True:
+        pid, status = os.wait()
+        if pid == worker:
+            os.write(status_writer, struct.pack("=i", status))
+            os._exit(0)
+
+
+def _close_descriptors(channel_fd: int) -> None:
+    """Leave the channel and the standard streams, with no standard input."""
+    signal.set_wakeup_fd(-1)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.closerange(3, channel_fd)
+    os.closerange(channel_fd + 1, channel_fd + 256)  # this process has opened few files since it started
+
+
+def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str) -> list[Mechanism]:
+    """Give up rights for the rest of this process's life. Returns: the mechanisms used."""
+    if confinement.level == "off" or not kernel.IS_LINUX:
+        return []
+    added: list[Mechanism] = []
+    to_none = "user namespace" in used
+    may_reduce = to_none or "fewer capabilities" not in confinement.without
+    if may_reduce and capabilities.reduce_capabilities(to_none=to_none) and not to_none:
+        added.append("fewer capabilities")
+    if to_none and kernel.release() >= (5, 14):  # the processes of this namespace; before, all of the user's
+        _limit(resource.RLIMIT_NPROC, _TASKS_PER_PROCESS * confinement.max_processes)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # from here on, no program has more rights than this process
+    version = landlock.find_version() if "landlock" not in confinement.without else 0
+    if "signal scope" in confinement.without:
+        version = min(version, landlock.SIGNAL_VERSION - 1)
+    if version:
+        if confinement.level == "strict":
+            writable = [*_STRICT_WRITABLE, temporary, *(["/dev/shm"] if "namespaces" in used else [])]
+            landlock.enter_domain_of_files(version, readable=_strict_readable(confinement), writable=writable)
+        else:
+            landlock.enter_domain(version)
+        added.append("landlock")
+        if version >= landlock.SIGNAL_VERSION:
+            added.append("signal scope")
+    if seccomp.is_available() and "seccomp" not in confinement.without:
+        calls = list(seccomp.FORBIDDEN)
+        if confinement.level == "strict":
+            calls += seccomp.NAMESPACES
+        if not confinement.allows_network and confinement.level == "strict":
+            calls.append("socket")
+        try:
+            seccomp.forbid(calls, sockets_but_unix=not confinement.allows_network)
+        except OSError:  # a kernel without CONFIG_SECCOMP_FILTER, which options.lacking reports
+            pass
+        else:
+            added.append("seccomp")
+    return added
+
+
+def _limit(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def _strict_readable(confinement: Confinement) -> list[str]:
+    of_python = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(sys.executable)]
+    return [*STRICT_READABLE, *of_python, *(path for path in sys.path if path), *confinement.readable]
+
+
+def _make_temporary_folder() -> str:
+    """Make a private folder, which the standard library's tempfile and most programs then use."""
+    folder = tempfile.mkdtemp(prefix="trigon-reward-")
+    tempfile.tempdir = None  # the worker, a fork, asks again
+    os.environ["TMPDIR"] = folder
+    return folder
+
+
+def _pid_outside() -> int:
+    """Return a number that is another one for each worker: the process id outside the namespace."""
+    # /proc is still that of the parent's namespace.
+    return int(os.readlink("/proc/self"))

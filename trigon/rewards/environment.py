@@ -1,0 +1,85 @@
+"""The environment variables that reward workers get: those of a list, and those that are named.
+
+The list has what programs need to find their files, libraries, caches, proxies and services.
+Everything else stays with the run, since no rule tells secrets from settings: PGPASSWORD,
+SLACK_WEBHOOK_URL and DATABASE_URL have no name in common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+_GROUPS = (
+    # the user, the language, and where files are
+    "HOME USER LOGNAME SHELL PWD HOSTNAME TERM COLUMNS LINES TZ LANG LANGUAGE LOCALE_ARCHIVE TMPDIR TEMP TMP "
+    "XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME XDG_RUNTIME_DIR",
+    # programs and libraries
+    "PATH LD_LIBRARY_PATH LD_PRELOAD DYLD_LIBRARY_PATH DYLD_FALLBACK_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX "
+    "CONDA_DEFAULT_ENV CUDA_HOME CUDA_PATH ROCM_PATH JAVA_HOME NODE_PATH TESSDATA_PREFIX",
+    # Python
+    "PYTHONPATH PYTHONHOME PYTHONNOUSERSITE PYTHONUSERBASE PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX "
+    "PYTHONUNBUFFERED PYTHONWARNINGS PYTHONUTF8 PYTHONIOENCODING PYTHONMALLOC PYTHONSAFEPATH PYTHONFAULTHANDLER",
+    # caches and settings of libraries
+    "HF_HOME HF_HUB_CACHE HF_ASSETS_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE "
+    "TRANSFORMERS_OFFLINE HUGGINGFACE_HUB_CACHE TRANSFORMERS_CACHE HF_HUB_DISABLE_TELEMETRY HF_HUB_DISABLE_XET "
+    "HF_HUB_DISABLE_PROGRESS_BARS HF_HUB_ENABLE_HF_TRANSFER HF_HUB_DOWNLOAD_TIMEOUT MODELSCOPE_CACHE TORCH_HOME "
+    "TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR NUMBA_CACHE_DIR NLTK_DATA SPACY_DATA TIKTOKEN_CACHE_DIR "
+    "MPLCONFIGDIR MPLBACKEND TOKENIZERS_PARALLELISM TQDM_DISABLE",
+    # certificates and proxies
+    "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE "
+    "HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy",
+    # the addresses of services that a function may call, without which it would call others
+    "HF_ENDPOINT OPENAI_BASE_URL OPENAI_API_BASE ANTHROPIC_BASE_URL AZURE_OPENAI_ENDPOINT OLLAMA_HOST",
+)
+ALLOWED = frozenset(" ".join(_GROUPS).split())
+"""Variables that reward workers get, unless the value is a URL with a user or a password."""
+
+_ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "MALLOC_")
+_FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_URL_WITH_USER = re.compile(r"://[^/?#@\s]+@")
+_PROXY_WITH_USER = re.compile(r"^[^/?#@\s]+@")  # the scheme of a proxy may be left out
+_SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{2,}")
+_LITERAL = re.compile(r"""["']([A-Za-z_][A-Za-z0-9_]*)["']""")
+
+
+def child_environment(environment: Mapping[str, str], passed_variables: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables of an environment that reward workers get.
+
+    It also sets a fixed hash seed, so that sets iterate in the same order in every child, limits
+    numeric libraries to one thread, and hides the GPUs, whose memory the model needs.
+    passed_variables: names of variables that are passed unchanged, besides the allowed ones.
+    """
+    kept = {name: value for name, value in environment.items() if _is_allowed(name, value)}
+    return kept | _FIXED | {name: environment[name] for name in passed_variables if name in environment}
+
+
+def withheld_variable(error: str, environment: Mapping[str, str], passed_variables: Sequence[str]) -> str | None:
+    """Return the variable that an error of a worker names and that was withheld from it, if any.
+
+    That is one of the environment, or one of a KeyError that is not set and looks like a secret.
+    """
+    for match in _NAME.finditer(error):
+        name = match.group()
+        if name in passed_variables or name in _FIXED:
+            continue
+        is_key = f"KeyError: '{name}'" in error
+        is_withheld = name in environment and not _is_allowed(name, environment[name]) and ("_" in name or is_key)
+        if is_withheld or (is_key and name not in environment and name.endswith(_SECRET_ENDINGS)):
+            return name
+    return None
+
+
+def named_variables(source: str, environment: Mapping[str, str], passed_variables: Sequence[str]) -> list[str]:
+    """Return the variables that the text of a program names and that its workers do not get."""
+    names = dict.fromkeys(match.group(1) for match in _LITERAL.finditer(source))
+    kept = child_environment(environment, passed_variables)
+    return [name for name in names if name.isupper() and name in environment and name not in kept]
+
+
+def _is_allowed(name: str, value: str) -> bool:
+    if name not in ALLOWED and not name.startswith(_ALLOWED_PREFIXES):
+        return False
+    is_proxy = name.lower().endswith("_proxy")
+    return not _URL_WITH_USER.search(value) and not (is_proxy and _PROXY_WITH_USER.search(value))

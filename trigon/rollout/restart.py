@@ -1,0 +1,175 @@
+"""Starts a rollout engine that has failed anew, once in a run.
+
+Does not depend on what the engine is: vLLM in this process, or in each of several workers.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from trigon.errors import RolloutError
+from trigon.metrics import Metrics, Sum, merge
+from trigon.rollout.protocol import OnGroup, RolloutEngine
+from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
+
+
+@runtime_checkable
+class RestartableEngine(RolloutEngine, Protocol):
+    """A rollout engine that can be started anew after a RolloutError."""
+
+    def restart(self) -> None:
+        """Drop the engine and start it again, asleep and without weights.
+
+        Called outside awake(). Raises: RolloutError if it does not start.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Awake:
+    """A context of awake() that has been entered. stack: ends it."""
+
+    weights: WeightsHandle
+    version: int
+    stack: ExitStack = field(default_factory=ExitStack)
+
+
+class RestartingEngine:
+    """A rollout engine that is started anew after its first RolloutError. Satisfies RolloutEngine.
+
+    The new engine loads the trainer's weights, with all checks of a weight sync, and samples all
+    prompts of the call that failed: a completion is a function of its seed and the weights, so the
+    results are those of a call that did not fail, bit for bit on the CPU. A second failure ends the
+    run: an engine that fails again will go on failing.
+    """
+
+    def __init__(
+        self,
+        engine: RestartableEngine,
+        *,
+        warn: Callable[[str], None],
+        before_restart: Callable[[], object] | None = None,
+    ) -> None:
+        """Wrap an engine.
+
+        warn: called with a message when it is started anew. before_restart: frees device memory
+        that the engine needs to start, such as the trainer's; None where the engine does it.
+        """
+        self._engine = engine
+        self._warn = warn
+        self._before_restart = before_restart
+        self._contexts: list[_Awake] = []  # outermost first
+        self._restarted = False
+        self._num_restarts = 0  # since the last pop_metrics
+
+    @property
+    def num_replicas(self) -> int:
+        """See RolloutEngine."""
+        return self._engine.num_replicas
+
+    @contextmanager
+    def awake(self, weights: WeightsHandle, *, version: int) -> Iterator[None]:
+        """See RolloutEngine. A weight sync that fails is made again by a new engine."""
+        context = _Awake(weights, version)
+        try:
+            self._enter(context)
+        except RolloutError as error:
+            self._restart(error, [*self._contexts, context])
+        self._contexts.append(context)
+        try:
+            with context.stack:  # of the engine that runs then: a restart enters it again
+                yield
+        finally:
+            self._contexts.remove(context)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+        on_progress: Callable[[int], None] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """See RolloutEngine. on_group is called once for each prompt, whatever fails."""
+        finished: dict[int, Sequence[Completion]] = {}
+        num_reported = 0
+        while True:
+            num_done = 0  # by this attempt
+
+            def report_progress(num_more: int) -> None:
+                nonlocal num_done, num_reported
+                num_done += num_more
+                if on_progress is not None and num_done > num_reported:
+                    on_progress(num_done - num_reported)
+                num_reported = max(num_reported, num_done)
+
+            def report_group(index: int, completions: Sequence[Completion]) -> None:
+                if index not in finished:
+                    finished[index] = completions
+                    if on_group is not None:
+                        on_group(index, completions)
+
+            try:
+                rows = self._engine.generate(
+                    prompts, sampling, step=step, on_progress=report_progress, on_group=report_group
+                )
+            except RolloutError as error:
+                self._restart(error, self._contexts)
+                continue
+            return [list(finished.get(index, row)) for index, row in enumerate(rows)]
+
+    def pop_metrics(self) -> Metrics:
+        """See RolloutEngine."""
+        restarts, self._num_restarts = self._num_restarts, 0
+        return merge(self._engine.pop_metrics(), {"rollout/engine_restarts": Sum(float(restarts))})
+
+    def close(self) -> None:
+        """See RolloutEngine."""
+        self._engine.close()
+
+    def _enter(self, context: _Awake) -> None:
+        context.stack.enter_context(self._engine.awake(context.weights, version=context.version))
+
+    def _restart(self, error: RolloutError, contexts: Sequence[_Awake]) -> None:
+        """Start the engine anew, and wake it in these contexts.
+
+        Raises: RolloutError if that fails, or if it was started anew before.
+        """
+        if self._restarted:
+            raise RolloutError(
+                f"{error}\nThe rollout engine was started anew before in this run, and has failed again. The same "
+                "command goes on from the last checkpoint; docs/troubleshooting.md (The rollout engine fails) says "
+                "what to look for"
+            ) from error
+        self._restarted = True
+        self._num_restarts += 1
+        self._warn(
+            f"{error}\nThe rollout engine is started anew, and loads the trainer's weights; a second time ends the run"
+        )
+        release_frames(error)
+        for context in reversed(contexts):
+            context.stack.close()
+        if self._before_restart is not None:
+            self._before_restart()
+        try:
+            self._engine.restart()
+            for context in contexts:
+                self._enter(context)
+        except RolloutError as again:
+            raise RolloutError(f"{again}\nThat was when the rollout engine was started anew after: {error}") from again
+
+
+def release_frames(error: BaseException) -> None:
+    """Clear the local variables of the calls that raised an error and its causes.
+
+    They hold the engine that failed, whose memory the next one needs.
+    """
+    raised: BaseException | None = error
+    while raised is not None:
+        traceback.clear_frames(raised.__traceback__)
+        raised = raised.__cause__ or raised.__context__

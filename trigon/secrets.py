@@ -1,0 +1,274 @@
+"""Decides what looks like a secret, and hides it in what a run writes, shows and publishes.
+
+Two rules, of which the second is stricter: `mask` is for the user's own files, console and
+trackers, and keeps what a run needs to be started again; `hide` is for what everybody may read.
+Besides, `remember` and `scrub` remove secrets that this process knows from text that others write.
+Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+HIDDEN = "(hidden)"
+"""What is published in place of a secret, or of what could be one."""
+
+MASKED = "(secret, not written)"
+"""What stands for a secret in config.yaml, in trackers and on the console."""
+
+ARGUMENTS = "worker.reward.reward_function_kwargs"
+"""The option with values that only the user's reward function knows."""
+
+FREE_MAPPINGS = (
+    ARGUMENTS,
+    "worker.reward.score_function_kwargs",  # its older name, in folders of older runs
+    "worker.actor.model.override_config",
+)
+"""The options that are mappings with any keys, which may say that a value is a secret."""
+
+_SECRET_NAME = re.compile(
+    r"token(?!s|izer)|secret|passw|passphrase|pwd|bearer|api_?key|access_?key|private_?key|credential|auth(?!or)|cookie"
+    r"|webhook",
+    re.IGNORECASE,
+)
+# Names of which only values that are no words are secrets: answer_key is the name of a column.
+_POSSIBLE_NAME = re.compile(r"(?:^|_)keys?$|(?:^|_)tokens$", re.IGNORECASE)
+# Names whose numbers are secrets too; token_weight and pad_token_id are numbers.
+_SECRET_NUMBER = re.compile(r"secret|passw|passphrase|pwd|_key|credential", re.IGNORECASE)
+# Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Google, Slack, and JSON web
+# tokens; the user, the password or both in an address; the addresses of Slack's and Discord's
+# webhooks, which are secrets themselves.
+_FORMATS = (
+    r"hf_[A-Za-z0-9]{8,}|\bsk-(?=[\w-]*\d)[\w-]{8,}|\bgh[pousr]_\w{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{20,}|\bxox[abprs]-[\w-]{8,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
+    r"|(?<=://)[^/\s]+(?=@)|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)\d+/[\w-]+"
+)
+_SECRET_TEXT = re.compile(rf"{_FORMATS}|\b[0-9a-f]{{40}}\b")  # 40 hexadecimal digits: Weights & Biases
+# In a user's own files a revision of a model or of code, which has 40 digits too, is kept.
+_MASKED_TEXT = re.compile(_FORMATS)
+_MASKED_FREE_TEXT = re.compile(rf"{_FORMATS}|(?<![/@])\b[0-9a-f]{{40}}\b")
+# "Authorization: Basic dXNlcjpwYXNz", and the schemes alone before what is no word.
+_HEADER = re.compile(
+    r"""(\bauthorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token|digest|apikey)\s+)?|\b(?-i:Bearer)\s+"""
+    r"""|\b(?:bearer|basic)\s+(?=\S*[\d=]))[^\s"']+""",
+    re.IGNORECASE,
+)
+_QUERY = re.compile(r"(://[^\s?#]+)\?[^\s#]*")
+# The values of an address's query whose names say so: ?token=abc, &sig=abc, &X-Amz-Signature=abc.
+_QUERY_VALUE = re.compile(
+    rf"(?<=[?&])([\w.-]{{0,60}}(?:{_SECRET_NAME.pattern}|key|sig(?:nature)?)[\w.-]{{0,60}}=)[^&#\s]+", re.IGNORECASE
+)
+# "api_key: abc", '"password": "abc"', "token=abc" in text that is no value of an option.
+_ASSIGNMENT = re.compile(
+    rf"""(\b[\w-]{{0,60}}(?:{_SECRET_NAME.pattern})[\w-]{{0,60}}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|["']?[^\s"',}}]+)""",
+    re.IGNORECASE,
+)
+# A long text of letters and digits without a word: a key of a service that is not known here.
+_RANDOM = re.compile(r"(?=[\w+/=-]*\d)(?=[\w+/=-]*[a-z])(?=[\w+/=-]*[A-Z])[\w+/=-]{24,}")
+# The same without separators, so that it is not a path or the name of a model.
+_RANDOM_WORD = re.compile(r"(?=[a-zA-Z]{0,60}\d)(?=[A-Z\d]{0,60}[a-z])(?=[a-z\d]{0,60}[A-Z])[A-Za-z0-9]{20,}={0,2}")
+# Not secrets, whatever their names are: "<|image_pad|>", "[PAD]".
+_SPECIAL_TOKEN = re.compile(r"<[^<>]{1,60}>|\[[A-Z]{1,20}\]")
+
+# What is published of texts in ARGUMENTS: words such as boxed or exact_match, and under keys that
+# end in model the name of one.
+_WORD = re.compile(r"(?=.{1,24}$)[A-Za-z]+(?:[_-][A-Za-z]+)*")
+_MODEL_KEY = re.compile(r"(?:^|_)model(?:_name|_id)?$", re.IGNORECASE)
+_MODEL_NAME = re.compile(r"(?=.{1,96}$)[A-Za-z][\w.:-]*(?:/[\w.-]+)?")
+
+_VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+
+_SHORTEST = 6
+"""Shorter secrets are not removed from text, in which they would be parts of words."""
+
+_known: set[str] = set()
+
+
+def variable_of(value: object) -> str | None:
+    """Return the environment variable that a value names as `env:NAME`, or None."""
+    match = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else match[1]
+
+
+# -- for the user's own files, console and trackers -----------------------------------------------
+
+
+def mask(name: str, value: Any) -> Any:
+    """Return the value of an option or a section with MASKED in place of secrets.
+
+    Secrets are values in FREE_MAPPINGS whose keys sound like one, and parts of any text that look
+    like one; `env:NAME` is none. Other values are returned unchanged.
+    name: of the option or the section, such as "worker.reward"; "" for a configuration.
+    """
+    return _masked(name, value, set())
+
+
+def mask_text(text: str) -> str:
+    """Return a text that is no value of an option, such as a line of a file, without secrets."""
+    return _mask_parts(_ASSIGNMENT.sub(rf"\1{MASKED}", text), set(), free=True)
+
+
+def secrets_in(name: str, value: Any) -> set[str]:
+    """Return the texts that `mask` leaves out of the value of an option."""
+    found: set[str] = set()
+    _masked(name, value, found)
+    return found
+
+
+def masked_names(name: str, value: Any) -> Iterator[str]:
+    """Yield the names of the values in an option's in which MASKED stands for a secret."""
+    match value:
+        case Mapping():
+            for key, item in value.items():
+                yield from masked_names(f"{name}.{key}" if name else str(key), item)
+        case list() | tuple():
+            for number, item in enumerate(value):
+                yield from masked_names(f"{name}[{number}]", item)
+        case str() if MASKED in value:
+            yield name
+        case _:
+            pass
+
+
+def _masked(name: str, value: Any, found: set[str]) -> Any:
+    if name in FREE_MAPPINGS:
+        return _masked_free("", value, found, is_secret=False)
+    match value:
+        case Mapping():
+            return {key: _masked(f"{name}.{key}" if name else str(key), item, found) for key, item in value.items()}
+        case list():
+            return [_masked(name, item, found) for item in value]
+        case tuple():
+            return tuple(_masked(name, item, found) for item in value)
+        case str():
+            return _mask_parts(value, found, free=False)
+        case _:
+            return value
+
+
+def _masked_free(key: str, value: Any, found: set[str], *, is_secret: bool) -> Any:
+    """Return a value within a free mapping. is_secret: whether a key above it sounds like one."""
+    is_secret = is_secret or _SECRET_NAME.search(key) is not None
+    match value:
+        case Mapping():
+            return {inner: _masked_free(str(inner), item, found, is_secret=is_secret) for inner, item in value.items()}
+        case list():
+            return [_masked_free(key, item, found, is_secret=is_secret) for item in value]
+        case tuple():
+            return tuple(_masked_free(key, item, found, is_secret=is_secret) for item in value)
+        case str() if variable_of(value) is not None:
+            return value
+        case str() if (is_secret or _is_possible_secret(key, value)) and value and not _SPECIAL_TOKEN.fullmatch(value):
+            found.add(value)
+            return MASKED
+        case int() | float() if is_secret and not isinstance(value, bool) and _SECRET_NUMBER.search(key):
+            found.add(str(value))
+            return MASKED
+        case str():
+            return _mask_parts(value, found, free=True)
+        case _:
+            return value
+
+
+def _is_possible_secret(key: str, value: str) -> bool:
+    is_plain = _WORD.fullmatch(value) is not None or value.isdecimal()
+    return _POSSIBLE_NAME.search(key) is not None and not is_plain
+
+
+def _mask_parts(text: str, found: set[str], *, free: bool) -> str:
+    """Return a text without the parts that look like secrets. free: not the text of an option."""
+
+    def masked(match: re.Match[str]) -> str:
+        kept = match[1] if match.re.groups else ""
+        found.add(match[0].removeprefix(kept))
+        return f"{kept}{MASKED}"
+
+    patterns = (_MASKED_FREE_TEXT, _QUERY_VALUE, _HEADER, _RANDOM_WORD) if free else (_MASKED_TEXT, _QUERY_VALUE)
+    for pattern in patterns:
+        text = pattern.sub(masked, text)
+    return text
+
+
+# -- secrets that this process knows --------------------------------------------------------------
+
+
+def remember(values: Collection[str]) -> None:
+    """Let scrub remove these texts from now on; those of a few characters are left out."""
+    _known.update(value for value in values if len(value) >= _SHORTEST)
+
+
+def scrub(text: str) -> str:
+    """Return a text with MASKED in place of every secret that remember was given."""
+    for value in sorted(_known, key=len, reverse=True):
+        text = text.replace(value, MASKED)
+    return text
+
+
+# -- in public ------------------------------------------------------------------------------------
+
+
+def hide(name: str, value: Any, *, free: bool = False) -> Any:
+    """Return the value of an option as it may be published.
+
+    A value whose name sounds like a secret is hidden as a whole, parts of texts that look like one
+    are hidden, queries of addresses are left out, and absolute paths lose their folders.
+    Of the arguments of a reward function only numbers, booleans, words and the names of models are
+    published, since no pattern knows all secrets.
+    name: of the option, or a key inside it. free: whether the value belongs to a user's mapping,
+    in which any long random text is hidden too.
+    """
+    if name == ARGUMENTS:
+        return _hide_argument("", value)
+    if _is_secret(name.rpartition(".")[2], free=free) and value is not None and not isinstance(value, bool):
+        return HIDDEN
+    match value:
+        case Mapping():
+            return {_hide_text(str(key)): hide(str(key), item, free=True) for key, item in value.items()}
+        case list() | tuple():
+            return [hide("", item, free=free) for item in value]
+        case str():
+            text = _hide_text(value)
+            text = _RANDOM.sub(HIDDEN, text) if free else text
+            return short_path(text)
+        case _:
+            return value
+
+
+def _hide_argument(key: str, value: Any) -> Any:
+    """Return a value within ARGUMENTS as it may be published. key: the nearest one, or empty."""
+    if variable_of(value) is not None:
+        return value
+    if _is_secret(key, free=True) and value is not None and not isinstance(value, bool):
+        return HIDDEN
+    match value:
+        case bool() | int() | float() | None:
+            return value
+        case Mapping():
+            return {_hide_text(str(name)): _hide_argument(str(name), item) for name, item in value.items()}
+        case list() | tuple():
+            return [_hide_argument(key, item) for item in value]
+        case str() if _WORD.fullmatch(value):
+            return value
+        case str() if _MODEL_KEY.search(key) and _MODEL_NAME.fullmatch(value) and not _RANDOM.search(value):
+            return _hide_text(value)
+        case _:
+            return HIDDEN
+
+
+def _is_secret(key: str, *, free: bool) -> bool:
+    return _SECRET_NAME.search(key) is not None or (free and key.lower().endswith("key"))
+
+
+def _hide_text(text: str) -> str:
+    """Return a text without the parts that look like secrets, and without queries of addresses."""
+    text = _HEADER.sub(rf"\1{HIDDEN}", _SECRET_TEXT.sub(HIDDEN, text))
+    return _QUERY.sub(r"\1", text)
+
+
+def short_path(text: str) -> str:
+    """Return a path without its folders if it is absolute: "/a/b.py:f" -> "b.py:f"."""
+    is_path = text.startswith(("/", "~")) and "\n" not in text
+    return PurePath(text).name or text if is_path else text
