@@ -12,6 +12,7 @@
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
+    |   `-- DiskError      it could not be written: the disk is full, read-only, gone, ...
     |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
     `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
@@ -67,6 +68,10 @@ class NotFiniteError(TrigonError):
 
 class CheckpointError(TrigonError):
     """A checkpoint cannot be used."""
+
+
+class DiskError(CheckpointError):
+    """A checkpoint or an export could not be written. What was there before is intact."""
 
 
 class WatchError(TrigonError):

@@ -183,6 +183,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
         run.grace.save_seconds = run.store.save_seconds
+        run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
         run.grace.begin_step(step)
         position = training_prompts(run).state()
         try:
@@ -327,7 +328,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         if seen is not alarm:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
     if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
-        save(run, progress, training_prompts(run).state(), wait=stopping)
+        save(run, progress, training_prompts(run).state(), stopping=stopping)
     run.hooks.step(step, recorded)
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
@@ -355,15 +356,18 @@ def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
     )
 
 
-def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, wait: bool) -> None:
-    """Save the state after a step. prompts: the state of the prompt stream then."""
+def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: bool) -> None:
+    """Save the state after a step. prompts: the state of the prompt stream then.
+
+    stopping: wait for it, and raise a DiskError, since the run has the only copy.
+    """
     with run.report.phase("save_checkpoint"):
         run.report.flush()  # a run that resumes from the checkpoint does not write them again
         state = progress_state(run, progress, prompts)
-        run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score)
-        if wait:
+        run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
+        if stopping:
             run.store.wait()
-    run.grace.saved_step = progress.step
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
 
 
 def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
@@ -371,10 +375,10 @@ def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> No
 
     prompts: the state of the prompt stream before the step that is left.
     """
+    run.store.wait()
+    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
     if progress.step > run.grace.saved_step:
-        save(run, progress, prompts, wait=True)
-    else:
-        run.store.wait()
+        save(run, progress, prompts, stopping=True)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> Progress:

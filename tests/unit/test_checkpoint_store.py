@@ -182,7 +182,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint_only(sto
         (actor / "state.json").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"the disk became full while .*global_step_2"):
+    with pytest.raises(CheckpointError, match=r"2 could not be saved: the disk is full.* checkpoints are intact"):
         store.save(2, write=write, progress={}, score=None)
     assert store.latest().step == 1
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_tracker.json", "global_step_1"]
@@ -389,8 +389,11 @@ def test_reading_checkpoints_waits_for_the_save_in_the_background(background_sto
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), r"the disk became full while .*global_step_2"),
-        (CheckpointError("rank 1: OSError: [Errno 28] No space left on device"), r"the disk became full"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"2 could not be saved: the disk is full"),
+        (
+            CheckpointError("rank 1: OSError: [Errno 28] No space left on device"),
+            r"2 could not be saved: the disk is full",
+        ),
         (CheckpointError("rank 1 is gone"), r"^rank 1 is gone$"),
         (ValueError("a bug"), r"the checkpoint of step 2 could not be saved: ValueError\('a bug'\)"),
     ],

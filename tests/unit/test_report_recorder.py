@@ -14,6 +14,7 @@ from PIL import Image
 from trigon.errors import BadRow
 from trigon.records.rollouts import read_rollouts, rollout_rows, with_tokens
 from trigon.report.image_store import MAX_BYTES, ImageStore
+from trigon.report.log_faults import LogFaults
 from trigon.report.recorder import MAX_PENDING, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.types import (
@@ -80,6 +81,7 @@ def recorder(folder, warned):
         folder,
         images=ImageStore(folder.path, max_side=64),
         token_texts=lambda ids: [f"<{token}>" for token in ids],
+        faults=LogFaults(folder.path, warn=warned.append),
         warn=warned.append,
     )
     yield recorder
@@ -176,14 +178,31 @@ def test_the_run_goes_on_while_files_are_written_but_not_further_than_some_files
     assert len(list((folder.path / "rollouts").iterdir())) == MAX_PENDING + 1
 
 
-@pytest.mark.parametrize("call", ["write", "flush", "close"])
-def test_an_error_of_the_disk_is_raised_by_a_later_call(folder, recorder, call):
+def test_what_cannot_be_written_is_lost_with_one_warning_and_later_files_are_written(folder, recorder, warned):
     (folder.path / "rollouts").write_text("not a folder")
-    recorder.write(1, "train", rollout_rows([group("train:1")]), no_images)
+    for step in (1, 2):
+        recorder.write(step, "train", rollout_rows([group("train:1")]), no_images)
+    recorder.flush()
+    [warning] = warned
+    assert warning.startswith("rollouts cannot be written: ")
+    assert warning.endswith("They are lost; the run goes on, and each step tries again")
+    (folder.path / "rollouts").unlink()
+    recorder.write(3, "train", rollout_rows([group("train:1")]), no_images)
+    recorder.flush()
+    assert warned[1:] == ["rollouts are written again"]
+    assert [path.name for path in (folder.path / "rollouts").iterdir()] == ["step_000003.jsonl"]
+
+
+@pytest.mark.parametrize("call", ["write", "flush", "close"])
+def test_any_other_error_is_raised_by_a_later_call(folder, recorder, call):
+    def read_images(prompt_id):
+        raise ZeroDivisionError
+
+    recorder.write(1, "train", rollout_rows([group("train:1")]), read_images)
     while not recorder._pending[0].done():
         pass
     arguments = (2, "train", [], no_images) if call == "write" else ()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ZeroDivisionError):
         getattr(recorder, call)(*arguments)
 
 

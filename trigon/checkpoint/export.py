@@ -28,10 +28,11 @@ from trigon.checkpoint.export_verification import (
     verify_names,
     verify_tensors,
 )
-from trigon.checkpoint.manifest import MANIFEST, replacing_files
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, is_disk_full, open_checkpoint
+from trigon.checkpoint.manifest import MANIFEST, replacing_files, sync_tree
+from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
-from trigon.errors import CheckpointError
+from trigon.disk import describe_fault, fault_number, sync_to_disk
+from trigon.errors import CheckpointError, DiskError
 from trigon.host_memory import count_usable_bytes
 from trigon.json_files import write_json
 from trigon.models.dtypes import DTYPES, dtype_named
@@ -82,8 +83,8 @@ def export_checkpoint(
             was verified and what was not.
     Raises: CheckpointError if there is no undamaged checkpoint, if adapter or base is given for a
     run without LoRA, if the base model is missing or does not fit, if a weight is not finite (or
-    would not be in dtype), if the disk is full, if output exists and was not made by an export, or
-    if verification fails. No partial output is left behind.
+    would not be in dtype), if output exists and was not made by an export, or if verification
+    fails; DiskError if the disk is full, read-only, ... No partial output is left behind.
     """
     if dtype is not None and dtype_named(dtype) is None:
         raise CheckpointError(
@@ -95,6 +96,7 @@ def export_checkpoint(
     if output is None:
         is_actor_folder = path.resolve() == checkpoint.actor.resolve()
         output = path / "lora_adapter" if adapter else side_files if is_actor_folder else path / "huggingface_model"
+    output = output.resolve() if output.is_symlink() else output  # what a link leads to is replaced
     if not (side_files / "config.json").is_file():
         raise CheckpointError(
             f"{side_files} has no config.json: this checkpoint was saved without its model's side files"
@@ -111,6 +113,7 @@ def export_checkpoint(
     verification = _Verification(logits, count_usable_bytes() if usable_bytes is None else usable_bytes)
     temporary = output.absolute().with_name(f".exporting_{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(_replaced(output), ignore_errors=True)
     torch_dtype = dtype_named(dtype) if dtype else None
     try:
         if lora is not None and adapter:
@@ -125,12 +128,15 @@ def export_checkpoint(
         if into_checkpoint:
             _move_into_checkpoint(temporary, checkpoint)
         else:
-            shutil.rmtree(output, ignore_errors=True)
-            os.rename(temporary, output)
+            _publish(temporary, output)
     except BaseException as error:
+        fault = None if isinstance(error, CheckpointError) else fault_number(error)
+        description = "" if fault is None else describe_fault(error, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
-        if is_disk_full(error):
-            raise CheckpointError(f"the disk of {output} became full; make room, or choose another output") from error
+        if fault is not None:
+            raise DiskError(
+                f"the export {output} could not be written: {description}, or choose another output"
+            ) from error
         raise
     return output
 
@@ -283,7 +289,7 @@ def _check_space(folder: Path, weights: Weights, dtype: torch.dtype | None) -> N
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if free < needed:
-        raise CheckpointError(
+        raise DiskError(
             f"the model needs {needed:,} bytes, but the disk of {parent} has {free:,} free; make room, or choose "
             "another output"
         )
@@ -369,16 +375,49 @@ def _write_record(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> N
     )
 
 
+def _replaced(output: Path) -> Path:
+    """Return the name of an earlier export while it is removed."""
+    return output.absolute().with_name(f".removing_{output.name}")
+
+
+def _publish(exported: Path, output: Path) -> None:
+    """Rename a finished export to output, and remove an earlier one.
+
+    After a crash at any moment there is a complete export at output, or none.
+    """
+    sync_tree(exported)
+    if output.exists():
+        os.rename(output, _replaced(output))
+    os.rename(exported, output)
+    sync_to_disk(output.absolute().parent)
+    shutil.rmtree(_replaced(output), ignore_errors=True)
+
+
 def _move_into_checkpoint(exported: Path, checkpoint: Checkpoint) -> None:
-    """Move the exported files to the checkpoint's side files, of which the config may change."""
+    """Move the exported files to the checkpoint's side files, of which the config may change.
+
+    After a crash at any moment the checkpoint is valid. An earlier export is removed first, and
+    EXPORT_RECORD is moved last, after what names the files of the weights: what was moved in part
+    neither loads nor looks like an export.
+    """
     target = checkpoint.actor / "huggingface"
-    for old in (*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")):
+    sync_tree(exported)
+    (target / EXPORT_RECORD).unlink(missing_ok=True)
+    for old in (*target.glob("model.safetensors.index.json"), *target.glob("model*.safetensors")):
         old.unlink()
+    sync_to_disk(target)
     config = (target / "config.json").relative_to(checkpoint.folder).as_posix()
+    last = ("model.safetensors.index.json", EXPORT_RECORD)
+    files = [file for file in sorted(exported.rglob("*")) if file.is_file()]
     with replacing_files(checkpoint.folder, (config,)):
-        for file in sorted(exported.rglob("*")):
-            if file.is_file():
+        for file in files:
+            if file.name not in last:
                 os.replace(file, target / file.relative_to(exported))
+    for name in last:
+        if (exported / name).is_file():
+            sync_to_disk(target)
+            os.replace(exported / name, target / name)
+    sync_to_disk(target)
     shutil.rmtree(exported)
 
 

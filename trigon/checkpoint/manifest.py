@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trigon.cpus import count_usable_cpus
+from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError
 from trigon.json_files import read_json_object, write_json
 
@@ -64,7 +65,8 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
 
 
 def _verify_files(folder: Path, manifest: Mapping[str, Mapping[str, Any]], include: Callable[[str], bool]) -> None:
-    added = [name for name in _files_below(folder, "actor") if name not in manifest and include(name)]
+    found = (*_files_below(folder, "actor"), *(path.name for path in folder.glob("*.safetensors")))
+    added = [name for name in found if name not in manifest and include(name)]
     if added:
         raise CheckpointError(
             f"{folder / added[0]} was not saved with the checkpoint, and could be loaded with it; move it away "
@@ -167,23 +169,23 @@ def total_bytes(folder: Path) -> int:
 def replacing_files(folder: Path, names: tuple[str, ...]) -> Iterator[None]:
     """Allow these files to be replaced in the context, and hash them again at its end.
 
-    names: paths within the folder.
+    names: paths within the folder; the caller flushes the files that replace them.
     A crash inside the context leaves a checkpoint that verifies, without entries for these files.
     """
     entries = read_manifest(folder)
     _write(folder, {name: entry for name, entry in entries.items() if name not in names})
+    sync_to_disk(folder)  # before a file is replaced
     yield
+    for parent in {(folder / name).parent for name in names}:
+        sync_to_disk(parent)
     _write(folder, entries | {name: _hash_file(folder / name) for name in names})
     sync_to_disk(folder)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_tree(folder: Path) -> None:
+    """Flush all files and folders below a folder, and itself, to the disk."""
+    for path in (*sorted(folder.rglob("*")), folder):
+        sync_to_disk(path)
 
 
 def _write(folder: Path, entries: dict[str, dict[str, Any]]) -> None:

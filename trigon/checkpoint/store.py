@@ -18,7 +18,6 @@ neither tensors nor engines.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import re
@@ -37,23 +36,22 @@ from typing import Any
 from trigon.checkpoint.manifest import (
     MANIFEST,
     PROGRESS,
-    has_all_files,
     read_manifest,
     start_hashing_threads,
-    sync_to_disk,
     total_bytes,
     verify_files,
     write_manifest,
 )
-from trigon.errors import CheckpointError
-from trigon.json_files import read_json_object, write_json
+from trigon.checkpoint.progress import is_complete, read_progress
+from trigon.disk import describe_fault, fault_number, free_bytes, sync_to_disk
+from trigon.errors import CheckpointError, DiskError, EngineError
+from trigon.json_files import write_json
 
 TRACKER = "checkpoint_tracker.json"
 
 _STEP = re.compile(r"global_step_(\d+)")
 _SAVING = ".saving_"
 _REMOVING = ".removing_"
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +81,15 @@ Write = Callable[[Path], Finish | None]
 """Fills the (existing, empty) actor folder, at once or by the Finish that it returns."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A save in the background. required: as for save."""
+
+    step: int
+    saving: Future[None]
+    required: bool
+
+
 class CheckpointStore:
     """The checkpoints of one run.
 
@@ -93,6 +100,7 @@ class CheckpointStore:
     folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
     content cannot be used although its files are as they were written; None: not asked.
     save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
+    published_step: of the last checkpoint that this object has saved completely; 0: none.
     """
 
     def __init__(
@@ -109,60 +117,78 @@ class CheckpointStore:
         self._background = background
         self._warn = warn
         self._check_actor = check_actor
-        self._pending: tuple[int, Future[None]] | None = None  # the step being saved in the background
+        self._pending: _Pending | None = None  # the save in the background
         self._save_started = 0.0
         self.save_seconds: float | None = None
+        self.published_step = 0
 
-    def save(self, step: int, *, write: Write, progress: Mapping[str, Any], score: float | None) -> None:
+    def save(
+        self, step: int, *, write: Write, progress: Mapping[str, Any], score: float | None, required: bool = True
+    ) -> None:
         """Save the checkpoint of this step; after a crash at any moment it is complete or absent.
 
         Args:
             progress: values that JSON can hold; numbers are finite.
             score: validation reward of the weights being saved, None if they were not validated.
                 The highest is the best, the earlier one at a tie.
-        Raises: CheckpointError if the disk is full (existing checkpoints stay), if the step exists
-        already, or if the previous save failed in the background.
+            required: False: a DiskError of this save becomes a warning, since a run loses less if
+                it goes on and saves again later.
+        Raises: DiskError if the disk is full, read-only, gone, ... (existing checkpoints stay);
+        CheckpointError if the step exists already, or if the previous save failed in the
+        background.
         """
         self.wait()
+        try:
+            self._save(step, write, progress, score, required)
+        except DiskError as error:
+            if required:
+                raise
+            self._warn_not_saved(step, error)
+
+    def _save(self, step: int, write: Write, progress: Mapping[str, Any], score: float | None, required: bool) -> None:
         final = self._root / f"global_step_{step}"
         if final.exists():
             raise CheckpointError(f"{final} exists already; rewind to an earlier step to write it again")
-        self._root.mkdir(parents=True, exist_ok=True)
-        for prefix in (_SAVING, _REMOVING):
-            for stale in self._root.glob(f"{prefix}*"):
-                self._remove(stale)
         self._save_started = time.monotonic()
-        self.check_space(max((total_bytes(folder) for folder in self._complete_folders().values()), default=0))
-
         temporary = self._root / f"{_SAVING}{final.name}"
         state = {"step": step, "val_reward_score": score if score is not None and isfinite(score) else None}
         with self._remove_on_failure(temporary, final):
+            self._root.mkdir(parents=True, exist_ok=True)
+            for prefix in (_SAVING, _REMOVING):
+                for stale in self._root.glob(f"{prefix}*"):
+                    self._remove(stale)
+            self.check_space(max((total_bytes(folder) for folder in self._complete_folders().values()), default=0))
             (temporary / "actor").mkdir(parents=True)
             finish = write(temporary / "actor")
             _write_json(temporary / PROGRESS, {**state, "progress": progress})
         hashing = start_hashing_threads()
         if self._background:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = step, thread.submit(self._publish, temporary, final, finish, hashing)
+            self._pending = _Pending(step, thread.submit(self._publish, temporary, final, finish, hashing), required)
             thread.shutdown(wait=False)  # ends the thread after this save
         else:
             self._publish(temporary, final, finish, hashing)
 
     def wait(self) -> None:
-        """Wait for a save in the background. Raises: CheckpointError, once, if it failed."""
+        """Wait for a save in the background.
+
+        Raises: CheckpointError, once, if it failed, unless by the disk and was not required.
+        """
         if self._pending is None:
             return
-        step, saving = self._pending
-        error = saving.exception()
+        pending = self._pending
+        error = pending.saving.exception()
         self._pending = None
-        if isinstance(error, CheckpointError):
+        if isinstance(error, DiskError) and not pending.required:
+            self._warn_not_saved(pending.step, error)
+        elif isinstance(error, CheckpointError):
             raise error
-        if error is not None:
-            raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error!r}") from error
+        elif error is not None:
+            raise CheckpointError(f"the checkpoint of step {pending.step} could not be saved: {error!r}") from error
 
     def check(self) -> None:
         """Raise what wait would raise if the save in the background has ended; does not block."""
-        if self._pending is not None and self._pending[1].done():
+        if self._pending is not None and self._pending.saving.done():
             self.wait()
 
     @contextmanager
@@ -220,9 +246,11 @@ class CheckpointStore:
                 continue
             moved_folder = self._root / "set_aside"
             moved_folder.mkdir(exist_ok=True)
+            sync_to_disk(self._root)
             names = itertools.chain([folder.name], (f"{folder.name}.{number}" for number in itertools.count(2)))
             target = next(moved_folder / name for name in names if not (moved_folder / name).exists())
             os.rename(folder, target)
+            sync_to_disk(moved_folder)  # before it is absent from the root
             self._warn(
                 f"{folder} is later than step {step}, where this run starts: moved to {target}. It can be deleted"
             )
@@ -231,47 +259,60 @@ class CheckpointStore:
             self._write_tracker()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raise CheckpointError if the disk has too little free space for a checkpoint.
+        """Raise DiskError if the disk has too little free space for a checkpoint.
 
         To be called before training with the bytes of weights and optimizer; each save checks for
         the size of the largest checkpoint so far.
         """
-        free = self._free_bytes()
+        free = free_bytes(self._root)
         if free < needed_bytes:
-            raise CheckpointError(
+            raise DiskError(
                 f"a checkpoint needs about {needed_bytes:,} bytes, but the disk of {self._root} has {free:,} free. "
                 "Make room, lower trainer.save_limit, or set trainer.save_checkpoint_path to another disk"
             )
 
     def _publish(self, temporary: Path, final: Path, finish: Finish | None, hashing: ThreadPool) -> None:
         """Finish the temporary folder, make it a checkpoint, and end the hashing threads."""
+        step = int(final.name.rpartition("_")[2])
         with hashing, self._remove_on_failure(temporary, final):
             if finish is not None:
                 finish()
             write_manifest(temporary, hashing)
             os.rename(temporary, final)
             sync_to_disk(self._root)
+        try:
             self._write_tracker()
+        except OSError as error:  # Trigon never reads it
+            self._warn(f"{self._root / TRACKER} could not be written: {error}; the checkpoint is complete")
         self.save_seconds = max(time.monotonic() - self._save_started, self.save_seconds or 0.0)
-        self._remove_old(newest=int(final.name.rpartition("_")[2]))
+        self.published_step = step
+        self._remove_old(newest=step)
 
     @contextmanager
     def _remove_on_failure(self, temporary: Path, final: Path) -> Iterator[None]:
-        """Remove the temporary folder if the context fails, and explain a full disk."""
+        """Remove the temporary folder if the context fails, and explain the fault of a disk."""
         try:
             yield
         except BaseException as error:
+            # Described first: afterwards the disk may have room.
+            fault = _describe(error, temporary, final)
             shutil.rmtree(temporary, ignore_errors=True)
-            if is_disk_full(error):
-                raise CheckpointError(
-                    f"the disk became full while {final} was written ({self._free_bytes():,} bytes free now); earlier "
-                    "checkpoints are untouched. Make room, or lower trainer.save_limit, and resume"
-                ) from error
+            if fault is not None:
+                raise fault from error
             raise
 
-    def _free_bytes(self) -> int:
-        existing = next(folder for folder in (self._root, *self._root.absolute().parents) if folder.exists())
-        return shutil.disk_usage(existing).free
+    def _warn_not_saved(self, step: int, error: DiskError) -> None:
+        """Warn that a run goes on without the checkpoint of this step."""
+        try:
+            steps = self._folders()
+        except OSError as unreadable:
+            last = f"the others cannot be listed ({unreadable})"
+        else:
+            last = f"the last one is of step {max(steps)}" if steps else "there is none yet"
+        self._warn(
+            f"THE CHECKPOINT OF STEP {step} IS NOT SAVED: {error}. The run goes on, and saves the next one when it is "
+            f"due; {last}"
+        )
 
     def _folders(self) -> dict[int, Path]:
         """Return every global_step_N folder, damaged or not, by step."""
@@ -282,13 +323,13 @@ class CheckpointStore:
 
     def _complete_folders(self) -> dict[int, Path]:
         """Return the folders whose files all exist with their sizes, by step; nothing is hashed."""
-        return {step: folder for step, folder in self._folders().items() if _is_complete(folder)}
+        return {step: folder for step, folder in self._folders().items() if is_complete(folder)}
 
     def _ranked_by_score(self) -> list[tuple[float, int]]:
         """Return (score, step) of the complete checkpoints that have a score, best first."""
         scored = []
         for step, folder in self._complete_folders().items():
-            score = _read_progress(folder)[2]
+            score = read_progress(folder)[2]
             if score is not None:
                 scored.append((score, step))
         return sorted(scored, key=lambda pair: (-pair[0], pair[1]))
@@ -331,8 +372,12 @@ class CheckpointStore:
         """Remove the oldest complete checkpoints beyond keep, but never the newest or the best."""
         if self._keep < 1:
             return
-        folders = self._complete_folders()
-        kept = {newest, *(step for _, step in self._ranked_by_score()[:1])}
+        try:
+            folders = self._complete_folders()
+            kept = {newest, *(step for _, step in self._ranked_by_score()[:1])}
+        except OSError as error:
+            self._warn(f"old checkpoints could not be removed: {error}; the next save tries again")
+            return
         for step in sorted(folders, reverse=True):
             if len(kept) < self._keep:
                 kept.add(step)
@@ -341,6 +386,7 @@ class CheckpointStore:
             renamed = self._root / f"{_REMOVING}{folders[step].name}"
             try:
                 os.rename(folders[step], renamed)
+                sync_to_disk(self._root)
             except OSError as error:
                 self._warn(f"could not remove the old checkpoint {folders[step]}: {error}")
                 continue
@@ -352,6 +398,8 @@ class CheckpointStore:
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
+        except FileNotFoundError:  # moved or deleted by the user meanwhile
+            return
         except OSError as error:  # no reason to stop training
             self._warn(f"could not remove {folder}: {error}; the next save tries again")
 
@@ -397,48 +445,25 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
             "not resumed. To train on from its weights, export it, set worker.actor.model.model_path to the export, "
             "and set trainer.find_last_checkpoint=false or another trainer.save_checkpoint_path"
         )
-    step, progress, score = _read_progress(folder)
+    step, progress, score = read_progress(folder)
     if name is not None and int(name.group(1)) != step:
         raise CheckpointError(f"{folder} holds step {step}: it was renamed; rename it back to global_step_{step}")
     return Checkpoint(step, folder, progress, score)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether an operation failed because a disk or a quota is full."""
-    if isinstance(error, OSError):
-        return error.errno in _DISK_FULL
-    # safetensors, and errors passed on from other ranks, have the number only in their text.
-    return any(mark in str(error) for number in _DISK_FULL for mark in (f"os error {number})", f"[Errno {number}]"))
+def _describe(error: BaseException, path: Path, final: Path) -> DiskError | None:
+    """Return what to raise if a disk is the cause of an error; None for other errors.
+
+    After an EngineError, which may quote one of a disk, there are no workers that could go on.
+    """
+    if isinstance(error, DiskError | EngineError) or fault_number(error) is None:
+        return None
+    return DiskError(f"{final} could not be saved: {describe_fault(error, path)}. Earlier checkpoints are intact")
 
 
 def _verify(folder: Path, *, optimizer: bool) -> None:
     """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
     verify_files(folder, include=lambda name: optimizer or not _is_optimizer(name))
-
-
-def _is_complete(folder: Path) -> bool:
-    if not has_all_files(folder):
-        return False
-    try:
-        _read_progress(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _read_progress(folder: Path) -> tuple[int, Mapping[str, Any], float | None]:
-    """Return (step, progress, score)."""
-    path = folder / PROGRESS
-    try:
-        state = read_json_object(path, max_bytes=None)  # its size is in the manifest
-        step, progress, score = state["step"], state["progress"], state["val_reward_score"]
-        if type(step) is not int or not isinstance(progress, dict):
-            raise ValueError("it has no step, or no progress")
-        if score is not None and not isfinite(score):
-            raise ValueError(f"its score is {score}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; restore it, or use another checkpoint") from error
-    return step, progress, score
 
 
 def _is_optimizer(name: str) -> bool:

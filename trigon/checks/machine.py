@@ -151,7 +151,7 @@ def check_network(subject: Subject) -> Findings:
     """Return whether processes of this machine can connect to each other."""
     workers = num_workers(subject.given)
     if workers == 1:
-        raise CheckSkipped("one worker, in one process, which opens no port")
+        raise CheckSkipped("one worker, in one process, to which no other connects")
     try:
         ports = connect_to_self(2 * workers)
     except OSError as error:

@@ -5,11 +5,15 @@ Imports no heavy library, so that `trigon --help` is fast.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trigon import __version__
+from trigon.disk import describe_fault, fault_number
 from trigon.errors import ConfigError, TrigonError
 from trigon.garbage import set_gc_threshold
 from trigon.suggestions import did_you_mean
@@ -51,8 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done, 1: failed with a TrigonError, 130: interrupted by Ctrl-C. 2: wrong usage, that is the
     arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
     `trigon train` adds those of other signals; see EXIT_SIGNAL.
+    0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C. 2:
+    wrong usage, that is the arguments, or the configuration (ConfigError); arguments that a parser
+    rejects end the process. `trigon train` adds EXIT_STOPPED.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    finally:
+        _flush_output()
+
+
+def _run(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "help" and rest:  # trigon help train = trigon train --help
         command, rest = rest[0], ["--help"]
@@ -72,9 +85,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrigonError as error:
         print(f"{type(error).__name__}: {sanitize(str(error), max_characters=20_000)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        # The others would hide where a bug of ours looked for a file.
+        if fault_number(error) in (None, errno.ENOENT, errno.ENOTDIR):
+            raise
+        print(f"OSError: {sanitize(describe_fault(error, Path.cwd()), max_characters=5000)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _flush_output() -> None:
+    """Flush standard output, or give it up.
+
+    Python would try again when it ends, and change the exit status to 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"standard output could not be written: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

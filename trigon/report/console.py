@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trigon.records.rollouts import RolloutRow
+from trigon.report.lenient_stream import LenientStream
 from trigon.terminal import sanitize
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -95,7 +96,7 @@ class Console:
         in_notebook = type(stream).__module__.startswith("ipykernel.")
         # Markup is off: "[/bold]" in a completion must not be parsed.
         self._rich = RichConsole(
-            file=stream,
+            file=cast(TextIO, LenientStream(stream)),
             markup=False,
             highlight=False,
             emoji=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from trigon.data.images import file_for_display
@@ -39,16 +40,24 @@ class ImageStore:
         """
         digest = hashlib.sha256(encoded).hexdigest()
         names = self._names()
-        if digest not in names:
+        if digest not in names or not (self._folder / names[digest]).exists():
             content, suffix = file_for_display(encoded, max_bytes=MAX_BYTES, max_side=self._max_side, where=where)
             self._folder.mkdir(exist_ok=True)
             name = f"{digest}{suffix}"
             # Two threads may write the same file: each replaces it by the same content.
             temporary = self._folder / f".{name}.{os.urandom(4).hex()}"
-            temporary.write_bytes(content)
-            os.replace(temporary, self._folder / name)
+            try:
+                temporary.write_bytes(content)
+                os.replace(temporary, self._folder / name)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
             names[digest] = name
         return f"{IMAGES}/{names[digest]}"
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Return whether these paths below the run folder still exist."""
+        return all((self._folder.parent / name).exists() for name in names)
 
     def _names(self) -> dict[str, str]:
         """Return the names of the stored files by hash.

@@ -1,7 +1,7 @@
 """Writes the rollouts of a run, and the images of their prompts, while the run goes on.
 
 The files of a step are written by a thread, in order. At most MAX_PENDING files wait; then the run
-waits for the disk. An error of writing is raised by the next call.
+waits for the disk. What cannot be written is lost, and counted (log_faults.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from trigon.errors import BadRow
 from trigon.records.rollouts import RolloutRow, Split
 from trigon.report.image_store import ImageStore
+from trigon.report.log_faults import LogFaults
 from trigon.report.run_folder import RunFolder
 
 ReadImages = Callable[[str], Sequence[bytes]]
@@ -27,8 +28,8 @@ class RolloutRecorder:
     """Writes rollouts from a thread.
 
     images: None: prompts are recorded without images. token_texts: decodes token by token; needed
-    for rows with tokens. warn: called with a message if the images of a prompt cannot be read;
-    from the thread.
+    for rows with tokens. faults: told what cannot be written, from the thread. warn: called with a
+    message if the images of a prompt cannot be read; from the thread.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class RolloutRecorder:
         *,
         images: ImageStore | None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None,
+        faults: LogFaults,
         warn: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._images = images
         self._token_texts = token_texts
+        self._faults = faults
         self._warn = warn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="images")
@@ -52,14 +55,14 @@ class RolloutRecorder:
         """Write a rollouts file in the background.
 
         rows: without image files, and with empty texts of tokens. read_images: of their prompts.
-        Raises: what writing an earlier file raised.
+        Raises: what made an earlier file impossible to write, unless it is an OSError.
         """
         while self._pending and (self._pending[0].done() or len(self._pending) >= MAX_PENDING):
             self._pending.popleft().result()
         self._pending.append(self._thread.submit(self._write, step, split, rows, read_images))
 
     def flush(self) -> None:
-        """Wait until all files are written. Raises: what writing raised."""
+        """Wait until all files are written. Raises: as write."""
         while self._pending:
             self._pending.popleft().result()
 
@@ -80,12 +83,17 @@ class RolloutRecorder:
             )
             files = dict(zip(prompt_ids, stored, strict=True))
         complete = [replace(self._with_texts(row), image_files=files.get(row.prompt_id, ())) for row in rows]
-        self._folder.write_rollouts(step, split, complete)
+        try:
+            self._folder.write_rollouts(step, split, complete)
+        except OSError as error:
+            self._faults.lost("rollouts", len(complete), error)
+        else:
+            self._faults.written("rollouts")
 
     def _stored_images(self, prompt_id: str, split: Split, read_images: ReadImages) -> tuple[str, ...]:
         assert self._images is not None
         key = (split == "validation", prompt_id)  # the ids of the two may be equal
-        if key not in self._image_files:
+        if key not in self._image_files or not self._images.has(self._image_files[key]):
             try:
                 self._image_files[key] = tuple(
                     self._images.add(encoded, where=f"image {index} of {prompt_id}")
@@ -94,6 +102,11 @@ class RolloutRecorder:
             except BadRow as error:
                 self._warn(f"the images of {prompt_id} are not recorded: {error}")
                 self._image_files[key] = ()
+            except OSError as error:
+                self._faults.lost("images of prompts", 1, error)
+                return ()
+            else:
+                self._faults.written("images of prompts")
         return self._image_files[key]
 
     def _with_texts(self, row: RolloutRow) -> RolloutRow:

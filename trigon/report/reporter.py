@@ -23,13 +23,14 @@ from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
 from trigon.report.console import Advance, Console, format_duration, format_number
 from trigon.report.image_store import ImageStore
+from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.loggers.delivery import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Deliveries
 from trigon.report.loggers.protocol import Logger
 from trigon.report.loggers.samples import make_samples
 from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
-from trigon.watchdog import Watch
+from trigon.watchdog import HangWatch
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
@@ -56,15 +57,19 @@ class Reporter:
         num_devices: int = 1,
         images: ImageStore | None = None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
-        watch: Watch | None = None,
+        watch: HangWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = run_folder
         self._console = console
         self._loggers = Deliveries(loggers, warn=self.warn)
-        self._recorder = RolloutRecorder(run_folder, images=images, token_texts=token_texts, warn=self.warn)
+        self._faults = LogFaults(run_folder.path, warn=self.warn)
+        self._metrics = MetricsLog(run_folder, self._faults, warn=self.warn)
+        self._recorder = RolloutRecorder(
+            run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
+        )
         self._num_devices = num_devices
-        self._watch = Watch() if watch is None else watch
+        self._watch = HangWatch() if watch is None else watch
         self._clock = clock
         self._step_started = clock()
         self._seconds: dict[str, float] = {}  # by phase, since then
@@ -139,7 +144,7 @@ class Reporter:
         """
         merged = merge(metrics, self._measured(num_tokens, num_response_tokens), self._utilization(metrics))
         plain = values(merged)
-        self._folder.append_metrics(step, plain)
+        self._metrics.append(step, plain)
         self._loggers.metrics(step, plain)
         self.begin()
         return plain
@@ -194,7 +199,6 @@ class Reporter:
         learned: what the update learns from, for each group; None if the step ends before it.
         scored: the trainer's outputs of the first groups, whose tokens are written too.
         read_images: of the prompts. shown: number of first rollouts that the loggers get.
-        Raises: OSError if an earlier file could not be written.
         """
         rows = rollout_rows(groups, learned=learned)
         first = groups[: len(scored)]
@@ -240,7 +244,7 @@ class Reporter:
         self._console.print(f"validation after step {step}: {len(rows)} completions  {figures}")
 
     def flush(self) -> None:
-        """Wait until all rollouts are on disk. Raises: OSError if they could not be written."""
+        """Wait until all rollouts are on disk, but for those that could not be written."""
         self._recorder.flush()
 
     def rewind(self, step: int) -> None:
@@ -311,10 +315,12 @@ class Reporter:
     def close(self, *, after_error: bool = False) -> None:
         """Write pending rollouts, and close the loggers. The run folder is closed by its owner.
 
-        after_error: give the loggers less time. Raises: OSError if rollouts could not be written.
+        Warns of what could not be written. after_error: give the loggers less time.
         """
         try:
             self._recorder.close()
+            self._metrics.close()
+            self._faults.summarize()
         finally:
             self._loggers.close(seconds=CLOSE_SECONDS_AFTER_ERROR if after_error else CLOSE_SECONDS)
 

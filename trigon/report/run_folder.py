@@ -35,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
@@ -68,12 +69,14 @@ class RunFolder:
                 "trainer.save_checkpoint_path to a folder that can, or change its permissions"
             ) from error
         self._skipped_rows: list[bytes] = []
+        self._described: dict[str, bytes] = {}  # files to be written again if the folder is
         for name in (METRICS, STARTS):
             _remove_incomplete_line(path / name)
 
     def write_config(self, text: str) -> None:
         """Write config.yaml: text is the resolved configuration as YAML."""
-        _replace(self.path / CONFIG, text.encode())
+        self._described[CONFIG] = text.encode()
+        _replace(self.path / CONFIG, self._described[CONFIG])
 
     def record_start(self, config: str, content: Mapping[str, Any]) -> None:
         """Write config.yaml, and add a line to starts.jsonl: the time, and content.
@@ -94,6 +97,7 @@ class RunFolder:
     def write_local_sources(self, paths: Mapping[str, str]) -> None:
         """Write local_sources.json: see RunRecord.local_sources."""
         write_json(self.path / SOURCES, paths, ensure_ascii=False, sync=True)
+        self._described[SOURCES] = (self.path / SOURCES).read_bytes()
 
     def write_budgets(self, content: Mapping[str, Any]) -> None:
         """Write auto_micro_batch.json."""
@@ -131,8 +135,37 @@ class RunFolder:
             path.unlink(missing_ok=True)
         return path
 
+    def restore(self) -> str | None:
+        """Make the folder again if it was moved or deleted since the run has written to it.
+
+        Returns: a warning, or None if it is where it was. Raises: ConfigError if another run writes
+        to it by now; OSError.
+        """
+        try:
+            if (self.path / LOCK).read_text(encoding="utf-8") == _holder():
+                return None
+        except FileNotFoundError:
+            pass
+        # A save in the background may have made the folder, without these files.
+        is_new = not all((self.path / name).exists() for name in (*self._described, "."))
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(self.path / LOCK)
+        os.close(self._lock)
+        self._lock = lock
+        for name, content in self._described.items():
+            _replace(self.path / name, content)
+        if is_new:
+            return (
+                f"THE RUN FOLDER {self.path} WAS MOVED OR DELETED. It was made again, and the run goes on in it, "
+                "without its earlier checkpoints, metrics and rollouts"
+            )
+        return f"{self.path / LOCK} was removed or replaced while the run writes to this folder; it is locked again"
+
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of a step, and flush it to the disk."""
+        """Append the line of a step, and flush it to the disk.
+
+        Raises: OSError; then no part of the line is in the file.
+        """
         line = to_json_line({"step": step, "metrics": {key: metrics[key] for key in sorted(metrics)}})
         _append(self.path / METRICS, line)
 
@@ -195,7 +228,7 @@ def _lock(path: Path) -> int:
 
     The lock is held until the descriptor is closed or the process ends.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # without the bits of the umask
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -209,8 +242,13 @@ def _lock(path: Path) -> int:
         text = f"{path} cannot be locked ({error}): make sure that no other run uses this folder"
         warnings.warn(sanitize(text, max_characters=5000), stacklevel=3)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(descriptor, _holder().encode(), 0)
     return descriptor
+
+
+def _holder() -> str:
+    """Return what a lock file of this process contains."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _remove_incomplete_line(path: Path) -> None:
@@ -223,18 +261,30 @@ def _remove_incomplete_line(path: Path) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append a line to a file, and flush it to the disk."""
-    with path.open("ab") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    """Append a line to a file, and flush it to the disk; if that fails, none of it is there."""
+    with path.open("ab", buffering=0) as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(line):  # a disk that is nearly full takes a part
+                written += file.write(line[written:])
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(num_bytes)
+            raise
+    if num_bytes == 0:
+        sync_to_disk(path.parent)
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file atomically: after a crash it has either the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it may hold the last bytes of a full disk
+        raise

@@ -78,10 +78,13 @@ def stage_state(
             save_tensors(tensors, folder / name, group=process_group.state_group)
         if process_group.rank > 0:
             return
-        if not model_only:
-            write_json(folder / STATE_FILE, state)
-        if adapter is not None:
-            write_json(folder / ADAPTER_CONFIG, adapter)
+        try:
+            if not model_only:
+                write_json(folder / STATE_FILE, state)
+            if adapter is not None:
+                write_json(folder / ADAPTER_CONFIG, adapter)
+        except OSError as error:  # a full disk is no reason for a worker to end
+            raise CheckpointError(f"{folder}: {error}") from error
 
     return write
 

@@ -143,7 +143,12 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
     Raises: CheckpointError on all ranks if one of them fails, or if the folder does not contain the
     tensors of all ranks afterwards.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    problem = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{folder} cannot be made: {error}"
+    _raise_on_all_ranks(problem, group)
     ranks = 1 if group is None else dist.get_world_size(group)
     writer = HuggingFaceStorageWriter(str(folder), _file_numbers(tensors, ranks), save_distributed=True)
     writer.per_thread_copy_ahead = 0  # copying ahead uses CUDA streams, and the current GPU of the calling thread

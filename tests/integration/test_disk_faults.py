@@ -1,0 +1,94 @@
+"""A real run whose disk fails: training goes on where that loses less, with one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from support.faulty_disk import CHANGES, CREATE, OPEN, SYNC, WRITE, FaultyDisk
+from support.runs import finish, lines, log_of, num_lines, start, wait_for
+
+pytestmark = pytest.mark.faults
+
+OPTIONS = (
+    "worker.rollout.name=transformers",
+    "trainer.save_freq=1",
+    "data.val_files=",
+    "trainer.val_before_train=false",
+    "trainer.val_freq=-1",
+    "data.max_response_length=4",
+)
+
+FAULTS = [
+    (errno.EDQUOT, WRITE, "the quota of this user is used up"),
+    (errno.ESTALE, CHANGES | OPEN, "the file server no longer knows the file"),
+    (errno.EIO, SYNC, "the disk reports an error"),
+    (errno.EROFS, CREATE, "the file system is read-only"),
+    (errno.EMFILE, CREATE | OPEN, "this process has too many open files"),
+]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> FaultyDisk:
+    """Return the control of the disk of tmp_path / "run"."""
+    (tmp_path / "work").mkdir()
+    return FaultyDisk(tmp_path / "run", tmp_path / "work")
+
+
+def test_a_run_goes_on_while_its_disk_fails_and_when_its_folder_is_moved(made, disk, tmp_path):
+    folder = tmp_path / "run"
+    process = start(made, folder, *OPTIONS, steps=400, environment=disk.environment())
+    try:
+        wait_for(lambda: (folder / "global_step_1").exists(), process, folder)
+        for number, kinds, words in FAULTS:
+            seen = len(log_of(folder).read_text())
+
+            def news(seen=seen):
+                return log_of(folder).read_text()[seen:].replace("\n", " ")
+
+            before = {path.name for path in folder.glob("global_step_*")}
+            disk.fail(number, kinds)
+            wait_for(lambda: "IS NOT SAVED" in news() and "lines of metrics.jsonl cannot" in news(), process, folder)
+            assert words in news()
+            assert "Earlier checkpoints are intact" in news()
+            assert before <= {path.name for path in folder.glob("global_step_*")} or number == errno.EIO
+            disk.stop()
+            steps = num_lines(folder)
+            wait_for(lambda: "lines of metrics.jsonl are written again" in news(), process, folder)
+            wait_for(lambda steps=steps: num_lines(folder) > steps + 1, process, folder)
+        os.rename(folder, tmp_path / "moved")
+        wait_for(lambda: "WAS MOVED OR DELETED" in log_of(folder).read_text(), process, folder)
+        wait_for(lambda: num_lines(folder) >= 2 and any(folder.glob("global_step_*")), process, folder)
+        process.terminate()
+        assert process.wait(timeout=120) == 143
+    finally:
+        disk.stop()
+        process.kill()
+        process.wait()
+    log = log_of(folder).read_text()
+    assert "Traceback" not in log
+    steps = [line["step"] for line in (*lines(tmp_path / "moved"), *lines(folder))]
+    assert steps == list(range(1, len(steps) + 1)), "no line is lost, since the process lived"
+    assert (folder / "config.yaml").read_text() == (tmp_path / "moved" / "config.yaml").read_text()
+    print(log)
+
+
+def test_a_last_save_that_fails_ends_the_run_with_status_1_and_it_resumes(made, disk, tmp_path):
+    folder = tmp_path / "run"
+    process = start(made, folder, *OPTIONS, steps=2, environment=disk.environment())
+    wait_for(lambda: num_lines(folder) >= 1, process, folder)
+    disk.fail(errno.EDQUOT, WRITE)
+    status = process.wait(timeout=300)
+    disk.stop()
+    log = log_of(folder).read_text()
+    assert status == 1, log[-3000:]
+    assert "DiskError: " in log
+    assert "global_step_2 could not be saved: the quota of this user is used up" in log.replace("\n", " ")
+    assert "Traceback" not in log
+    assert not (folder / "global_step_2").exists()
+    finish(start(made, folder, *OPTIONS, steps=2), folder)
+    assert (folder / "global_step_2" / "manifest.json").exists()
+    assert [line["step"] for line in lines(folder)] == [1, 2]

@@ -1,0 +1,105 @@
+"""Saves and exports killed after each call that changes a file, in turn, and then without power."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.faulty_disk import FaultyDisk, run_with
+
+pytestmark = pytest.mark.faults
+
+# What the library calls a call, and the system calls.
+KINDS = {
+    "open": ("open", "openat", "creat"),
+    "write": ("write", "pwrite64", "writev", "pwritev", "sendfile", "copy_file_range"),
+    "fsync": ("fsync", "fdatasync"),
+    "rename": ("rename", "renameat", "renameat2"),
+    "mkdir": ("mkdir", "mkdirat"),
+    "remove": ("unlink", "unlinkat", "rmdir"),
+    "truncate": ("truncate", "ftruncate", "fallocate"),
+    "chmod": ("chmod", "fchmod", "fchmodat"),
+    "link": ("link", "linkat", "symlink", "symlinkat"),
+}
+TRACED = ",".join(name for names in KINDS.values() for name in names)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder in memory if there is one: flushing is free there."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="trigon-tests-", dir=memory) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def killed_everywhere(folder, tmp_path, tiny_model):
+    """Return a function that runs a scenario of support/crash_points.py, and returns its report."""
+
+    def run(scenario):
+        top, work = folder / "top", tmp_path / "work"
+        top.mkdir()
+        work.mkdir()
+        disk = FaultyDisk(top / "now", work)
+        model = tiny_model("qwen2")
+        return json.loads(
+            run_with(disk, "support.crash_points", scenario, str(model), str(top), str(work), seconds=900)
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("scenario", ["save", "background"])
+def test_a_save_that_ends_after_any_call_leaves_the_old_checkpoint_or_the_new_one(killed_everywhere, scenario):
+    report = killed_everywhere(scenario)
+    print(report)
+    assert set(report["outcomes"]) == {"old", "new"}
+    assert report["calls"].keys() >= {"open", "write", "fsync", "rename", "mkdir", "remove"}
+    assert report["attempts"]["after a call"] == sum(report["calls"].values()) > 50
+
+
+@pytest.mark.parametrize("scenario", ["export", "merge"])
+def test_an_export_that_ends_after_any_call_is_complete_or_absent_and_can_be_made_again(killed_everywhere, scenario):
+    report = killed_everywhere(scenario)
+    print(report)
+    assert set(report["outcomes"]) >= {"absent", "new"}
+    assert report["attempts"]["after a call"] == sum(report["calls"].values()) > 30
+
+
+def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("needs strace")
+    top, work = folder / "top", tmp_path / "work"
+    top.mkdir()
+    work.mkdir()
+    trace = tmp_path / "trace"
+    command = [strace, "-f", "-y", "--seccomp-bpf", "-s", "4000", "-e", f"trace={TRACED}", "-o", str(trace)]
+    output = run_with(
+        FaultyDisk(top / "now", work), "support.crash_points", "once", "-", str(top), str(work), prefix=command
+    )
+    seen = Counter(name for name, _, _ in json.loads(output))
+    traced = Counter()
+    for line in trace.read_text().splitlines():
+        call = re.match(r"\d+ +(\w+)\((.*)", line)
+        if call is not None and f"{top / 'now'}" in call[2]:
+            name = next(name for name, calls in KINDS.items() if call[1] in calls)
+            if name != "open" or "O_CREAT" in call[2] or "O_TRUNC" in call[2]:
+                traced[name] += 1
+    assert seen == traced
+    assert seen["write"] > 5
+
+
+def test_a_save_of_two_ranks_that_ends_after_a_call_leaves_the_old_checkpoint_or_the_new_one(killed_everywhere):
+    report = killed_everywhere("ranks")
+    print(report)
+    assert set(report["outcomes"]) == {"old", "new"}
+    assert report["attempts"]["after a call"] > 10

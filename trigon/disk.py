@@ -1,0 +1,87 @@
+"""Flushes to a disk, and says in words what is wrong with one and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+_FAULTS = {
+    errno.EDQUOT: ("the quota of this user is used up", "Make room, or ask for more"),
+    errno.EFBIG: ("a file would be larger than allowed", "Raise the limit: see `ulimit -f`"),
+    errno.EROFS: (
+        "the file system is read-only",
+        "Make it writable: Linux makes it read-only after an error of the disk, which `dmesg` shows",
+    ),
+    errno.EACCES: ("it is not permitted", "Change the permissions"),
+    errno.EPERM: ("it is not permitted", "Change the permissions"),
+    errno.ENOENT: ("it does not exist", "A folder was moved or deleted: put it back"),
+    errno.ENOTDIR: ("it is not in a folder", "A folder was replaced by a file: put it back"),
+    errno.EIO: ("the disk reports an error", "Look at `dmesg`: it may be failing"),
+    errno.EUCLEAN: ("the file system is damaged", "Have it repaired"),
+    errno.ESTALE: ("the file server no longer knows the file", "Mount the file system again"),
+    errno.ETIMEDOUT: ("the file server does not answer", "Look at the server and the network"),
+    errno.EHOSTDOWN: ("the file server does not answer", "Look at the server and the network"),
+    errno.ENOTCONN: ("the file system is not connected", "Mount it again"),
+    errno.ENODEV: ("the disk is gone", "Connect it, and mount it again"),
+    errno.ENXIO: ("the disk is gone", "Connect it, and mount it again"),
+    errno.EMFILE: ("this process has too many open files", "Raise the limit: see `ulimit -n`"),
+    errno.ENFILE: ("this machine has too many open files", "Stop other processes, or raise fs.file-max"),
+}
+
+_IN_TEXT = r"(?:os error |\[Errno )(\d+)"
+
+
+def fault_number(error: BaseException) -> int | None:
+    """Return the errno of an error if it is the fault of a disk or a file system, or None.
+
+    safetensors, and errors passed on from other ranks, have the number only in their text.
+    """
+    numbers = [error.errno] if isinstance(error, OSError) else map(int, re.findall(_IN_TEXT, str(error)))
+    return next((number for number in numbers if number == errno.ENOSPC or number in _FAULTS), None)
+
+
+def describe_fault(error: BaseException, path: Path) -> str:
+    """Return what is wrong and what to do, as "the disk is full (...). Make room".
+
+    error: of which fault_number returns a number. path: what was written or read.
+    """
+    number = fault_number(error)
+    assert number is not None, error
+    if number == errno.ENOSPC:
+        what, advice = _describe_full(path), "Make room"
+    else:
+        what, advice = _FAULTS[number]
+    named = error.filename if isinstance(error, OSError) and error.filename is not None else path
+    return f"{what} ({os.strerror(number)}: {named}). {advice}"
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk of a path, which need not exist."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flush a file's contents, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+
+
+def _describe_full(path: Path) -> str:
+    try:
+        status = os.statvfs(_existing(path))
+    except OSError:
+        return "the disk is full"
+    if status.f_files > 0 and status.f_favail == 0:
+        return f"the file system has no inode left for another file (it has {status.f_files:,})"
+    return f"the disk is full, with {status.f_bavail * status.f_frsize:,} bytes free"
