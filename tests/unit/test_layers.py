@@ -118,7 +118,16 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py", "view/runs.py")
+# vLLM raises errors of many types; around its calls each becomes a RolloutError.
+SWALLOW = (
+    "data/templates.py",
+    "rewards/",
+    "report/loggers/delivery.py",
+    "report/loggers/registry.py",
+    "rollout/vllm/engine.py",
+    "rollout/vllm/weights.py",
+    "view/runs.py",
+)
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 # starter/reward_template.py becomes a script of the user's own.
 PRINT = ("cli/", "report/", "scripts/configuration_page.py", "starter/reward_template.py")
