@@ -55,7 +55,6 @@ NEIGHBOURS = {
     ("watchdog_process", "stacks"),
     ("stacks", "processes"),
     ("terminal", "secrets"),
-    ("stacks", "processes"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),
@@ -137,6 +136,14 @@ SWALLOW = (
     "report/loggers/registry.py",
     "rewards/",
     "rollout/vllm/",
+# vLLM raises errors of many types; around its calls each becomes a RolloutError.
+SWALLOW = (
+    "data/templates.py",
+    "rewards/",
+    "report/loggers/delivery.py",
+    "report/loggers/registry.py",
+    "rollout/vllm/engine.py",
+    "rollout/vllm/weights.py",
     "view/runs.py",
 )
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
