@@ -32,7 +32,7 @@ from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngi
 from trigon.training.trace import Tracer, traced
 from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
 from trigon.validation import Evaluator
-from trigon.watch.watch import Alarm, Watch
+from trigon.watch.watch import Watch, describe_stop
 
 
 class SaveState(Protocol):
@@ -333,27 +333,10 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
     if alarm is not None:
-        raise WatchError(describe_stop(run, step, alarm))
+        run.store.wait()  # a save in progress may be the checkpoint that is named
+        saved = run.store.newest_complete(before=alarm.first_step)
+        raise WatchError(describe_stop(step, alarm, saved))
     return stopping
-
-
-def describe_stop(run: Run, step: int, alarm: Alarm) -> str:
-    """Return what a watcher saw, which checkpoint is from before, and how to go on."""
-    run.store.wait()  # a save in progress may be that checkpoint
-    text = (
-        f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
-    )
-    if alarm.saves:
-        return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
-    on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
-    saved = run.store.newest_complete(before=alarm.first_step)
-    if saved is None:
-        return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
-    return (
-        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
-        f"from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
-        f"trainer.accept_changes. {on}"
-    )
 
 
 def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: bool) -> None:

@@ -130,12 +130,6 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = (
-    "data/templates.py",
-    "report/loggers/delivery.py",
-    "report/loggers/registry.py",
-    "rewards/",
-    "rollout/vllm/",
 # vLLM raises errors of many types; around its calls each becomes a RolloutError.
 SWALLOW = (
     "data/templates.py",

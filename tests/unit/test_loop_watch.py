@@ -19,7 +19,7 @@ from support.fake_runs import (
     saved_steps,
     sometimes_right,
 )
-from trigon.build.options import make_watch_settings
+from trigon.build.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import WatchError

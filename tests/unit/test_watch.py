@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from trigon.build.options import make_watch_settings
+from trigon.build.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, WatchConfig
 from trigon.metrics import Max, Mean

@@ -17,12 +17,9 @@ from trigon.cpus import count_usable_cpus
 from trigon.data.videos import FrameSampling
 from trigon.loop import Intervals
 from trigon.models.lora import LoraSettings
-from trigon.names import GROUP_ESTIMATORS
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams
-from trigon.watch.rules import Thresholds
-from trigon.watch.watch import WatchSettings
 
 """The torch dtype of each value of an option of type Dtype."""
 
@@ -97,42 +94,6 @@ def make_intervals(config: Config, *, can_validate: bool) -> Intervals:
         save_every=max(trainer.save_freq, 0),
         generations_shown=trainer.val_generations_to_log,
         train_samples_every=max(trainer.train_samples_freq, 0),
-    )
-
-
-def make_watch_settings(config: Config, plan: Plan) -> WatchSettings:
-    """Return what the run's watchers are told."""
-    watch, rollout = config.trainer.watch, config.worker.rollout
-    return WatchSettings(
-        levels={
-            "loss": watch.loss,
-            "kl": watch.kl,
-            "entropy": watch.entropy,
-            "length": watch.length,
-            "equal_rewards": watch.equal_rewards,
-            "reward_failures": watch.reward_failures,
-            "mismatch": watch.mismatch,
-            "validation": watch.validation,
-            "memory": watch.memory,
-        },
-        thresholds=Thresholds(
-            steps=watch.steps,
-            equal_reward_steps=watch.equal_reward_steps,
-            max_loss_growth=watch.max_loss_growth,
-            max_kl=watch.max_kl,
-            max_update_kl=watch.max_update_kl,
-            min_entropy=watch.min_entropy,
-            max_cut_fraction=watch.max_cut_fraction,
-            min_length_fraction=watch.min_length_fraction,
-            max_failed_fraction=watch.max_failed_fraction,
-            max_mismatch_growth=watch.max_mismatch_growth,
-            max_mismatch_kl=watch.max_mismatch_kl,
-            max_validation_drop=watch.max_validation_drop,
-            groups_compared=rollout.n > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
-            completions_end=not rollout.ignore_eos,
-        ),
-        memory_steps=watch.memory_steps,
-        total_steps=plan.total_steps,
     )
 
 

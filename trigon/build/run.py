@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
@@ -28,11 +28,11 @@ from trigon.build.options import (
     make_initial_kl,
     make_intervals,
     make_sampling_params,
-    make_watch_settings,
     model_path,
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
+from trigon.build.watchers import open_watchers
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -67,12 +67,7 @@ from trigon.rollout.collect import dummy_requests
 from trigon.secrets import mask
 from trigon.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
-from trigon.watch.meter import MemoryMeter
-from trigon.watch.watch import Watch
 from trigon.watchdog import HangWatch
-
-if TYPE_CHECKING:
-    from trigon.distributed.worker_group import WorkerGroup
 
 
 def run_training(
@@ -177,9 +172,7 @@ def run_training(
             grace=Grace() if grace is None else grace,
             hooks=objects.hooks,
         )
-        meter = open_meter(rewards, worker_group)
-        stack.callback(meter.close)
-        run = replace(run, watch=Watch(make_watch_settings(config, plan), meter))
+        run = replace(run, watch=stack.enter_context(open_watchers(config, plan, rewards, worker_group)))
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
@@ -379,21 +372,6 @@ def describe_run(config: Config, folder: Path, checkpoint: Checkpoint | None) ->
         config=mask("", config.model_dump(mode="json")),
         folder=folder,
         first_step=None if config.trainer.val_only else first_step,
-    )
-
-
-def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None) -> MemoryMeter:
-    """Return what measures the memory of all processes of the run, until it is closed."""
-
-    def reward_workers() -> Sequence[int]:
-        return rewards.process_ids
-
-    if worker_group is None:
-        return MemoryMeter(reward_workers=reward_workers)
-    from trigon.distributed.cluster import object_store_metrics
-
-    return MemoryMeter(
-        reward_workers=reward_workers, workers=worker_group.local_process_ids, object_store=object_store_metrics
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from trigon.metrics import Max, Metric, Metrics, values
@@ -243,6 +244,26 @@ class Watch:
     def _level(self, watcher: WatcherName) -> WatchLevel:
         assert self._settings is not None
         return self._settings.levels[watcher]
+
+
+def describe_stop(step: int, alarm: Alarm, saved: Path | None) -> str:
+    """Return what a watcher saw, which checkpoint is from before, and how to go on.
+
+    saved: the newest checkpoint from before the alarm's first step, if there is one.
+    """
+    text = (
+        f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
+    )
+    if alarm.saves:
+        return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
+    on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
+    if saved is None:
+        return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
+    return (
+        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
+        f"from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
+        f"trainer.accept_changes. {on}"
+    )
 
 
 def _least(metrics: Metrics, measured: Metrics) -> dict[str, Metric]:

@@ -1,0 +1,76 @@
+"""Makes the watchers of a run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from trigon.config.plan import Plan
+from trigon.config.schema import Config
+from trigon.names import GROUP_ESTIMATORS
+from trigon.rewards.pool import RewardPool
+from trigon.watch.meter import MemoryMeter
+from trigon.watch.rules import Thresholds
+from trigon.watch.watch import Watch, WatchSettings
+
+if TYPE_CHECKING:
+    from trigon.distributed.worker_group import WorkerGroup
+
+
+@contextmanager
+def open_watchers(config: Config, plan: Plan, rewards: RewardPool, worker_group: WorkerGroup | None) -> Iterator[Watch]:
+    """Yield the watchers, which measure the memory of all processes of the run in the context."""
+    with open_meter(rewards, worker_group) as meter:
+        yield Watch(make_watch_settings(config, plan), meter)
+
+
+def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None) -> MemoryMeter:
+    """Return what measures the memory of all processes of the run, until it is closed."""
+
+    def reward_workers() -> Sequence[int]:
+        return rewards.process_ids
+
+    if worker_group is None:
+        return MemoryMeter(reward_workers=reward_workers)
+    from trigon.distributed.cluster import object_store_metrics
+
+    return MemoryMeter(
+        reward_workers=reward_workers, workers=worker_group.local_process_ids, object_store=object_store_metrics
+    )
+
+
+def make_watch_settings(config: Config, plan: Plan) -> WatchSettings:
+    """Return what the run's watchers are told."""
+    watch, rollout = config.trainer.watch, config.worker.rollout
+    return WatchSettings(
+        levels={
+            "loss": watch.loss,
+            "kl": watch.kl,
+            "entropy": watch.entropy,
+            "length": watch.length,
+            "equal_rewards": watch.equal_rewards,
+            "reward_failures": watch.reward_failures,
+            "mismatch": watch.mismatch,
+            "validation": watch.validation,
+            "memory": watch.memory,
+        },
+        thresholds=Thresholds(
+            steps=watch.steps,
+            equal_reward_steps=watch.equal_reward_steps,
+            max_loss_growth=watch.max_loss_growth,
+            max_kl=watch.max_kl,
+            max_update_kl=watch.max_update_kl,
+            min_entropy=watch.min_entropy,
+            max_cut_fraction=watch.max_cut_fraction,
+            min_length_fraction=watch.min_length_fraction,
+            max_failed_fraction=watch.max_failed_fraction,
+            max_mismatch_growth=watch.max_mismatch_growth,
+            max_mismatch_kl=watch.max_mismatch_kl,
+            max_validation_drop=watch.max_validation_drop,
+            groups_compared=rollout.n > 1 and config.algorithm.adv_estimator in GROUP_ESTIMATORS,
+            completions_end=not rollout.ignore_eos,
+        ),
+        memory_steps=watch.memory_steps,
+        total_steps=plan.total_steps,
+    )
