@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import finish, lines, log_of, start
+from support.runs import lines, log_of, start
 from trigon.checkpoint.store import CheckpointStore, find_checkpoints
 from trigon.training.finite import all_finite
 from trigon.training.state import ShardedFiles
@@ -37,11 +37,16 @@ def run(made: Path, folder: Path, *options: str, faults=(), steps: int = 5):
     return start(made, folder, *options, steps=steps, environment=environment)
 
 
+def finish(process, folder: Path, *, status: int = 0) -> str:
+    """Wait for a run, assert its exit status, and return its output."""
+    found, log = process.wait(timeout=1000), log_of(folder).read_text()
+    assert found == status, log[-4000:]
+    return log
+
+
 def fail(process, folder: Path) -> str:
     """Wait for a run that has to fail, and return its output."""
-    status, log = process.wait(timeout=580), log_of(folder).read_text()
-    assert status == 1, log[-4000:]
-    return log
+    return finish(process, folder, status=1)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -117,7 +122,7 @@ def two_workers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("faults", "retried", "message"),
     [
@@ -146,7 +151,7 @@ def test_two_workers_survive_a_failing_engine_of_one_of_them_with_the_same_numbe
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_weight_of_one_of_two_workers_that_is_nan_ends_the_run_with_the_last_good_checkpoint(made, tmp_path):
     folder = tmp_path / "run"
     log = fail(run(made, folder, *TWO, "worker.rollout.name=transformers", faults=[["nan weight", 1, 2]]), folder)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 
 import pytest
+
+from trigon.garbage import ARENAS_VARIABLE, NUM_ARENAS
 
 SCRIPT = """
 import os, sys
@@ -23,6 +26,41 @@ before = resident()
 return_freed_memory()
 print(before - resident())
 """
+
+
+ARENAS = """
+import ctypes, sys, threading
+from trigon.garbage import limit_arenas
+
+if sys.argv[1] == "limited":
+    limit_arenas()
+together = threading.Barrier(6)
+
+def allocate():
+    kept = bytes(100_000)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the C library has no malloc_info")
+@pytest.mark.parametrize("how", ["limited", "as it is"])
+def test_threads_share_two_heaps(tmp_path, how):
+    if how == "as it is" and (os.cpu_count() or 1) * 8 < 6:
+        pytest.skip("this machine has too few CPUs for more heaps")
+    environment = {name: value for name, value in os.environ.items() if name != ARENAS_VARIABLE}
+    command = [sys.executable, "-c", ARENAS, how, str(tmp_path / "info.xml")]
+    subprocess.run(command, check=True, env=environment)
+    heaps = (tmp_path / "info.xml").read_text().count("<heap nr=")
+    assert heaps <= NUM_ARENAS if how == "limited" else heaps > NUM_ARENAS
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")

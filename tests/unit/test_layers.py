@@ -32,10 +32,7 @@ LAYER = {
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
     "torchvision_stub": 0, "processes": 0, "content": 0, "network": 0, "temporary": 0, "variables": 0,
-    "signals": 0, "grace": 0, "stacks": 0,
-    "watchdog": 0, "watchdog_process": 0,
-    "secrets": 0,
-    "disk": 0,
+    "signals": 0, "grace": 0, "stacks": 0, "watchdog": 0, "watchdog_process": 0, "secrets": 0, "disk": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -56,7 +53,9 @@ NEIGHBOURS = {
     ("watchdog", "watchdog_process"),
     ("watchdog_process", "signals"),
     ("watchdog_process", "stacks"),
+    ("stacks", "processes"),
     ("terminal", "secrets"),
+    ("stacks", "processes"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
     ("cli", "doctor"),

@@ -268,6 +268,8 @@ def test_flat_noisy_memory_gives_no_alarm():
 
 def test_a_jump_and_growth_in_the_warm_up_give_no_alarm():
     assert memory_steps([5.0] * WARM_UP_STEPS + [0.0] * 200) == [None] * (WARM_UP_STEPS + 200)
+    # Without the warm-up the eighth step would stop: 23 GiB left, and 5 GiB more at each step.
+    assert memory_steps([5.0] * 7 + [0.0] * 50, free_gb=58.0) == [None] * 57
     assert memory_steps([0.0] * 50 + [20.0] + [0.0] * 100) == [None] * 151
     jumps = [0.5 if step % 20 == 0 else 0.0 for step in range(150)]  # as of validations, three in a window
     assert not any(found and found[1] for found in memory_steps(jumps))

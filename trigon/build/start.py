@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.grace import Grace
 from trigon.signals import TERMINATION, Terminated
 from trigon.variables import keep_compiled_code
-from trigon.watchdog import Watch
+from trigon.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome
@@ -52,13 +53,13 @@ class StopSignals:
         self._received_at = 0.0
         self._is_deferring = False
         self._ends_at_once = False
-        self._watch = Watch()
+        self._watch = HangWatch()
 
     def requested(self) -> bool:
         """Return whether a signal was received."""
         return self.received is not None
 
-    def use_watch(self, watch: Watch) -> None:
+    def use_hang_watch(self, watch: HangWatch) -> None:
         """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal."""
         self._watch = watch
 
@@ -134,6 +135,12 @@ def leave_closed_terminal() -> None:
     os.close(nowhere)
 
 
+def share_heaps() -> None:
+    """Limit the heaps of this process's threads (garbage.limit_arenas), unless the user has."""
+    if ARENAS_VARIABLE not in os.environ:
+        limit_arenas()
+
+
 def quiet_torch(loaded: LoadedConfig) -> None:
     """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
 
@@ -160,6 +167,7 @@ def start_run(
     from trigon.report.loggers.registry import check_logger_objects
 
     check_logger_objects(loggers)
+    share_heaps()
     quiet_torch(loaded)
     keep_compiled_code()
     from trigon.build.objects import NO_OBJECTS
@@ -184,7 +192,7 @@ def start_run(
             should_stop=stop.requested,
             defer_interrupts=stop.deferred,
             grace=stop.grace,
-            use_watch=stop.use_watch,
+            use_hang_watch=stop.use_hang_watch,
             export_to=export_to,
             objects=NO_OBJECTS if objects is None else objects,
         )

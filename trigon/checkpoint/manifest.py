@@ -65,7 +65,8 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
 
 
 def _verify_files(folder: Path, manifest: Mapping[str, Mapping[str, Any]], include: Callable[[str], bool]) -> None:
-    added = [name for name in _files_below(folder, "actor") if name not in manifest and include(name)]
+    found = (*_files_below(folder, "actor"), *(path.name for path in folder.glob("*.safetensors")))
+    added = [name for name in found if name not in manifest and include(name)]
     if added:
         raise CheckpointError(
             f"{folder / added[0]} was not saved with the checkpoint, and could be loaded with it; move it away "

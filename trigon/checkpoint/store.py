@@ -304,13 +304,14 @@ class CheckpointStore:
     def _warn_not_saved(self, step: int, error: DiskError) -> None:
         """Warn that a run goes on without the checkpoint of this step."""
         try:
-            steps = self._complete_folders()
-        except OSError:  # what is wrong with the disk
-            steps = {}
-        resumed = f"after step {max(steps)}" if steps else "from the beginning only"
+            steps = self._folders()
+        except OSError as unreadable:
+            last = f"the others cannot be listed ({unreadable})"
+        else:
+            last = f"the last one is of step {max(steps)}" if steps else "there is none yet"
         self._warn(
             f"THE CHECKPOINT OF STEP {step} IS NOT SAVED: {error}. The run goes on, and saves the next one when it is "
-            f"due; if it ended now, it could be resumed {resumed}"
+            f"due; {last}"
         )
 
     def _folders(self) -> dict[int, Path]:
@@ -397,6 +398,8 @@ class CheckpointStore:
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
+        except FileNotFoundError:  # moved or deleted by the user meanwhile
+            return
         except OSError as error:  # no reason to stop training
             self._warn(f"could not remove {folder}: {error}; the next save tries again")
 

@@ -146,7 +146,8 @@ class RunFolder:
                 return None
         except FileNotFoundError:
             pass
-        is_new = not self.path.exists()
+        # A save in the background may have made the folder, without these files.
+        is_new = not all((self.path / name).exists() for name in (*self._described, "."))
         self.path.mkdir(parents=True, exist_ok=True)
         lock = _lock(self.path / LOCK)
         os.close(self._lock)

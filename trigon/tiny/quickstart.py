@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from trigon.build.start import share_heaps
 from trigon.child_python import python_command
 from trigon.cli.parser import ArgumentParser
 from trigon.cli.train import train
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
             tiny = [str(made), "--model-type", chosen.model_type, "--seed", str(chosen.seed)]
             # In another process, while this one imports vLLM, which takes about as long.
             making = stack.enter_context(subprocess.Popen(python_command(TINY, *tiny)))
+            share_heaps()  # before the libraries start threads
             import_ahead(early.config)
             # The folder appears when the model is complete, two seconds before the process ends.
             while making.poll() is None and not (made / "model").is_dir():
