@@ -13,7 +13,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-faults test-oldest test-loggers bench docs lint format clean
+.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-faults test-oldest test-loggers bench docs audit lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -57,6 +57,9 @@ bench: $(VENV)/.ready ## every benchmark, with one table of results and targets 
 docs: $(VENV)/.ready ## build the site of docs/ into build/site; broken links fail
 	$(VENV)/bin/python scripts/build_docs.py
 
+audit: ## compare the tested versions with known vulnerabilities (needs the network; nothing is checked without)
+	scripts/audit.sh
+
 lint: $(VENV)/.ready ## ruff and mypy
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -67,7 +70,7 @@ format: $(VENV)/.ready ## apply ruff's fixes and formatting
 	$(VENV)/bin/ruff format
 
 clean: ## remove the environments and the tools' caches; keep runs and checkpoints
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) .venv-audit .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # The stamp file marks an environment as complete, and up to date with its pins.
 $(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh

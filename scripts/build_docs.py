@@ -25,6 +25,7 @@ SOURCES = ROOT / "build/site-sources"
 PAGES = {
     Path("CONTRIBUTING.md"): Path("contributing.md"),
     Path("CHANGELOG.md"): Path("changelog.md"),
+    Path("SECURITY.md"): Path("security.md"),
     Path("examples/README.md"): Path("recipes.md"),
 }
 """Markdown files outside docs/ -> their place on the site; others are below files/."""

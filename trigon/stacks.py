@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from trigon.processes import ProcessTree
+
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9
 """The signal at which a process writes its stacks. Sent only where there is a handler for it."""
 
@@ -34,14 +36,7 @@ def register_stacks() -> None:
 
 def descendants(pids: Sequence[int]) -> list[int]:
     """Return these processes and all that they have started, directly or not."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if entry.isdigit() and (fields := _read(f"/proc/{entry}/stat").rpartition(")")[2].split()):
-            children.setdefault(int(fields[1]), []).append(int(entry))
-    found = list(dict.fromkeys(pids))
-    for pid in found:  # grows meanwhile
-        found += [child for child in children.get(pid, ()) if child not in found]
-    return found
+    return list(dict.fromkeys([*pids, *ProcessTree().below(*pids)]))
 
 
 def dump_stacks(pids: Sequence[int]) -> str:

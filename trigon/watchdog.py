@@ -43,7 +43,7 @@ _MAIN = (
 )
 
 
-class Watch:
+class HangWatch:
     """What the parts of a run tell a watchdog. This one watches nothing, for runs without one."""
 
     def __enter__(self) -> Self:
@@ -56,7 +56,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Watch the context under this name, and afterwards what follows it."""
+        """HangWatch the context under this name, and afterwards what follows it."""
         yield
 
     def beat(self) -> None:
@@ -69,7 +69,7 @@ class Watch:
         """End the watching."""
 
 
-class Watchdog(Watch):
+class Watchdog(HangWatch):
     """Watches the thread that makes it. To be used as a context.
 
     folder: of the run. limit_of: for the name of a phase, the seconds without progress after which
@@ -112,7 +112,7 @@ class Watchdog(Watch):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """See Watch."""
+        """See HangWatch."""
         self._names.append(name)
         self._write(name)
         try:
@@ -122,16 +122,16 @@ class Watchdog(Watch):
             self._write(self._names[-1] if self._names else f"{FOLLOWS}{name}")
 
     def beat(self) -> None:
-        """See Watch."""
+        """See HangWatch."""
         self._write(self._name)
 
     def end_within(self, seconds: float, *, status: int) -> None:
-        """See Watch. Later phases do not change it."""
+        """See HangWatch. Later phases do not change it."""
         # Called by a handler of signals, perhaps while this thread has the lock.
         threading.Thread(target=self._end_within, args=(seconds, status), daemon=True).start()
 
     def close(self) -> None:
-        """See Watch. Ends the watching process."""
+        """See HangWatch. Ends the watching process."""
         self._is_closed = True
         assert self._process.stdin is not None
         assert self._process.stdout is not None

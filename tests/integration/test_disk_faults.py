@@ -17,6 +17,8 @@ OPTIONS = (
     "worker.rollout.name=transformers",
     "trainer.save_freq=1",
     "data.val_files=",
+    "trainer.val_before_train=false",
+    "trainer.val_freq=-1",
     "data.max_response_length=4",
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import finish, lines, log_of, start
+from support.runs import lines, log_of, start
 from trigon.checkpoint.store import CheckpointStore, find_checkpoints
 from trigon.training.finite import all_finite
 from trigon.training.state import ShardedFiles
@@ -37,11 +37,16 @@ def run(made: Path, folder: Path, *options: str, faults=(), steps: int = 5):
     return start(made, folder, *options, steps=steps, environment=environment)
 
 
+def finish(process, folder: Path, *, status: int = 0) -> str:
+    """Wait for a run, assert its exit status, and return its output."""
+    found, log = process.wait(timeout=1000), log_of(folder).read_text()
+    assert found == status, log[-4000:]
+    return log
+
+
 def fail(process, folder: Path) -> str:
     """Wait for a run that has to fail, and return its output."""
-    status, log = process.wait(timeout=580), log_of(folder).read_text()
-    assert status == 1, log[-4000:]
-    return log
+    return finish(process, folder, status=1)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -88,11 +93,17 @@ def test_a_value_that_an_update_made_nan_is_not_saved_and_the_run_goes_on_from_t
         assert lines(folder) == lines(undisturbed)
 
 
-def test_a_learning_rate_of_ten_ends_the_run(made, tmp_path):
+def test_a_learning_rate_of_ten_is_refused_and_with_the_largest_accepted_one_all_that_is_saved_is_finite(
+    made, tmp_path
+):
+    """One update with it replaces the weights by numbers that are finite, and of no use."""
     folder = tmp_path / "run"
-    log = fail(run(made, folder, *ONE, "worker.actor.optim.lr=10", steps=12), folder)
-    assert "Error: " in log
-    saved_steps(folder)
+    log = finish(run(made, folder, *ONE, "worker.actor.optim.lr=10"), folder, status=2)
+    assert "ConfigError" in log
+    assert "worker.actor.optim.lr" in log
+    assert not folder.exists()
+    finish(run(made, folder, *ONE, "worker.actor.optim.lr=1"), folder)
+    assert saved_steps(folder) == [1, 2, 3, 4, 5]
 
 
 def test_rewards_of_1e39_end_the_run(made, tmp_path):
@@ -117,7 +128,7 @@ def two_workers(made: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("faults", "retried", "message"),
     [
@@ -146,7 +157,7 @@ def test_two_workers_survive_a_failing_engine_of_one_of_them_with_the_same_numbe
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_weight_of_one_of_two_workers_that_is_nan_ends_the_run_with_the_last_good_checkpoint(made, tmp_path):
     folder = tmp_path / "run"
     log = fail(run(made, folder, *TWO, "worker.rollout.name=transformers", faults=[["nan weight", 1, 2]]), folder)

@@ -6,6 +6,7 @@ kill one.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -119,6 +120,12 @@ class TestWorker(Worker):
             case "peer dies", 1:
                 time.sleep(1.0)
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang_in_c(self) -> None:
+        """Hang with the interpreter lock, so that no thread of this process runs Python code."""
+        mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
 
     def wait_for(self, path: Path) -> None:
         while not path.exists():
@@ -372,3 +379,16 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     assert "Also failed: rank 0" in str(error)
     survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=60.0)
     assert survivor.call_all(TestWorker.awake_version, phase="version") == [None]
+
+
+@pytest.mark.faults
+def test_the_stacks_of_a_worker_that_hangs_in_c_code_are_in_a_file(workers, tmp_path):
+    file = tmp_path / "hang_stacks.txt"
+    survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=3.0, stacks_file=file)
+    with pytest.raises(WorkerError) as caught:
+        survivor.call_all(TestWorker.hang_in_c, phase="update")
+    assert "does not respond: its process is stopped, or blocked outside of Python" in str(caught.value)
+    assert f"The stacks of all processes on this machine are in {file}" in str(caught.value)
+    _, _, stacks = file.read_text().partition(f"== process {workers[0].pid}: ray::")
+    assert "in hang_in_c" in stacks.partition("== process")[0]
+    assert "in call_all" in file.read_text()  # the driver

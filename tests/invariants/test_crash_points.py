@@ -90,10 +90,13 @@ def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
     traced = Counter()
     for line in trace.read_text().splitlines():
         call = re.match(r"\d+ +(\w+)\((.*)", line)
-        if call is not None and f"{top / 'now'}" in call[2]:
-            name = next(name for name, calls in KINDS.items() if call[1] in calls)
-            if name != "open" or "O_CREAT" in call[2] or "O_TRUNC" in call[2]:
-                traced[name] += 1
+        if call is None:
+            continue
+        name = next(name for name, calls in KINDS.items() if call[1] in calls)
+        # Not the contents of a write: the library's own log has the same paths.
+        arguments = call[2].split('"')[0] if name == "write" else call[2]
+        changes = name != "open" or "O_CREAT" in arguments or "O_TRUNC" in arguments
+        traced[name] += changes and str(top / "now") in arguments
     assert seen == traced
     assert seen["write"] > 5
 

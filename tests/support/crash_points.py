@@ -266,7 +266,7 @@ def main(scenario: str, model: Path, top: Path, work: Path) -> None:
         for step in (1, 2):
             save_small(before, step)
         (work / "rendezvous").mkdir()
-        print(json.dumps(attempts.run(partial(_kill_group, work / "rendezvous"), check_ranks, every=3)))
+        print(json.dumps(attempts.run(partial(_kill_group, work / "rendezvous"), check_ranks, every=8)))
         return
     engine = make_engine(model)
     engine.step(to_train(make_rollouts(model, images=False)))

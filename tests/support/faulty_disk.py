@@ -134,10 +134,12 @@ def check_order(calls: list[tuple[str, Path, Path]]) -> int:
     name is on the disk. Returns: the number of renames that publish.
     """
     unflushed: set[Path] = set()
+    flushed: set[Path] = set()
     published = 0
     for name, path, target in calls:
         if name == "fsync":
             unflushed.discard(path)
+            flushed.add(path)
         elif name in ("write", "truncate"):
             unflushed.add(path)
         elif name in ("open", "mkdir"):
@@ -148,11 +150,18 @@ def check_order(calls: list[tuple[str, Path, Path]]) -> int:
             unflushed = {each for each in unflushed if each != path and path not in each.parents} | {path.parent}
             unflushed -= {removed.parent} if removed is not None else set()
         elif name == "rename":
+            # safetensors renames its temporary file by a system call of its own, without the C
+            # library: such files are found below, by their later names.
             moved = {each for each in unflushed if each == path or path in each.parents}
+            moved = {each for each in moved if not each.name.startswith(".tmp")}
             in_temporary = any(each.name.startswith((".saving_", ".exporting_")) for each in target.parents)
             if not in_temporary and not target.name.startswith(".removing_"):
                 assert not moved, f"{path} is renamed to {target} before {sorted(moved)} are flushed"
+                names = [each.relative_to(target) for each in target.rglob("*")] if target.is_dir() else [Path()]
+                missing = [each for each in names if path / each not in flushed]
+                assert not missing, f"{path} is renamed to {target}, and {missing} in it were never flushed"
                 published += 1
+            flushed |= {target / each.relative_to(path) for each in flushed if each == path or path in each.parents}
             unflushed = (unflushed - moved) | {target / each.relative_to(path) for each in moved}
             unflushed |= {path.parent, target.parent}
     return published

@@ -268,6 +268,7 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
         _set(33, images=[], videos=["no.mp4"], problem="<video>What?"),
     ),
     "a row with images and videos": ("rows.mixed_media", _set(34, videos=["a.mp4"])),
+    "a row with a large column": ("rows.row_size", _set(36, notes="x" * (2**24 + 1))),
     "a blank image": ("rows.blank_image", _image(35, _png_of(np.full((56, 56, 3), 200, np.uint8)))),
     "many long prompts": ("lengths.overlong", _many_too_long),
     "some long prompts": ("lengths.overlong", _some_too_long),

@@ -42,6 +42,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def signal_all(pid: int, number: signal.Signals) -> dict[int, str]:
+    """Send a signal to a process and to all that it has started, as systemd does; return them."""
+    found = descendants(pid)
+    for each in (*found, pid):
+        try:
+            os.kill(each, number)
+        except ProcessLookupError:
+            found.pop(each, None)
+    return found
+
+
 _PR_SET_CHILD_SUBREAPER = 36  # Linux, sys/prctl.h
 
 
@@ -79,14 +90,3 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def signal_all(pid: int, number: signal.Signals) -> dict[int, str]:
-    """Send a signal to a process and to all that it has started, as systemd does; return them."""
-    found = descendants(pid)
-    for each in (*found, pid):
-        try:
-            os.kill(each, number)
-        except ProcessLookupError:
-            found.pop(each, None)
-    return found

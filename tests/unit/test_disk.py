@@ -84,7 +84,7 @@ def check_that_saving_goes_on(store, messages, words, **sizes) -> None:
     [message] = messages
     assert message.startswith("THE CHECKPOINT OF STEP 2 IS NOT SAVED: ")
     assert words in message
-    assert message.endswith("saves the next one when it is due; if it ended now, it could be resumed after step 1")
+    assert message.endswith("saves the next one when it is due; the last one is of step 1")
     with pytest.raises(DiskError, match=r"could not be saved|a checkpoint needs"):
         save(store, 3, required=True, **sizes)
 

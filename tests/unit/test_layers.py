@@ -32,10 +32,7 @@ LAYER = {
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
     "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
     "torchvision_stub": 0, "processes": 0, "content": 0, "network": 0, "temporary": 0, "variables": 0,
-    "signals": 0, "grace": 0, "stacks": 0,
-    "watchdog": 0, "watchdog_process": 0,
-    "secrets": 0,
-    "disk": 0,
+    "signals": 0, "grace": 0, "stacks": 0, "watchdog": 0, "watchdog_process": 0, "secrets": 0, "disk": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -56,6 +53,7 @@ NEIGHBOURS = {
     ("watchdog", "watchdog_process"),
     ("watchdog_process", "signals"),
     ("watchdog_process", "stacks"),
+    ("stacks", "processes"),
     ("terminal", "secrets"),
     ("gpu_memory", "errors"),
     ("gpu_memory", "metrics"),
@@ -132,7 +130,16 @@ ENVIRONMENT = (
     "cli/",
     "tiny/quickstart.py",
 )
-SWALLOW = ("data/templates.py", "rewards/", "report/loggers/delivery.py", "report/loggers/registry.py", "view/runs.py")
+# vLLM raises errors of many types; around its calls each becomes a RolloutError.
+SWALLOW = (
+    "data/templates.py",
+    "rewards/",
+    "report/loggers/delivery.py",
+    "report/loggers/registry.py",
+    "rollout/vllm/engine.py",
+    "rollout/vllm/weights.py",
+    "view/runs.py",
+)
 # scripts/configuration_page.py is a command of its own: it writes docs/configuration.md.
 # starter/reward_template.py becomes a script of the user's own.
 PRINT = ("cli/", "report/", "scripts/configuration_page.py", "starter/reward_template.py")

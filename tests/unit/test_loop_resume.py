@@ -20,7 +20,7 @@ from support.fake_runs import (
 )
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.checkpoint.store import CheckpointStore
-from trigon.errors import CheckpointError
+from trigon.errors import CheckpointError, DiskError
 from trigon.grace import Grace
 from trigon.loop import train
 from trigon.types import Prompt
@@ -154,14 +154,18 @@ def test_a_run_with_background_saves_ends_with_its_last_checkpoint_written(parts
     assert latest_checkpoint(tmp_path).progress == latest_checkpoint(uninterrupted).progress
 
 
-def test_a_failed_background_save_ends_the_run_with_an_error(parts, tmp_path):
+def test_failed_background_saves_are_warnings_and_the_last_one_is_an_error(parts, tmp_path):
     def fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_run(parts, tmp_path, **full_settings(6)) as run:
-        run = replace(run, store=CheckpointStore(tmp_path, keep=-1, background=True), save_state=lambda folder: fail)
-        with pytest.raises(CheckpointError, match=r"the disk became full while .*global_step_2"):
+        messages: list[str] = []
+        store = CheckpointStore(tmp_path, keep=-1, background=True, warn=messages.append)
+        run = replace(run, store=store, save_state=lambda folder: fail)
+        with pytest.raises(DiskError, match=r"global_step_6 could not be saved: the disk is full"):
             train(run, None)
+    warnings = [message.partition(":")[0] for message in messages]
+    assert warnings == [f"THE CHECKPOINT OF STEP {step} IS NOT SAVED" for step in (2, 4)]
     assert saved_steps(tmp_path) == []
 
 

@@ -16,7 +16,7 @@ from support.tiers import KEPT, NEEDS_VLLM
 
 ROOT = Path(__file__).parents[2]
 GUIDES = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"),
     *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")),
 ]
 

@@ -210,11 +210,17 @@ def test_a_logger_that_fails_is_reported_once_and_training_continues(folder, str
     assert stream.getvalue().count("the logger wandb failed: ConnectionError: no network. It is no longer used") == 1
 
 
-def test_an_error_of_the_run_folder_stops_the_run(folder, stream, clock):
+@pytest.mark.faults
+def test_lines_that_cannot_be_written_wait_and_the_run_goes_on(folder, stream, clock):
     report = reporter(folder, stream, clock)
     (folder.path / "metrics.jsonl").mkdir()
-    with pytest.raises(IsADirectoryError):
-        report.step(1, 1, {})
+    report.step(1, 3, {"reward/overall": Mean(1.0)})
+    report.step(2, 3, {"reward/overall": Mean(2.0)})
+    assert stream.getvalue().count("lines of metrics.jsonl cannot be written") == 1
+    (folder.path / "metrics.jsonl").rmdir()
+    report.close()
+    assert [line.step for line in folder.read_metrics()] == [1, 2]
+    assert "could not be written and are not in" not in stream.getvalue()
 
 
 def test_all_validation_completions_are_written_and_the_first_are_shown(folder, stream, clock):

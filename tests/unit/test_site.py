@@ -53,7 +53,7 @@ def copied(tmp_path_factory):
     copy = tmp_path_factory.mktemp("repository")
     for name in ("docs", "examples", "docker", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "README.md", "zensical.toml"):
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "README.md", "zensical.toml"):
         shutil.copy(ROOT / name, copy)
     return copy
 

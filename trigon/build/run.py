@@ -17,6 +17,7 @@ from typing import Any
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state
+from trigon.build.hangs import open_hang_watch
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
 from trigon.build.models import choose_device, choose_kernel, device_type
@@ -31,7 +32,6 @@ from trigon.build.options import (
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
-from trigon.build.watch import open_watch
 from trigon.build.watchers import open_watchers
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
@@ -67,7 +67,7 @@ from trigon.rollout.collect import dummy_requests
 from trigon.secrets import mask
 from trigon.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
-from trigon.watchdog import Watch as PhaseWatch
+from trigon.watchdog import HangWatch
 
 
 def run_training(
@@ -81,7 +81,7 @@ def run_training(
     loggers: Sequence[Logger] = (),
     objects: RunObjects = NO_OBJECTS,
     grace: Grace | None = None,
-    use_watch: Callable[[PhaseWatch], object] | None = None,
+    use_hang_watch: Callable[[HangWatch], object] | None = None,
 ) -> RunOutcome:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
@@ -89,8 +89,8 @@ def run_training(
     checkpoint and ends the run. defer_interrupts, grace: see Run. export_to: folder in which the
     last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
-    this function opens. objects: what else the run is given as Python objects. use_watch: called
-    with the watchdog of the run.
+    this function opens. objects: what else the run is given as Python objects. use_hang_watch:
+    called with the watchdog of the run.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -101,9 +101,9 @@ def run_training(
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
-        watch = stack.enter_context(open_watch(config, folder.path, console))
-        if use_watch is not None:
-            use_watch(watch)
+        hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console))
+        if use_hang_watch is not None:
+            use_hang_watch(hang_watch)
         for warning in warnings:
             console.warn(warning)
         store = open_store(config, folder, console)
@@ -127,7 +127,9 @@ def run_training(
             console.warn(warning)
         rewards.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
-        report = stack.enter_context(open_reporter(config, folder, console, processors, all_loggers, checkpoint, watch))
+        report = stack.enter_context(
+            open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
+        )
 
         builder = open_builder(config, processors)
         val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
@@ -341,7 +343,7 @@ def open_reporter(
     processors: Processors,
     loggers: Sequence[Logger],
     checkpoint: Checkpoint | None,
-    watch: PhaseWatch | None = None,
+    hang_watch: HangWatch | None = None,
 ) -> Reporter:
     """Open the loggers, and return the reporter. checkpoint: from which the run resumes, if any."""
     for place in open_loggers(loggers, describe_run(config, folder.path, checkpoint)):
@@ -354,7 +356,7 @@ def open_reporter(
         num_devices=num_workers(config),
         images=ImageStore(folder.path, max_side=trainer.saved_image_side) if trainer.save_images else None,
         token_texts=TokenTexts(processors.tokenizer),
-        watch=watch,
+        watch=hang_watch,
     )
 
 

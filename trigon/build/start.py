@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
+from trigon.config.schema import Config
 from trigon.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.grace import Grace
 from trigon.signals import TERMINATION, Terminated
 from trigon.variables import keep_compiled_code
-from trigon.watchdog import Watch
+from trigon.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome
@@ -53,13 +54,13 @@ class StopSignals:
         self._received_at = 0.0
         self._is_deferring = False
         self._ends_at_once = False
-        self._watch = Watch()
+        self._watch = HangWatch()
 
     def requested(self) -> bool:
         """Return whether a signal was received."""
         return self.received is not None
 
-    def use_watch(self, watch: Watch) -> None:
+    def use_hang_watch(self, watch: HangWatch) -> None:
         """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal."""
         self._watch = watch
 
@@ -141,6 +142,11 @@ def share_heaps() -> None:
         limit_arenas()
 
 
+def make_grace(config: Config) -> Grace:
+    """Return what decides, after a request to stop, whether a step is finished or left."""
+    return Grace(config.trainer.grace_seconds)
+
+
 def quiet_torch(loaded: LoadedConfig) -> None:
     """Do not let torch's C++ code log notes on a CPU, if it is not imported yet.
 
@@ -182,7 +188,7 @@ def start_run(
         swanlab_mode=os.environ.get("SWANLAB_MODE"),
         swanlab_api_key=os.environ.get("SWANLAB_API_KEY"),
     )
-    stop.grace = Grace(loaded.config.trainer.grace_seconds)
+    stop.grace = make_grace(loaded.config)
     with stop.handled():
         return run_training(
             loaded.config,
@@ -192,7 +198,7 @@ def start_run(
             should_stop=stop.requested,
             defer_interrupts=stop.deferred,
             grace=stop.grace,
-            use_watch=stop.use_watch,
+            use_hang_watch=stop.use_hang_watch,
             export_to=export_to,
             objects=NO_OBJECTS if objects is None else objects,
         )

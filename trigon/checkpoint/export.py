@@ -96,6 +96,7 @@ def export_checkpoint(
     if output is None:
         is_actor_folder = path.resolve() == checkpoint.actor.resolve()
         output = path / "lora_adapter" if adapter else side_files if is_actor_folder else path / "huggingface_model"
+    output = output.resolve() if output.is_symlink() else output  # what a link leads to is replaced
     if not (side_files / "config.json").is_file():
         raise CheckpointError(
             f"{side_files} has no config.json: this checkpoint was saved without its model's side files"

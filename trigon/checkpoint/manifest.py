@@ -64,8 +64,19 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
         _verify_files(folder, read_manifest(folder), include)
 
 
+def verify_checkpoint(folder: Path, *, optimizer: bool) -> None:
+    """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
+    verify_files(folder, include=lambda name: optimizer or not is_optimizer(name))
+
+
+def is_optimizer(name: str) -> bool:
+    """Return whether a file of a checkpoint is of the optimizer. name: within the folder."""
+    return name.startswith("actor/optimizer")  # a folder, or the one file of a small engine
+
+
 def _verify_files(folder: Path, manifest: Mapping[str, Mapping[str, Any]], include: Callable[[str], bool]) -> None:
-    added = [name for name in _files_below(folder, "actor") if name not in manifest and include(name)]
+    found = (*_files_below(folder, "actor"), *(path.name for path in folder.glob("*.safetensors")))
+    added = [name for name in found if name not in manifest and include(name)]
     if added:
         raise CheckpointError(
             f"{folder / added[0]} was not saved with the checkpoint, and could be loaded with it; move it away "

@@ -33,18 +33,20 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from trigon.checkpoint.faults import disk_error
 from trigon.checkpoint.manifest import (
     MANIFEST,
     PROGRESS,
+    is_optimizer,
     read_manifest,
     start_hashing_threads,
     total_bytes,
-    verify_files,
+    verify_checkpoint,
     write_manifest,
 )
 from trigon.checkpoint.progress import is_complete, read_progress
-from trigon.disk import describe_fault, fault_number, free_bytes, sync_to_disk
-from trigon.errors import CheckpointError, DiskError, EngineError
+from trigon.disk import free_bytes, sync_to_disk
+from trigon.errors import CheckpointError, DiskError
 from trigon.json_files import write_json
 
 TRACKER = "checkpoint_tracker.json"
@@ -81,15 +83,6 @@ Write = Callable[[Path], Finish | None]
 """Fills the (existing, empty) actor folder, at once or by the Finish that it returns."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A save in the background. required: as for save."""
-
-    step: int
-    saving: Future[None]
-    required: bool
-
-
 class CheckpointStore:
     """The checkpoints of one run.
 
@@ -117,7 +110,7 @@ class CheckpointStore:
         self._background = background
         self._warn = warn
         self._check_actor = check_actor
-        self._pending: _Pending | None = None  # the save in the background
+        self._pending: tuple[int, Future[None], bool] | None = None  # in the background: step, save, required
         self._save_started = 0.0
         self.save_seconds: float | None = None
         self.published_step = 0
@@ -164,7 +157,7 @@ class CheckpointStore:
         hashing = start_hashing_threads()
         if self._background:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = _Pending(step, thread.submit(self._publish, temporary, final, finish, hashing), required)
+            self._pending = step, thread.submit(self._publish, temporary, final, finish, hashing), required
             thread.shutdown(wait=False)  # ends the thread after this save
         else:
             self._publish(temporary, final, finish, hashing)
@@ -176,19 +169,19 @@ class CheckpointStore:
         """
         if self._pending is None:
             return
-        pending = self._pending
-        error = pending.saving.exception()
+        step, saving, required = self._pending
+        error = saving.exception()
         self._pending = None
-        if isinstance(error, DiskError) and not pending.required:
-            self._warn_not_saved(pending.step, error)
+        if isinstance(error, DiskError) and not required:
+            self._warn_not_saved(step, error)
         elif isinstance(error, CheckpointError):
             raise error
         elif error is not None:
-            raise CheckpointError(f"the checkpoint of step {pending.step} could not be saved: {error!r}") from error
+            raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error!r}") from error
 
     def check(self) -> None:
         """Raise what wait would raise if the save in the background has ended; does not block."""
-        if self._pending is not None and self._pending.saving.done():
+        if self._pending is not None and self._pending[1].done():
             self.wait()
 
     @contextmanager
@@ -295,7 +288,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             # Described first: afterwards the disk may have room.
-            fault = _describe(error, temporary, final)
+            fault = disk_error(error, temporary, final)
             shutil.rmtree(temporary, ignore_errors=True)
             if fault is not None:
                 raise fault from error
@@ -304,13 +297,14 @@ class CheckpointStore:
     def _warn_not_saved(self, step: int, error: DiskError) -> None:
         """Warn that a run goes on without the checkpoint of this step."""
         try:
-            steps = self._complete_folders()
-        except OSError:  # what is wrong with the disk
-            steps = {}
-        resumed = f"after step {max(steps)}" if steps else "from the beginning only"
+            steps = self._folders()
+        except OSError as unreadable:
+            last = f"the others cannot be listed ({unreadable})"
+        else:
+            last = f"the last one is of step {max(steps)}" if steps else "there is none yet"
         self._warn(
             f"THE CHECKPOINT OF STEP {step} IS NOT SAVED: {error}. The run goes on, and saves the next one when it is "
-            f"due; if it ended now, it could be resumed {resumed}"
+            f"due; {last}"
         )
 
     def _folders(self) -> dict[int, Path]:
@@ -339,7 +333,7 @@ class CheckpointStore:
         problems = []
         for step in steps:
             try:
-                _verify(self._root / f"global_step_{step}", optimizer=resumable)
+                verify_checkpoint(self._root / f"global_step_{step}", optimizer=resumable)
                 if self._check_actor is not None:
                     self._check_actor(self._root / f"global_step_{step}" / "actor")
             except CheckpointError as error:
@@ -397,6 +391,8 @@ class CheckpointStore:
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
+        except FileNotFoundError:  # moved or deleted by the user meanwhile
+            return
         except OSError as error:  # no reason to stop training
             self._warn(f"could not remove {folder}: {error}; the next save tries again")
 
@@ -433,10 +429,10 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     manifest = read_manifest(folder)
     if verify:
         try:
-            _verify(folder, optimizer=resumable)
+            verify_checkpoint(folder, optimizer=resumable)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Restore this file, or name another checkpoint") from error
-    if resumable and not any(_is_optimizer(file) for file in manifest):
+    if resumable and not any(is_optimizer(file) for file in manifest):
         raise CheckpointError(
             f"{folder} holds no optimizer state (it was saved with trainer.save_model_only=true): it can be exported, "
             "not resumed. To train on from its weights, export it, set worker.actor.model.model_path to the export, "
@@ -446,25 +442,6 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     if name is not None and int(name.group(1)) != step:
         raise CheckpointError(f"{folder} holds step {step}: it was renamed; rename it back to global_step_{step}")
     return Checkpoint(step, folder, progress, score)
-
-
-def _describe(error: BaseException, path: Path, final: Path) -> DiskError | None:
-    """Return what to raise if a disk is the cause of an error; None for other errors.
-
-    After an EngineError, which may quote one of a disk, there are no workers that could go on.
-    """
-    if isinstance(error, DiskError | EngineError) or fault_number(error) is None:
-        return None
-    return DiskError(f"{final} could not be saved: {describe_fault(error, path)}. Earlier checkpoints are intact")
-
-
-def _verify(folder: Path, *, optimizer: bool) -> None:
-    """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
-    verify_files(folder, include=lambda name: optimizer or not _is_optimizer(name))
-
-
-def _is_optimizer(name: str) -> bool:
-    return name.startswith("actor/optimizer")  # a folder, or the one file of a small engine
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -43,6 +43,7 @@ KINDS: Mapping[str, str] = {
     "rows.video_pixels": "a video's frames have more pixels than `data.max_image_pixels`",
     "rows.video_shape": "a video's frames are 200 times as long as they are wide, or more",
     "rows.mixed_media": "a row has images and videos",
+    "rows.row_size": "the columns of a row have more text than a reward function gets",
     "rows.blank_image": "an image has a single colour",
     "lengths.overlong": "prompts are longer than `data.max_prompt_length`",
     "duplicates.prompt": "training rows have the same text and the same images",

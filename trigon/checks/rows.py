@@ -37,6 +37,7 @@ _ADVICE: dict[Reason, str] = {
     "video_pixels": "shrink the videos, or raise data.max_image_pixels",
     "video_shape": "crop the videos, or remove the rows",
     "mixed_media": "keep the images or the videos of a row",
+    "row_size": "drop the columns that the reward function does not need",
 }
 
 

@@ -322,8 +322,9 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its learning rate."""
 
-    lr: float = Field(default=1e-6, gt=0, le=10)
-    """Learning rate after warm-up. Raising it learns faster until training becomes unstable."""
+    lr: float = Field(default=1e-6, gt=0, le=1)
+    """Learning rate after warm-up. Raising it learns faster until training becomes unstable: AdamW
+    changes each weight by about as much in an update."""
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moments.

@@ -24,6 +24,7 @@ Reason = Literal[
     "video_pixels",
     "video_shape",
     "mixed_media",
+    "row_size",
     "overlong",
 ]
 """Why a row is skipped.
@@ -38,7 +39,8 @@ image_pixels: above max_image_pixels. image_shape: the aspect ratio is too large
 image_count: above limit_images.
 video_*: the same for a video and its frames.
 mixed_media: images and videos in one row.
-overlong: above max_prompt_length.
+row_size: more text in all columns than a reward function gets.
+overlong: above max_prompt_length, in tokens, or in characters by far.
 """
 
 

@@ -30,9 +30,10 @@ from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
-from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_markers, decoded_images
+from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_count, check_markers, decoded_images
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
+from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
 from trigon.data.videos import (
     DEFAULT_SAMPLING,
     FRAMES_PER_PATCH,
@@ -136,6 +137,7 @@ class PromptBuilder:
         self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
         self._model_type = family.model_type
         self._format = None if format_prompt is None else load_format_prompt(format_prompt)
+        check_option_text(system_prompt or "", "data.system_prompt", max_prompt_length=max_prompt_length)
         self._system_prompt = system_prompt
         self._max_image_pixels = max_image_pixels
         self._limit_images = limit_images
@@ -327,10 +329,7 @@ class PromptBuilder:
                 f"{name} has videos in column {self.video_key!r}, but a {self._model_type} model takes none; train one "
                 "that does, such as Qwen2.5-VL or Qwen3-VL, or a dataset without videos"
             )
-        if 0 < self._limit_images < len(images):
-            raise UnusableRow(
-                "image_count", f"{name}: {len(images)} images, more than limit_images={self._limit_images}"
-            )
+        check_count(images, name, limit_images=self._limit_images)
         key, sources = (self.video_key, videos) if videos else (self.image_key, images)
         names = tuple(media_name(source, f"{name}/{key}/{index}") for index, source in enumerate(sources))
         return RowMedia("video" if videos else "image", tuple(sources), names)
@@ -367,16 +366,18 @@ class PromptBuilder:
             takes_media=self.image_processor is not None,
             media_tokens=self._media_tokens,
         )
+        content_of = str if self.image_processor is None else content_parts  # text models take no parts
         try:
             with bounded_rendering():
                 text = self._tokenizer.apply_chat_template(
-                    [{"role": message.role, "content": self._content(message)} for message in messages],
+                    [{"role": message.role, "content": content_of(message.content)} for message in messages],
                     tokenize=False,
                     add_generation_prompt=True,
                 )
         except TemplateFailure as error:
             raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
 
+        check_prompt_text([text], name, max_prompt_length=self.max_prompt_length)
         template_ids = self._tokenize(text) if masked is None else masked.tokenize(text)
         placeholder = self._placeholders.get(media.kind)
         num_placeholders = template_ids.count(placeholder) if placeholder is not None else 0
@@ -389,11 +390,7 @@ class PromptBuilder:
         token_ids: list[int] = []
         for token_id in template_ids:
             token_ids.extend(next(remaining) if token_id == placeholder else [token_id])
-        if len(token_ids) > self.max_prompt_length:
-            share = f" ({sum(map(len, expanded))} of them for {media.kind}s)" if expanded else ""
-            limit = f"max_prompt_length={self.max_prompt_length}"
-            message = f"{name}: {len(token_ids)} tokens{share}, more than {limit}"
-            raise UnusableRow("overlong", message, num_tokens=len(token_ids), media_tokens=sum(map(len, expanded)))
+        check_prompt_tokens(len(token_ids), expanded, media.kind, name, max_prompt_length=self.max_prompt_length)
         media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
         prompt_text = messages_as_text(messages)
         return PromptTokens(
@@ -419,10 +416,6 @@ class PromptBuilder:
             ids += [*self._tokenize(f"<{middle:.1f} seconds>"), start, *patch, end]
         return ids
 
-    def _content(self, message: Message) -> str | list[dict[str, str]]:
-        """Return the content for the chat template; those of text models take no parts."""
-        return message.content if self.image_processor is None else content_parts(message.content)
-
     def _tokenize(self, text: str) -> list[int]:
         # The chat template writes every special token itself, so none is added.
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -438,9 +431,10 @@ class PromptBuilder:
         if column_value(row, self.answer_key) is None:
             raise UnusableRow("answer", f"{name}: column {self.answer_key!r} is empty")
         messages = read_messages(column_value(row, self.prompt_key), f"{name}: column {self.prompt_key!r}")
-        masked = None
-        if not self._allow_special_tokens:
-            masked = self._special_tokens.find([message.content for message in messages])
+        texts = [message.content for message in messages]
+        check_prompt_text(texts, name, max_prompt_length=self.max_prompt_length)
+        check_row_size(without_column(without_column(row, self.image_key), self.video_key), name)
+        masked = None if self._allow_special_tokens else self._special_tokens.find(texts)
         if masked is not None:
             messages = [Message(message.role, masked.mask(message.content)) for message in messages]
         if self._format is not None:

@@ -63,6 +63,12 @@ def decoded_images(
             del image
 
 
+def check_count(images: Sequence[Any], name: str, *, limit_images: int) -> None:
+    """Raise UnusableRow for more images than allowed. limit_images: 0: any number."""
+    if 0 < limit_images < len(images):
+        raise UnusableRow("image_count", f"{name}: {len(images)} images, more than limit_images={limit_images}")
+
+
 def check_markers(
     row: Mapping[str, Any],
     messages: Sequence[Message],

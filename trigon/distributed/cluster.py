@@ -11,9 +11,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -27,6 +28,7 @@ from trigon.garbage import ARENAS_VARIABLE, NUM_ARENAS
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
 from trigon.network import find_interface, loopback_variables
+from trigon.processes import ProcessTree
 from trigon.signals import termination_blocked
 from trigon.temporary import private_folder
 from trigon.variables import set_variables
@@ -40,11 +42,11 @@ _EXIT_SECONDS = 60
 A process with hundreds of GiB in host memory that GPUs can read takes more than ten seconds.
 """
 
-SEGMENTS_VARIABLE = "TRIGON_SHARED_MEMORY"
-"""Environment variable of a worker: how the names of its shared memory segments begin."""
-
 _KILL_SECONDS = 3.0
 """How long Ray has to end a worker, before this module kills it."""
+
+SEGMENTS_VARIABLE = "TRIGON_SHARED_MEMORY"
+"""Environment variable of a worker: how the names of its shared memory segments begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +125,29 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
             yield folder.name
         finally:
             if address == "local":
-                _kill_local_cluster()
+                _kill_at_shutdown()
             ray.shutdown()
 
 
-def _kill_local_cluster() -> None:
-    """Kill the processes that ray.init started, which do not end at SIGTERM; see open_cluster.
+def _kill_at_shutdown() -> None:
+    """Let ray.shutdown() kill the processes of the local cluster, which do not end at SIGTERM.
 
-    ray.shutdown() sends it to one after the other, and waits a second each before it kills it. Not
-    public in Ray 2.60.
+    By default it sends SIGTERM to one after the other, and waits a second each before it kills it.
+    Not public in Ray 2.60.
     """
-    node = ray._private.worker._global_node
+    node: Any = ray._private.worker._global_node
     if node is not None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        node.kill_all_processes = partial(_kill_processes, node, node.kill_all_processes)
+
+
+def _kill_processes(node: Any, kill_all_processes: Callable[..., None], **options: bool) -> None:
+    """Call a method of Ray's node without asking its processes to end first; end their children."""
+    started = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    below = ProcessTree().below(*started)
+    kill_all_processes(**options | {"allow_graceful": False, "wait": True})
+    for pid in below:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _job_config() -> ray.job_config.JobConfig:

@@ -23,7 +23,7 @@ from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
-from trigon.stacks import descendants, dump_stacks
+from trigon.stacks import descendants, dump_stacks, register_stacks
 
 W = TypeVar("W", bound=Worker)
 First = TypeVar("First")
@@ -293,6 +293,7 @@ class WorkerGroup:
         """Write the stacks of all processes of the run on this machine; return where they are."""
         if self.stacks_file is None:
             return ""
+        register_stacks()  # of the driver, if it has no watchdog
         workers = [worker.pid for worker in self.workers if worker.host == socket.gethostname()]
         text = dump_stacks(descendants([os.getpid(), *workers]))
         try:

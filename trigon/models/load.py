@@ -6,6 +6,7 @@ This is the only module that calls `from_pretrained` for models, tokenizers and 
 
 from __future__ import annotations
 
+import pickle
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +117,11 @@ def _explain_errors(what: str, folder: Path) -> Iterator[None]:
     """Turn the errors of transformers for missing and damaged files into a ModelError."""
     try:
         yield
+    except pickle.UnpicklingError as error:  # torch reads tensors from *.bin, and refuses everything else
+        raise ModelError(
+            f"The {what} in {folder} is in a file that would run code when it is read; use *.safetensors. "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         message = " ".join(str(error).split())[:500]
         raise ModelError(

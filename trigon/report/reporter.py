@@ -30,7 +30,7 @@ from trigon.report.loggers.samples import make_samples
 from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
-from trigon.watchdog import Watch
+from trigon.watchdog import HangWatch
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""
@@ -57,7 +57,7 @@ class Reporter:
         num_devices: int = 1,
         images: ImageStore | None = None,
         token_texts: Callable[[Sequence[int]], Sequence[str]] | None = None,
-        watch: Watch | None = None,
+        watch: HangWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = run_folder
@@ -69,7 +69,7 @@ class Reporter:
             run_folder, images=images, token_texts=token_texts, faults=self._faults, warn=self.warn
         )
         self._num_devices = num_devices
-        self._watch = Watch() if watch is None else watch
+        self._watch = HangWatch() if watch is None else watch
         self._clock = clock
         self._step_started = clock()
         self._seconds: dict[str, float] = {}  # by phase, since then

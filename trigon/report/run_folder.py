@@ -146,7 +146,8 @@ class RunFolder:
                 return None
         except FileNotFoundError:
             pass
-        is_new = not self.path.exists()
+        # A save in the background may have made the folder, without these files.
+        is_new = not all((self.path / name).exists() for name in (*self._described, "."))
         self.path.mkdir(parents=True, exist_ok=True)
         lock = _lock(self.path / LOCK)
         os.close(self._lock)
@@ -227,7 +228,7 @@ def _lock(path: Path) -> int:
 
     The lock is held until the descriptor is closed or the process ends.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # without the bits of the umask
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -24,7 +24,6 @@ import socket
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +32,7 @@ from trigon.errors import RewardError
 from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm
+from trigon.rewards.pooled_worker import PooledWorker
 from trigon.rewards.process import (
     ChildProcess,
     check_passed_variables,
@@ -112,7 +112,7 @@ class RewardPool:
         for end in (self._wake_sender, self._wake_receiver):
             end.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._workers: list[_Worker] = []
+        self._workers: list[PooledWorker] = []
         for number in range(num_workers):
             self._start_worker(number)
 
@@ -243,25 +243,25 @@ class RewardPool:
     def _start_worker(self, number: int) -> None:
         with termination_blocked():  # until the worker has its handlers
             process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
-        worker = _Worker(number, process)
+        worker = PooledWorker(number, process)
         self._workers.append(worker)
         self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
         self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))
         worker.deadline = time.monotonic() + LOAD_SECONDS
         self._send(worker, self._setup, timeout_seconds=LOAD_SECONDS)  # if it has exited, _wait() detects that
 
-    def _unregister(self, worker: _Worker) -> None:
+    def _unregister(self, worker: PooledWorker) -> None:
         for stream in (worker.process.channel, worker.process.output):
             if stream in self._selector.get_map():
                 self._selector.unregister(stream)
 
-    def _kill_worker(self, worker: _Worker) -> int:
+    def _kill_worker(self, worker: PooledWorker) -> int:
         """Kill a worker and return its exit code, as ChildProcess.kill does."""
         self._unregister(worker)
         self._workers.remove(worker)
         return worker.process.kill()
 
-    def _send(self, worker: _Worker, line: str, *, timeout_seconds: float) -> bool:
+    def _send(self, worker: PooledWorker, line: str, *, timeout_seconds: float) -> bool:
         """Send a line. Returns: False if the worker has exited.
 
         If the worker does not read the line, it is replaced at its deadline.
@@ -328,7 +328,7 @@ class RewardPool:
         for worker in [worker for worker in self._workers if worker.is_busy and worker.deadline <= now]:
             self._replace_worker(worker, scoring, timed_out=True)
 
-    def _receive(self, worker: _Worker, scoring: Scoring | None) -> None:
+    def _receive(self, worker: PooledWorker, scoring: Scoring | None) -> None:
         lines = worker.process.receive()
         try:
             for line in lines:
@@ -338,7 +338,7 @@ class RewardPool:
         if worker.process.ended:
             self._replace_worker(worker, scoring, timed_out=False)
 
-    def _handle_message(self, worker: _Worker, message: dict[str, Any], scoring: Scoring | None) -> None:
+    def _handle_message(self, worker: PooledWorker, message: dict[str, Any], scoring: Scoring | None) -> None:
         """Handle a message. Raises: ValueError, KeyError or TypeError if it is invalid."""
         if not worker.is_confined:
             self._check_confinement(message)
@@ -386,7 +386,7 @@ class RewardPool:
             _log.warning("%s", warning)
         self._has_warned = True
 
-    def _replace_worker(self, worker: _Worker, scoring: Scoring | None, *, timed_out: bool) -> None:
+    def _replace_worker(self, worker: PooledWorker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""
         code = self._kill_worker(worker)
         output = scrub(worker.process.tail)
@@ -435,27 +435,3 @@ class RewardPool:
             f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. Correct "
             f"it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
         )
-
-
-class _Worker:
-    """A reward worker and its current work.
-
-    is_confined: whether it has said how it is confined. contract: None until it has loaded the
-    function. pending: indices of the completions for which it owes results, in order. deadline:
-    when it must have loaded the function or sent its next result. chunk_id: a random id of the
-    current chunk. num_results: how many results it has sent for that chunk.
-    """
-
-    def __init__(self, number: int, process: ChildProcess) -> None:
-        self.number = number
-        self.process = process
-        self.is_confined = False
-        self.contract: RewardContract | None = None
-        self.pending: deque[int] = deque()
-        self.deadline = 0.0
-        self.chunk_id = ""
-        self.num_results = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return self.contract is None or bool(self.pending)

@@ -62,7 +62,8 @@ def load_weights(
             pass
         raise RolloutError(
             f"vLLM could not load the weights of step {version}; the last tensor that it read is {last}: "
-            f"{type(error).__name__}: {error}. Trainer and rollout engine must load the same model_path."
+            f"{type(error).__name__}: {error}. If a new engine fails too, check that trainer and rollout engine load "
+            "the same model_path."
         ) from error
     check_names(names, expected_names, processors)
     if check_values:

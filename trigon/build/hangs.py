@@ -10,7 +10,7 @@ from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, 
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
-from trigon.watchdog import FOLLOWS, START, Watch, Watchdog
+from trigon.watchdog import FOLLOWS, START, HangWatch, Watchdog
 
 SLOW_SECONDS = 3600.0
 """The least limit of the start, of loading and of saving, as of the calls of workers."""
@@ -22,11 +22,11 @@ _WORKERS_SECONDS = 60.0  # longer than the deadlines of calls, whose errors name
 _MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
 
 
-def open_watch(config: Config, folder: Path, console: Console) -> Watch:
+def open_hang_watch(config: Config, folder: Path, console: Console) -> HangWatch:
     """Start the watchdog of a run. folder: of the run."""
     if not hasattr(os, "memfd_create"):
         console.warn("this system has no memory files: trainer.worker_timeout_seconds is for calls of workers only")
-        return Watch()
+        return HangWatch()
     limit = config.trainer.worker_timeout_seconds
     return Watchdog(
         folder,
