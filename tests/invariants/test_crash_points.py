@@ -99,10 +99,3 @@ def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
         traced[name] += changes and str(top / "now") in arguments
     assert seen == traced
     assert seen["write"] > 5
-
-
-def test_a_save_of_two_ranks_that_ends_after_a_call_leaves_the_old_checkpoint_or_the_new_one(killed_everywhere):
-    report = killed_everywhere("ranks")
-    print(report)
-    assert set(report["outcomes"]) == {"old", "new"}
-    assert report["attempts"]["after a call"] > 10

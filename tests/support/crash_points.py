@@ -2,7 +2,7 @@
 
 Run as a module, in a process that has the library of faulty_disk.py:
 
-    python -m support.crash_points save|background|export|merge|ranks MODEL FOLDER WORK
+    python -m support.crash_points save|background|export|merge|once MODEL FOLDER WORK
 
 Each attempt is a forked process, killed before its k-th call: the state is that after each call in
 turn. If the call is a write, it is also killed after half of it. Then the machine loses power at
@@ -22,15 +22,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from support.engines import make_engine, make_rollouts, to_train
 from support.faulty_disk import FaultyDisk, check_order, lose_unsynced
@@ -38,7 +34,7 @@ from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import CheckpointStore, open_checkpoint
 from trigon.models.load import copy_side_files
 from trigon.training.local import LocalTrainEngine
-from trigon.training.state import ShardedFiles, copy_to_host, save_tensors
+from trigon.training.state import ShardedFiles, save_tensors
 
 KINDS = ("after a call", "half a write", "without power")
 
@@ -184,66 +180,14 @@ def check_merge(new: dict[str, str], top: Path, place: str) -> str:
 TENSORS = {f"layer.{n}.weight": torch.arange(24.0).view(6, 4) + n for n in range(3)}
 
 
-def save_on_ranks(rendezvous: Path, root: Path, step: int) -> None:
-    """Save on two ranks: this process, and a child process, which ends with it."""
-    (rendezvous / "file").unlink(missing_ok=True)
-    child = os.fork()
-    rank = int(child == 0)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous / 'file'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    mesh = init_device_mesh("cpu", (2,))
-    tensors = {name: distribute_tensor(each * step, mesh, [Shard(0)]) for name, each in TENSORS.items()}
-    copies = copy_to_host(tensors)
-    if rank == 1:
-        dist.barrier()  # as workers, which write when they are told
-        for name in ("weights", "optimizer"):
-            save_tensors(copies, root / ".saving_global_step_3" / "actor" / name, group=dist.group.WORLD)
-        os._exit(0)
-
-    def write(actor: Path) -> Callable[[], None]:
-        def finish() -> None:
-            dist.barrier()
-            for name in ("weights", "optimizer"):
-                save_tensors(copies, actor / name, group=dist.group.WORLD)
-
-        return finish
-
-    store = CheckpointStore(root, keep=1, warn=fail)
-    store.save(step, write=write, progress={"step": step}, score=1.0 / step)
-    os.waitpid(child, 0)
-
-
 def save_small(root: Path, step: int) -> None:
-    """Save what save_on_ranks saves, in one process."""
+    """Save a few tensors."""
 
     def write(actor: Path) -> None:
         for name in ("weights", "optimizer"):
             save_tensors({key: each * step for key, each in TENSORS.items()}, actor / name, group=None)
 
     CheckpointStore(root, keep=1, warn=fail).save(step, write=write, progress={"step": step}, score=1.0 / step)
-
-
-def check_ranks(root: Path, place: str) -> str:
-    """Check as check_run does."""
-    store = CheckpointStore(root, keep=1, warn=lambda text: fail(f"{place}: {text}"))
-    latest, best = store.latest(), store.best()
-    assert latest is not None, place
-    assert latest.step in (2, 3), (place, latest)
-    assert best is not None, place
-    assert best.step == 1, (place, best)
-    for name in ("weights", "optimizer"):
-        files = ShardedFiles(latest.actor / name)
-        for key, each in TENSORS.items():
-            assert torch.equal(files.read(key), each * latest.step), (place, key)
-    save_small(root, latest.step + 1)
-    left = sorted(each.name for each in root.iterdir())
-    assert left == ["checkpoint_tracker.json", "global_step_1", f"global_step_{latest.step + 1}"], (place, left)
-    return "new" if latest.step == 3 else "old"
 
 
 def main(scenario: str, model: Path, top: Path, work: Path) -> None:
@@ -261,12 +205,6 @@ def main(scenario: str, model: Path, top: Path, work: Path) -> None:
             save_small(top / "now", step)
         disk.stop()
         print(json.dumps(disk.calls(), default=str))
-        return
-    if scenario == "ranks":
-        for step in (1, 2):
-            save_small(before, step)
-        (work / "rendezvous").mkdir()
-        print(json.dumps(attempts.run(partial(_kill_group, work / "rendezvous"), check_ranks, every=8)))
         return
     engine = make_engine(model)
     engine.step(to_train(make_rollouts(model, images=False)))
@@ -292,10 +230,6 @@ def main(scenario: str, model: Path, top: Path, work: Path) -> None:
             new = contents(top / "reference" / "run" / "global_step_2" / "actor" / "huggingface")
             report = attempts.run(merge, partial(check_merge, new))
     print(json.dumps(report))
-
-
-def _kill_group(rendezvous: Path, root: Path) -> None:
-    save_on_ranks(rendezvous, root, 3)
 
 
 if __name__ == "__main__":
