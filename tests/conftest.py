@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Raises: pytest.UsageError if a pattern of tests/support/tiers.py matches no test any more.
     """
-    from support.tiers import KEPT, NEEDS_VLLM, faults, is_extended, needs_vllm
+    from support.tiers import KEPT, NEEDS_VLLM, is_extended, is_fault, needs_vllm
 
     folder = Path(__file__).parent
     has_vllm = find_spec("vllm") is not None
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.extended)
         else:
             with_kept_tests.add(file)
-        if (file, item.name.partition("[")[0]) in faults():
+        if is_fault(file, item.name):
             item.add_marker(pytest.mark.faults)
         if needs_vllm(file, item.name):
             with_vllm_tests.add(file)

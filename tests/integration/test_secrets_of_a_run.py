@@ -133,6 +133,7 @@ def test_no_file_line_tracker_or_process_of_a_run_has_a_key_that_its_reward_func
     assert f"{KWARGS}.judge.api_key" in output
     assert f"{KWARGS}.judge.api_key=env:NAME" in output
     given = [str(folder / "config.yaml"), f"{KWARGS}.judge.api_key=env:OTHER_KEY", "trainer.max_steps=3"]
+    given.append(f"trainer.accept_changes={KWARGS}")  # another variable is another value
     environment["OTHER_KEY"] = IN_FILE
     status, output, commands = run(made, folder, *given, environment=environment)
     assert status == 0, output[-4000:]

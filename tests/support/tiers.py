@@ -95,10 +95,20 @@ def is_extended(file: str, test_id: str) -> bool:
 
 
 @cache
-def faults() -> frozenset[tuple[str, str]]:
-    """Return the (file, function) of the tests that the page on reliability names.
-
-    As for is_extended. `make test-faults` runs them, and those marked as faults.
-    """
-    named = re.findall(r"`tests/([\w/]+\.py)::(\w+)`", RELIABILITY.read_text(encoding="utf-8"))
+def _faults() -> frozenset[tuple[str, str]]:
+    """Return the (file, function) of the tests that the page on reliability names; "": all."""
+    named = re.findall(r"`tests/([\w/]+\.py)(?:::(\w+))?`", RELIABILITY.read_text(encoding="utf-8"))
     return frozenset(named)
+
+
+def is_fault(file: str, test_id: str) -> bool:
+    """Return whether `make test-faults` runs a test because the page on reliability names it.
+
+    file, test_id: as for is_extended. It also runs those marked as faults.
+    """
+    return (file, "") in _faults() or (file, test_id.partition("[")[0]) in _faults()
+
+
+def named_faults() -> list[tuple[str, str]]:
+    """Return the (file, function) that the page on reliability names; "": all of the file."""
+    return sorted(_faults())

@@ -139,9 +139,7 @@ class TileProcessor(ImageProcessor):
         return Vision(
             pixel_values=to_patches(tiles, self._patch_size).contiguous(),
             grid_thw=torch.tensor([(count, self._side, self._side) for count in counts]),
-            hashes=tuple(
-                _content_hash(part.contiguous(), torch.tensor(part.shape)) for part in tiles.split_with_sizes(counts)
-            ),
+            hashes=tuple(_content_hash(part.contiguous(), torch.tensor(part.shape)) for part in parts),
         )
 
 
