@@ -172,7 +172,7 @@ def train(
 
     quiet_torch(given.loaded)
     from trigon.build.objects import RunObjects
-    from trigon.loop import Hooks
+    from trigon.run import Hooks
 
     outcome = start_run(
         given.loaded,

@@ -6,144 +6,27 @@ process and on a cluster. take_steps_from is the loop itself; the rest of this m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
 
-from trigon.algorithms.kl import AdaptiveKl
-from trigon.batch import Batch, GroupFilter, Sampler, count_response_tokens, load_surplus, surplus_state
-from trigon.checkpoint.store import Checkpoint, CheckpointStore, Finish
+from trigon.batch import Batch, Sampler, count_response_tokens, load_surplus, surplus_state
+from trigon.checkpoint.store import Checkpoint
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
 from trigon.errors import NotFiniteError, WatchError
 from trigon.garbage import return_freed_memory
-from trigon.grace import Grace, StepLeft
+from trigon.grace import StepLeft
 from trigon.metrics import Metrics, merge, values
-from trigon.parity import ParityCheck
-from trigon.report.reporter import Reporter
-from trigon.rewards.pool import RewardPool
-from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_validation
+from trigon.run import Progress, Run
 from trigon.skipped_updates import RecentUpdates, describe_skipped, how_to_go_on
-from trigon.train_groups import AdvantageSettings, prepare_groups
-from trigon.training.protocol import SKIPPED_GRAD_NORM, LogprobEngine, TrainEngine
-from trigon.training.trace import Tracer, traced
-from trigon.types import RolloutGroup, SamplingParams, TokenLogprobs, TrainGroup
-from trigon.validation import Evaluator
-from trigon.watch.watch import Watch, describe_stop
-
-
-class SaveState(Protocol):
-    """Writes the engines' part of a checkpoint into a folder.
-
-    Or copies it, and returns a function that writes the copy.
-    """
-
-    def __call__(self, folder: Path) -> Finish | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """When to validate, save and show generations, in steps; 0 is never.
-
-    The last step validates if validate_last, and always saves. validate_only: validate the loaded
-    weights, and make no step. generations_shown: completions printed per validation.
-    train_samples_every: when the loggers get completions of a step.
-    """
-
-    validate_first: bool
-    validate_only: bool
-    validate_every: int
-    validate_last: bool
-    save_every: int
-    generations_shown: int
-    train_samples_every: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """Functions of the user, which the loop calls in its process. An error in one ends the run.
-
-    on_rollouts: called with the groups of a step, scored and recorded, before the update.
-    on_step: called with a step and its metrics, all numbers of its line in metrics.jsonl, when the
-    step's checkpoint, if one is due, is saved; with step 0 after a validation before training.
-    """
-
-    on_step: Callable[[int, Mapping[str, float]], object] | None = None
-    on_rollouts: Callable[[Sequence[RolloutGroup]], object] | None = None
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call on_step, if there is one."""
-        if self.on_step is not None:
-            self.on_step(step, metrics)
-
-    def rollouts(self, groups: Sequence[RolloutGroup]) -> None:
-        """Call on_rollouts, if there is one."""
-        if self.on_rollouts is not None:
-            self.on_rollouts(groups)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The parts of a training run, already built.
-
-    prompts: of the steps; None if the run only validates.
-    reference: None where no term needs its log-probabilities.
-    group_filter: None where every group is learned from.
-    kl: the initial coefficient of a KL in the reward. needs_old_logprobs: see
-    train_groups.prepare_groups.
-    evaluator: None where there are no validation prompts.
-    token_groups: groups of each step and validation that are recorded with per-token values.
-    max_skipped_updates: see RecentUpdates.require_progress.
-    should_stop: asked after each step; True saves and ends the run.
-    defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
-    True instead of ending the run.
-    made_from: entries of every checkpoint that say what the run is made from, as JSON.
-    grace: whether a step is finished after a request to stop, or left.
-    """
-
-    plan: Plan
-    intervals: Intervals
-    sampling: SamplingParams
-    prompts: PromptStream | None
-    rollout: RolloutEngine
-    rewards: RewardPool
-    trainer: TrainEngine
-    reference: LogprobEngine | None
-    group_filter: GroupFilter | None
-    advantage_settings: AdvantageSettings
-    kl: AdaptiveKl
-    needs_old_logprobs: bool
-    evaluator: Evaluator | None
-    token_groups: int
-    max_skipped_updates: int
-    parity: ParityCheck
-    store: CheckpointStore
-    save_state: SaveState
-    report: Reporter
-    traced_steps: frozenset[int]
-    tracer: Tracer
-    should_stop: Callable[[], bool]
-    defer_interrupts: Callable[[], AbstractContextManager[None]]
-    hooks: Hooks = field(default_factory=Hooks)
-    watch: Watch = field(default_factory=Watch)
-    made_from: Mapping[str, Any] = field(default_factory=dict)
-    grace: Grace = field(default_factory=Grace)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """State of the loop between steps.
-
-    A checkpoint holds it, the position in the data and the engines' state.
-    """
-
-    step: int
-    kl: AdaptiveKl
-    surplus: list[RolloutGroup]
-    recent_updates: RecentUpdates = field(default_factory=RecentUpdates)
+from trigon.train_groups import prepare_groups
+from trigon.training.protocol import SKIPPED_GRAD_NORM
+from trigon.training.trace import traced
+from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.watch.watch import describe_stop
 
 
 def train(run: Run, resume_from: Checkpoint | None) -> Progress:

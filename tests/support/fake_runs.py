@@ -28,7 +28,6 @@ from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
-from trigon.loop import Intervals, Run
 from trigon.models.load import Processors, load_processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
@@ -37,6 +36,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
+from trigon.run import Intervals, Run
 from trigon.train_groups import AdvantageSettings
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
 from trigon.training.trace import LocalTracer

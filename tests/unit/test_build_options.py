@@ -21,8 +21,8 @@ from trigon.build.options import (
 )
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
-from trigon.loop import Intervals
 from trigon.models.dtypes import DTYPES
+from trigon.run import Intervals
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams

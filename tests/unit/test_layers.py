@@ -22,7 +22,7 @@ PACKAGE = ROOT / "trigon"
 LAYER = {
     "trainer": 7, "cli": 7, "tiny": 7, "build": 7, "doctor": 7, "checks": 7, "starter": 7, "planning": 7,
     "evaluation": 7, "api": 7,
-    "sharing": 6, "loop": 6, "batch": 6, "train_groups": 6, "validation": 6, "parity": 6,
+    "sharing": 6, "loop": 6, "run": 6, "batch": 6, "train_groups": 6, "validation": 6, "parity": 6,
     "skipped_updates": 6,
     "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from support.fake_runs import INTERVALS, SAMPLING, open_run
-from trigon.loop import Hooks, train
+from trigon.loop import train
+from trigon.run import Hooks
 
 
 def test_hooks_get_the_groups_before_the_update_and_the_metrics_after_the_checkpoint(parts, tmp_path):

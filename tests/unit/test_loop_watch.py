@@ -23,8 +23,9 @@ from trigon.build.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.errors import WatchError
-from trigon.loop import Hooks, train
+from trigon.loop import train
 from trigon.report.console import Console
+from trigon.run import Hooks
 from trigon.types import Prompt
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.watch import Watch

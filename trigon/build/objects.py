@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trigon.data.sources import Source
-from trigon.loop import Hooks
 from trigon.rewards.load import RewardSource, RewardTerm
+from trigon.run import Hooks
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.cpus import count_usable_cpus
 from trigon.data.videos import FrameSampling
-from trigon.loop import Intervals
 from trigon.models.lora import LoraSettings
+from trigon.run import Intervals
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams

@@ -50,7 +50,7 @@ from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.gpu_memory import require_free_memory
 from trigon.grace import Grace
-from trigon.loop import Hooks, Run, train
+from trigon.loop import train
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, model_folder
 from trigon.parity import ParityCheck
@@ -64,6 +64,7 @@ from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
+from trigon.run import Hooks, Run
 from trigon.secrets import mask
 from trigon.temporary import remove_dead_folders
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
