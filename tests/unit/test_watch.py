@@ -148,8 +148,8 @@ def test_a_watcher_stops_the_run_if_it_is_told_to(name):
 def test_a_second_episode_warns_again_after_as_many_steps_without():
     failing = {"actor/entropy": 0.001}
     episode = [failing] * 5
-    said = run_steps(open_watch(), [*episode, *[{}] * 4, failing, *[{}] * 5, *episode])
-    assert [step for step, watched in said.items() if watched.new] == [5, 20]
+    said = run_steps(open_watch(), [*episode, *[{}] * 4, *episode, *[{}] * 5, *episode])
+    assert [step for step, watched in said.items() if watched.new] == [5, 24]
 
 
 def warned_with_gaps(key: str, failing: float, gap: float | None) -> list[int]:
