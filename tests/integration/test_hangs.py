@@ -110,14 +110,3 @@ def test_of_two_workers_one_that_is_stopped_is_named_with_the_stacks_of_all_othe
     assert f"== process {worker}: ray::Worker" in stacks
     assert "in call_all" in stacks  # the driver
     assert "trigon/rewards/worker.py" in stacks
-
-
-def test_a_stopped_reward_worker_is_replaced_and_costs_its_completions_only(made, tmp_path):
-    folder = tmp_path / "run"
-    options = ("worker.reward.timeout_seconds=2", "worker.reward.max_failed_fraction=1", "worker.reward.num_cpus=1")
-    process = start(made, folder, *OPTIONS, *options)
-    wait_for(lambda: num_lines(folder) >= 1, process, folder)
-    worker = next(pid for pid, command in descendants(process.pid).items() if "trigon.rewards.worker" in command)
-    os.kill(worker, signal.SIGSTOP)
-    finish(process, folder)
-    assert not is_running(worker)

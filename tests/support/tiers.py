@@ -37,6 +37,7 @@ KEPT = {
     "integration/test_python_examples.py": r"test_the_page_has|saved_with_its_outputs",
     "integration/test_fused_parts.py": r"^(?!.*test_compiled_modules_compute_the_same)",
     "integration/test_gpu_placement.py": None,
+    "integration/test_hangs.py": r"\[hang_in_c-1\]",
     "integration/test_many_workers.py": r"test_two_workers_(have_the_numbers_of_one|process_each_image)",
     "integration/test_model_families.py": r"\[(qwen2_5_vl|qwen3_vl)\b",
     "integration/test_network.py": r"test_two_workers_listen",
@@ -52,6 +53,7 @@ KEPT = {
     "integration/test_train_auto_micro_batch.py": None,
     "integration/test_train_lora.py": None,
     "integration/test_train_media.py": None,
+    "integration/test_stop_signals.py": r"test_a_long_step_is_left.*\[one worker\]",
     "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
     "integration/test_watchers.py": r"constant_reward|function_that_leaks",
 }
