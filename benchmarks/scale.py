@@ -40,12 +40,12 @@ from trigon.config.load import load_config
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.data.prompts import PromptBuilder
-from trigon.garbage import set_gc_threshold
 from trigon.report.console import Console
 from trigon.report.loggers.protocol import LoggerEnvironment
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rollout.fake import FakeEngine
+from trigon.system.garbage import set_gc_threshold
 from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.protocol import Sizes

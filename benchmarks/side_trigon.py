@@ -16,8 +16,8 @@ from shared import GEOMETRY, LONG, SHORT, Shape
 
 from trigon.build.run import run_training
 from trigon.config.load import load_config
-from trigon.garbage import set_gc_threshold
 from trigon.report.loggers.protocol import LoggerEnvironment
+from trigon.system.garbage import set_gc_threshold
 
 
 def options(folder: Path, shape: Shape, steps: int) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from shared import machine, table
 
-from trigon.processes import ProcessTree, measure_process, read_command
+from trigon.system.processes import ProcessTree, measure_process, read_command
 from trigon.watch.slope import fit_slope
 
 CONFIG = Path(__file__).parents[1] / "trigon" / "tiny" / "quickstart.yaml"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from trigon.garbage import set_gc_threshold
+from trigon.system.garbage import set_gc_threshold
 
 set_gc_threshold()  # as every process of ours does
 

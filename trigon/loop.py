@@ -16,12 +16,12 @@ from trigon.checkpoint.store import Checkpoint
 from trigon.config.plan import Plan
 from trigon.data.stream import PromptStream
 from trigon.errors import NotFiniteError, WatchError
-from trigon.garbage import return_freed_memory
 from trigon.grace import StepLeft
 from trigon.metrics import Metrics, merge, values
 from trigon.rollout.statistics import describe_validation
 from trigon.run import Progress, Run
 from trigon.skipped_updates import RecentUpdates, describe_skipped, how_to_go_on
+from trigon.system.garbage import return_freed_memory
 from trigon.train_groups import prepare_groups
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.training.trace import traced

@@ -263,7 +263,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the temporary folder of a living run stays",
-        "temporary.py",
+        "system/temporary.py",
         "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "unit/test_temporary.py",
@@ -271,7 +271,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the temporary folder of a killed run is removed",
-        "temporary.py",
+        "system/temporary.py",
         "    remove_dead_folders(base)\n    folder, lock",
         "    folder, lock",
         "unit/test_temporary.py",

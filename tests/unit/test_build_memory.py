@@ -15,9 +15,9 @@ from trigon.build.memory import count_memory, size_of_model
 from trigon.build.memory_check import check_memory, find_hardware, find_remedies, with_options
 from trigon.build.memory_table import GIB, Hardware
 from trigon.errors import ConfigError
-from trigon.host_memory import count_total_bytes
 from trigon.models.load import load_model
 from trigon.models.lora import LoraSettings, add_lora
+from trigon.system.host_memory import count_total_bytes
 
 PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,

@@ -13,7 +13,7 @@ from trigon import __version__
 from trigon.build import start
 from trigon.build.start import StopSignals, read_path
 from trigon.cli.main import COMMANDS, main
-from trigon.signals import Terminated
+from trigon.system.signals import Terminated
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",

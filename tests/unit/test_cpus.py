@@ -10,7 +10,7 @@ import pytest
 
 from trigon.build.options import count_image_threads
 from trigon.config.schema import Config
-from trigon.cpus import count_usable_cpus
+from trigon.system.cpus import count_usable_cpus
 
 PACKAGE = Path(__file__).parents[2] / "trigon"
 AFFINITY = len(os.sched_getaffinity(0))
@@ -96,4 +96,4 @@ def test_no_other_module_counts_cpus():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in counting
     }
-    assert found == {"cpus.py"}
+    assert found == {"system/cpus.py"}

@@ -16,11 +16,11 @@ import pytest
 
 from trigon.checkpoint.store import CheckpointStore
 from trigon.cli import main as command
-from trigon.disk import describe_fault, fault_number
 from trigon.errors import CheckpointError, ConfigError, DataError, DiskError
 from trigon.report.lenient_stream import LenientStream
 from trigon.report.log_faults import LogFaults, MetricsLog
 from trigon.report.run_folder import RunFolder
+from trigon.system.disk import describe_fault, fault_number
 
 pytestmark = pytest.mark.faults
 

@@ -13,8 +13,8 @@ from support.sockets import listeners, outside_address
 from trigon.distributed.cluster import set_environment
 from trigon.distributed.local_ray import choose_base
 from trigon.distributed.rendezvous import listen_at, open_store
-from trigon.network import LOOPBACK, find_interface, loopback_variables
-from trigon.variables import keep_compiled_code, set_variables
+from trigon.system.network import LOOPBACK, find_interface, loopback_variables
+from trigon.system.variables import keep_compiled_code, set_variables
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

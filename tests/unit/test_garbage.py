@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from trigon.garbage import ARENAS_VARIABLE, NUM_ARENAS
+from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
 
 SCRIPT = """
 import os, sys
-from trigon.garbage import return_freed_memory
+from trigon.system.garbage import return_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -30,7 +30,7 @@ print(before - resident())
 
 ARENAS = """
 import ctypes, sys, threading
-from trigon.garbage import limit_arenas
+from trigon.system.garbage import limit_arenas
 
 if sys.argv[1] == "limited":
     limit_arenas()

@@ -11,8 +11,8 @@ from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.serialization import encode_train
 from trigon.distributed.worker import Worker, WorkerEngines
 from trigon.errors import ConfigError
-from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, merge
+from trigon.system.gpu_memory import gpu_memory_metrics
 
 GIB = 2**30
 

@@ -29,10 +29,8 @@ LAYER = {
     "data": 3,
     "models": 2, "rewards": 2, "plotting": 2,
     "algorithms": 1, "config": 1, "records": 1, "watch": 1,
-    "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "child_python": 0,
-    "cpus": 0, "host_memory": 0, "gpu_memory": 0, "types": 0, "errors": 0, "garbage": 0, "metrics": 0,
-    "torchvision_stub": 0, "processes": 0, "content": 0, "network": 0, "temporary": 0, "variables": 0,
-    "signals": 0, "grace": 0, "stacks": 0, "watchdog": 0, "watchdog_process": 0, "secrets": 0, "disk": 0,
+    "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "types": 0,
+    "errors": 0, "metrics": 0, "torchvision_stub": 0, "content": 0, "grace": 0, "secrets": 0, "system": 0,
     "__init__": 8,  # names of all layers, imported when they are first used
 }  # fmt: skip
 
@@ -46,17 +44,9 @@ NEIGHBOURS = {
     ("tiny", "build"),
     ("tiny", "cli"),
     ("cli", "build"),
-    ("host_memory", "cpus"),
-    ("watchdog", "errors"),
-    ("watchdog", "signals"),
-    ("watchdog", "stacks"),
-    ("watchdog", "watchdog_process"),
-    ("watchdog_process", "signals"),
-    ("watchdog_process", "stacks"),
-    ("stacks", "processes"),
+    ("system", "errors"),
     ("terminal", "secrets"),
-    ("gpu_memory", "errors"),
-    ("gpu_memory", "metrics"),
+    ("system", "metrics"),
     ("cli", "doctor"),
     ("cli", "checks"),
     ("checks", "build"),
@@ -74,6 +64,12 @@ NEIGHBOURS = {
     ("loop", "batch"),
     ("loop", "train_groups"),
     ("loop", "skipped_updates"),
+    ("run", "batch"),
+    ("run", "parity"),
+    ("run", "skipped_updates"),
+    ("run", "train_groups"),
+    ("run", "validation"),
+    ("loop", "run"),
 }
 
 # Who may import what is heavy, or speaks to other processes. A name that ends in / is a folder.
@@ -117,7 +113,7 @@ ONLY_IN = {
 # told which hub, of which every place that opens a model or a dataset would have to be told
 # otherwise.
 ENVIRONMENT = (
-    "variables.py",
+    "system/variables.py",
     "distributed/cluster.py",
     "distributed/local_ray.py",
     "rollout/vllm/process.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trigon.processes import ProcessTree, count_resident_bytes, measure_process, read_command
+from trigon.system.processes import ProcessTree, count_resident_bytes, measure_process, read_command
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 

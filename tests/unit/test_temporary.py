@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from support.processes import wait_until
-from trigon.temporary import SHARED_MEMORY, private_folder, remove_dead_folders
+from trigon.system.temporary import SHARED_MEMORY, private_folder, remove_dead_folders
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from trigon.temporary import SHARED_MEMORY, private_folder
+from trigon.system.temporary import SHARED_MEMORY, private_folder
 with private_folder(Path(sys.argv[1])) as folder:
     (folder / "session" / "logs").mkdir(parents=True)
     (folder / "session" / "logs" / "raylet.out").write_text("text")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trigon.host_memory import count_usable_bytes
 from trigon.metrics import Max, Min
+from trigon.system.host_memory import count_usable_bytes
 from trigon.watch.meter import MemoryMeter, measure_worker
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")

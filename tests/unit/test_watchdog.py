@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import descendants, is_running, wait_until
-from trigon.stacks import dump_stacks, register_stacks
+from trigon.system.stacks import dump_stacks, register_stacks
 
 pytestmark = [
     pytest.mark.faults,
@@ -24,8 +24,8 @@ pytestmark = [
 DRIVER = """
 import ctypes, subprocess, sys, threading, time
 from pathlib import Path
-from trigon.stacks import register_stacks
-from trigon.watchdog import Watchdog
+from trigon.system.stacks import register_stacks
+from trigon.system.watchdog import Watchdog
 
 def lock_twice(library):
     mutex = ctypes.create_string_buffer(64)
@@ -59,7 +59,7 @@ def make_progress():
         watchdog.beat()
 
 if __name__ == "__main__":
-    code = "import time; from trigon.stacks import *; register_stacks(); print(1, flush=True); time.sleep(999)"
+    code = "import time; from trigon.system.stacks import *; register_stacks(); print(1, flush=True); time.sleep(999)"
     command = [sys.executable, "-c", code]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     child.stdout.readline()

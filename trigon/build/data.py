@@ -17,7 +17,6 @@ from trigon.config.defaults import PIXEL_CACHE_BYTES
 from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
-from trigon.cpus import count_usable_cpus
 from trigon.data.dataset import Prompts, PromptSet, SkippedRow, open_prompts
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.mixture import MixedPrompts, mix
@@ -28,6 +27,7 @@ from trigon.data.vision import image_processor_of, video_processor_of
 from trigon.errors import DataError
 from trigon.models.load import Processors, load_processors, require_weights
 from trigon.report.reporter import Reporter
+from trigon.system.cpus import count_usable_cpus
 from trigon.validation import Evaluator
 
 NO_SOURCES: Mapping[str, Source] = MappingProxyType({})

@@ -17,7 +17,6 @@ from trigon.checkpoint.store import CheckpointStore, Finish
 from trigon.config.defaults import resolve_enable_chunked_prefill, resolve_max_num_seqs, resolve_run_folder
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
-from trigon.cpus import count_usable_cpus
 from trigon.errors import ConfigError
 from trigon.installation import install_command
 from trigon.models.dtypes import DTYPES
@@ -25,6 +24,7 @@ from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartableEngine, RestartingEngine
+from trigon.system.cpus import count_usable_cpus
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.memory import memory_of
 from trigon.training.parallel import SingleProcess

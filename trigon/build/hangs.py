@@ -10,7 +10,7 @@ from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, 
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
-from trigon.watchdog import FOLLOWS, START, HangWatch, Watchdog
+from trigon.system.watchdog import FOLLOWS, START, HangWatch, Watchdog
 
 SLOW_SECONDS = 3600.0
 """The least limit of the start, of loading and of saving, as of the calls of workers."""

@@ -17,8 +17,8 @@ from trigon.build.memory_table import Hardware, PhaseMemory, RunMemory, format_g
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.host_memory import count_total_bytes
 from trigon.models.memory import ModelSize
+from trigon.system.host_memory import count_total_bytes
 
 TIGHT = 0.95
 """Fraction of a pool of memory above which a run that is expected to need as much is warned."""

@@ -13,10 +13,10 @@ from trigon.config.defaults import (
 )
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
-from trigon.cpus import count_usable_cpus
 from trigon.data.videos import FrameSampling
 from trigon.models.lora import LoraSettings
 from trigon.run import Intervals
+from trigon.system.cpus import count_usable_cpus
 from trigon.train_groups import AdvantageSettings
 from trigon.training.step import LossTerms
 from trigon.types import SamplingParams

@@ -48,7 +48,6 @@ from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
-from trigon.gpu_memory import require_free_memory
 from trigon.grace import Grace
 from trigon.loop import train
 from trigon.models.hub import hub_endpoint, uses_modelscope
@@ -66,9 +65,10 @@ from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.run import Hooks, Run
 from trigon.secrets import mask
-from trigon.temporary import remove_dead_folders
+from trigon.system.gpu_memory import require_free_memory
+from trigon.system.temporary import remove_dead_folders
+from trigon.system.watchdog import HangWatch
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
-from trigon.watchdog import HangWatch
 
 
 def run_training(

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
-from trigon.garbage import ARENAS_VARIABLE, limit_arenas
 from trigon.grace import Grace
-from trigon.signals import TERMINATION, Terminated
-from trigon.variables import keep_compiled_code
-from trigon.watchdog import HangWatch
+from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
+from trigon.system.signals import TERMINATION, Terminated
+from trigon.system.variables import keep_compiled_code
+from trigon.system.watchdog import HangWatch
 
 if TYPE_CHECKING:
     from trigon.build.objects import RunObjects, RunOutcome

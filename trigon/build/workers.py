@@ -20,7 +20,6 @@ from trigon.config.defaults import resolve_run_folder
 from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
-from trigon.cpus import count_usable_cpus
 from trigon.data.images import ignore_pillow_warnings
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
@@ -28,9 +27,10 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import LOCK
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartingEngine
+from trigon.system.cpus import count_usable_cpus
+from trigon.system.watchdog import FILE as HANG_STACKS
 from trigon.training.budget import Budgets, Lengths
 from trigon.training.trace import FOLDER
-from trigon.watchdog import FILE as HANG_STACKS
 
 if TYPE_CHECKING:
     from trigon.distributed.preflight import NodeReport

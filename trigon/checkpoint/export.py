@@ -31,14 +31,14 @@ from trigon.checkpoint.export_verification import (
 from trigon.checkpoint.manifest import MANIFEST, replacing_files, sync_tree
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.checkpoint.weights import Lora, MergedWeights, Weights, has_adapter, open_lora, open_weights
-from trigon.disk import describe_fault, fault_number, sync_to_disk
 from trigon.errors import CheckpointError, DiskError
-from trigon.host_memory import count_usable_bytes
 from trigon.json_files import write_json
 from trigon.models.dtypes import DTYPES, dtype_named
 from trigon.models.load import copy_side_files
 from trigon.models.weight_files import save_weights
 from trigon.names import DTYPE_ALIASES
+from trigon.system.disk import describe_fault, fault_number, sync_to_disk
+from trigon.system.host_memory import count_usable_bytes
 from trigon.training.checkpointing import ADAPTER_CONFIG, read_object
 from trigon.training.state import StoredTensor
 

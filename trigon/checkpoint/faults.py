@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trigon.disk import describe_fault, fault_number
 from trigon.errors import DiskError, EngineError
+from trigon.system.disk import describe_fault, fault_number
 
 
 def disk_error(error: BaseException, path: Path, final: Path) -> DiskError | None:

@@ -15,10 +15,10 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trigon.cpus import count_usable_cpus
-from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError
 from trigon.json_files import read_json_object, write_json
+from trigon.system.cpus import count_usable_cpus
+from trigon.system.disk import sync_to_disk
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"

@@ -45,9 +45,9 @@ from trigon.checkpoint.manifest import (
     write_manifest,
 )
 from trigon.checkpoint.progress import is_complete, read_progress
-from trigon.disk import free_bytes, sync_to_disk
 from trigon.errors import CheckpointError, DiskError
 from trigon.json_files import write_json
+from trigon.system.disk import free_bytes, sync_to_disk
 
 TRACKER = "checkpoint_tracker.json"
 

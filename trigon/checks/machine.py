@@ -45,8 +45,8 @@ def inspect_machine(config: Config, *, has_cluster: bool = False) -> Machine:
     """Return this machine. has_cluster: see Machine."""
     import torch
 
-    from trigon.cpus import count_usable_cpus
-    from trigon.host_memory import count_total_bytes
+    from trigon.system.cpus import count_usable_cpus
+    from trigon.system.host_memory import count_total_bytes
 
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -15,7 +15,7 @@ from trigon.evaluation.answers import AnswerForm
 from trigon.evaluation.models import find_model, looks_like_model
 from trigon.names import SHIPPED_REWARDS
 from trigon.report.console import Console, format_number
-from trigon.variables import keep_compiled_code
+from trigon.system.variables import keep_compiled_code
 
 if TYPE_CHECKING:
     from trigon.evaluation.results import Evaluation, ModelEvaluation, Summary

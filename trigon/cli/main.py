@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trigon import __version__
-from trigon.disk import describe_fault, fault_number
 from trigon.errors import ConfigError, TrigonError
-from trigon.garbage import set_gc_threshold
 from trigon.suggestions import did_you_mean
+from trigon.system.disk import describe_fault, fault_number
+from trigon.system.garbage import set_gc_threshold
 from trigon.terminal import sanitize
 
 COMMANDS = {

@@ -24,14 +24,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, choose_base, prepare_local_cluster
 from trigon.errors import ConfigError, WorkerError
-from trigon.garbage import ARENAS_VARIABLE, NUM_ARENAS
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
-from trigon.network import find_interface, loopback_variables
-from trigon.processes import ProcessTree
-from trigon.signals import termination_blocked
-from trigon.temporary import private_folder
-from trigon.variables import set_variables
+from trigon.system.garbage import ARENAS_VARIABLE, NUM_ARENAS
+from trigon.system.network import find_interface, loopback_variables
+from trigon.system.processes import ProcessTree
+from trigon.system.signals import termination_blocked
+from trigon.system.temporary import private_folder
+from trigon.system.variables import set_variables
 
 _PLACEMENT_SECONDS = 120
 """Time limit for Ray to reserve the resources of all workers."""

@@ -35,14 +35,14 @@ from trigon.distributed.serialization import (
     encode_completions,
     encode_logprobs,
 )
-from trigon.garbage import return_freed_memory, set_gc_threshold
-from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Metrics
-from trigon.network import LOOPBACK
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartableEngine
-from trigon.signals import ignore_stop_signals
-from trigon.stacks import register_stacks
+from trigon.system.garbage import return_freed_memory, set_gc_threshold
+from trigon.system.gpu_memory import gpu_memory_metrics
+from trigon.system.network import LOOPBACK
+from trigon.system.signals import ignore_stop_signals
+from trigon.system.stacks import register_stacks
 from trigon.training.budget import Budgets, Lengths, tune_engines
 from trigon.training.fsdp import Rendezvous, TorchProcessGroup
 from trigon.training.memory import memory_of

@@ -23,7 +23,7 @@ from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
-from trigon.stacks import descendants, dump_stacks, register_stacks
+from trigon.system.stacks import descendants, dump_stacks, register_stacks
 
 W = TypeVar("W", bound=Worker)
 First = TypeVar("First")

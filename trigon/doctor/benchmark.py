@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 
-from trigon.child_python import python_command
 from trigon.doctor.result import CheckSkipped, Findings, Setting, Tolerances
 from trigon.installation import clone_folder
+from trigon.system.child_python import python_command
 
 VARIANTS = ("padded", "packed, varlen", "+ shared prompts", "+ chunked log-probs", "no recomputation", "with sdpa")
 """Few of them: each takes several updates, and some of the others compile for minutes."""

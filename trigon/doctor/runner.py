@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trigon.child_python import python_command
 from trigon.doctor.child import CODE, read_result, write_task
 from trigon.doctor.result import Findings, Result, Setting
+from trigon.system.child_python import python_command
 
 LAST_LINES = 40
 """Lines of a failed check's output that the report shows."""

@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from statistics import mean
 
-from trigon.child_python import python_command
 from trigon.doctor.result import CheckSkipped, Findings, Setting, Tolerances, require_packages
+from trigon.system.child_python import python_command
 
 TRIGON = "from trigon.cli.main import main; sys.exit(main(sys.argv[1:]))"
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.paths import nearest_path
-from trigon.cpus import count_usable_cpus
 from trigon.errors import ConfigError, DataError
 from trigon.evaluation.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
 from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
@@ -26,6 +25,7 @@ from trigon.rewards.contract import RewardRequest
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
 from trigon.secrets import ARGUMENTS, mask
+from trigon.system.cpus import count_usable_cpus
 from trigon.types import Score
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import Literal
 
 from trigon.config.load import LoadedConfig, load_config
 from trigon.config.paths import is_python_object
-from trigon.cpus import count_usable_cpus
 from trigon.errors import ConfigError
 from trigon.names import Dtype
+from trigon.system.cpus import count_usable_cpus
 
 MAX_RESPONSE_TOKENS = 2048
 """Default of data.max_response_length in evaluations, or half of the model's context."""

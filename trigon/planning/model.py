@@ -11,7 +11,7 @@ from trigon.config.paths import local_path
 from trigon.errors import ModelError
 from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.suggestions import did_you_mean
-from trigon.temporary import private_folder
+from trigon.system.temporary import private_folder
 
 SHIPPED = Path(__file__).parent / "model_configs"
 """A folder with a config.json for each of the models that plans are made for most often."""

@@ -16,7 +16,6 @@ from trigon.build.data import NO_SOURCES
 from trigon.build.memory_check import find_hardware, with_options
 from trigon.config.checks import find_problems, raise_problems
 from trigon.config.schema import Config
-from trigon.cpus import count_usable_cpus
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
 from trigon.planning.calibration import Calibration, calibrate, observe
@@ -26,6 +25,7 @@ from trigon.planning.planner import Place, Planner
 from trigon.planning.result import RunPlan
 from trigon.planning.work import TRIGON, Trainer
 from trigon.records.run import open_run
+from trigon.system.cpus import count_usable_cpus
 
 
 def plan(

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trigon.disk import describe_fault, fault_number
 from trigon.records.metrics import METRICS
 from trigon.report.run_folder import RunFolder
+from trigon.system.disk import describe_fault, fault_number
 
 MAX_WAITING = 10_000
 """Lines of metrics.jsonl that may wait; beyond them the first are lost."""

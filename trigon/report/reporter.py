@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from trigon.gpu_memory import gpu_memory_metrics
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum, merge, values
 from trigon.records.metrics import StepMetrics
 from trigon.records.rollouts import RolloutRow, rollout_rows, with_tokens
@@ -29,8 +28,9 @@ from trigon.report.loggers.protocol import Logger
 from trigon.report.loggers.samples import make_samples
 from trigon.report.recorder import ReadImages, RolloutRecorder
 from trigon.report.run_folder import RunFolder
+from trigon.system.gpu_memory import gpu_memory_metrics
+from trigon.system.watchdog import HangWatch
 from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup
-from trigon.watchdog import HangWatch
 
 NOT_TRAINING = ("validation", "save_checkpoint")
 """Phases whose time is not part of perf/time_per_step and perf/throughput."""

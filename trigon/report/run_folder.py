@@ -6,7 +6,7 @@
       starts.jsonl                      one line per start: where it resumed, and what had changed
       local_sources.json                paths of the model and the data that are not hub ids
       auto_micro_batch.json             measured token budgets, with trainer.auto_micro_batch
-      hang_stacks.txt                   stacks of all processes, if the run hung (watchdog.py)
+      hang_stacks.txt                   stacks of all processes, if the run hung
       skipped_rows.jsonl                rows of the datasets that are not used, if there are any
       metrics.jsonl                     one line per step: {"step": 12, "metrics": {...}}
       rollouts/step_000012.jsonl        the rollouts that step 12 learned from, one per line
@@ -35,12 +35,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trigon.disk import sync_to_disk
 from trigon.errors import CheckpointError, ConfigError
 from trigon.json_files import read_json_object, write_json
 from trigon.records.metrics import METRICS, StepMetrics, parse_step, read_metrics
 from trigon.records.rollouts import IMAGES, RolloutRow, Split, file_name, find_rollouts, row_to_line, to_json_line
 from trigon.records.run import CONFIG, SOURCES
+from trigon.system.disk import sync_to_disk
 from trigon.terminal import sanitize
 
 EARLIER_CONFIGS = "earlier_configs"

@@ -43,7 +43,7 @@ from trigon.rewards.process import (
 from trigon.rewards.scoring import Scoring
 from trigon.rewards.setup import make_setup
 from trigon.secrets import scrub
-from trigon.signals import termination_blocked
+from trigon.system.signals import termination_blocked
 from trigon.types import Score
 
 LOAD_SECONDS = 300.0

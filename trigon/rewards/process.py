@@ -22,10 +22,10 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trigon.child_python import python_command
 from trigon.errors import RewardError
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.environment import child_environment, named_variables, withheld_variable
+from trigon.system.child_python import python_command
 from trigon.terminal import sanitize
 
 MAX_LINE_BYTES = 1 << 20

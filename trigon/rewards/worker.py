@@ -33,7 +33,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
-from trigon.cpus import count_usable_cpus
 from trigon.errors import RewardError
 from trigon.rewards.contract import (
     RewardContract,
@@ -46,8 +45,9 @@ from trigon.rewards.contract import (
 )
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
-from trigon.signals import outlive_stop_signals
-from trigon.stacks import register_stacks
+from trigon.system.cpus import count_usable_cpus
+from trigon.system.signals import outlive_stop_signals
+from trigon.system.stacks import register_stacks
 
 MAX_MEMORY_BYTES = 16 << 30
 """Maximum address space of a worker, enough to import large libraries."""

@@ -8,9 +8,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from trigon.child_python import python_command
 from trigon.cli.parser import ArgumentParser
 from trigon.report.console import Console
+from trigon.system.child_python import python_command
 from trigon.tiny.drawings import TRAIN
 
 NUM_TRAIN, NUM_VALIDATION = 2048, 192

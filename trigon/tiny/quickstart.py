@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trigon.build.start import share_heaps
-from trigon.child_python import python_command
 from trigon.cli.parser import ArgumentParser
 from trigon.cli.train import train
 from trigon.config.load import load_config, split_arguments
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
+from trigon.system.child_python import python_command
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
 TINY = "from trigon.cli.main import main; sys.exit(main(['tiny', *sys.argv[1:]]))"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trigon.errors import ConfigError
-from trigon.host_memory import read_meminfo
+from trigon.system.host_memory import read_meminfo
 
 
 class Memory(Protocol):

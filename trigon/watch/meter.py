@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Collection
 from types import TracebackType
 
-from trigon.gpu_memory import gpu_memory_now
-from trigon.host_memory import count_usable_bytes
 from trigon.metrics import Max, Metric, Metrics, Min
-from trigon.processes import ProcessTree, count_resident_bytes
+from trigon.system.gpu_memory import gpu_memory_now
+from trigon.system.host_memory import count_usable_bytes
+from trigon.system.processes import ProcessTree, count_resident_bytes
 
 SECONDS = 1.0
 """Interval at which what is left is read."""

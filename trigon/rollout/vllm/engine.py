@@ -15,7 +15,6 @@ import torch
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Metrics, Sum
 from trigon.models.load import Processors
-from trigon.network import loopback_variables
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
@@ -23,9 +22,10 @@ from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_inpu
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
-from trigon.temporary import private_folder
+from trigon.system.network import loopback_variables
+from trigon.system.temporary import private_folder
+from trigon.system.variables import set_variables
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
-from trigon.variables import set_variables
 
 # Finish reasons of a request that vLLM gave up for an internal reason.
 _FAILED = ("abort", "error")

@@ -28,7 +28,7 @@ def private_segments() -> Iterator[None]:
 
     Entered by all ranks of torch.distributed's process group together. The names begin with the
     variable TRIGON_SHARED_MEMORY; segments of a run that was killed while it started are removed at
-    the next start, by that name (trigon/temporary.py). Not public in 0.32:
+    the next start, by that name (trigon/system/temporary.py). Not public in 0.32:
     _CPUSHMDistributed.make_group_name; in Python: shared_memory._make_filename, by which the
     segments of vLLM's message queues get their names.
     """

@@ -1,9 +1,9 @@
 """A deadline for everything that a run waits for, wherever it hangs.
 
 The driver says what it does, and when it gets further; a process of its own watches
-(trigon.watchdog_process). When a phase gets no further, that process writes the stacks of all
-processes of the run into a file, and a WorkerError is raised in the driver's main thread. If the
-driver does not end by that, since it is blocked in C code, all processes are killed.
+(watchdog_process.py). When a phase gets no further, that process writes the stacks of all processes
+of the run into a file, and a WorkerError is raised in the driver's main thread. If the driver does
+not end by that, since it is blocked in C code, all processes are killed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import Self
 
 from trigon.errors import WorkerError
-from trigon.signals import termination_blocked
-from trigon.stacks import register_stacks
-from trigon.watchdog_process import RECORD_BYTES, Record, write_record
+from trigon.system.signals import termination_blocked
+from trigon.system.stacks import register_stacks
+from trigon.system.watchdog_process import RECORD_BYTES, Record, write_record
 
 FILE = "hang_stacks.txt"
 """The file of the run folder with the stacks of all processes of a run that hung."""
@@ -38,7 +38,7 @@ _CLOSE_SECONDS = 10.0  # more than dump_stacks takes
 _STDERR = 2  # file descriptor
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 10  # raises the error in the main thread
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from trigon.watchdog_process import main; "
+    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from trigon.system.watchdog_process import main; "
     "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))"
 )
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trigon.processes import ProcessTree
+from trigon.system.processes import ProcessTree
 
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 9
 """The signal at which a process writes its stacks. Sent only where there is a handler for it."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trigon.cpus import cgroup_folders
+from trigon.system.cpus import cgroup_folders
 
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIPS = Path("/proc/self/cgroup")
@@ -39,7 +39,7 @@ def count_usable_bytes(
 
     Args:
         meminfo: file in the format of Linux's /proc/meminfo.
-        memberships, mount: see trigon.cpus.
+        memberships, mount: see trigon.system.cpus.
     """
     try:
         available = read_meminfo(meminfo, "MemAvailable")

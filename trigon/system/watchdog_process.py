@@ -1,8 +1,8 @@
 """The process that ends a run which hangs: it watches the driver from outside.
 
 A thread of the driver could not: C code that holds the interpreter lock stops all of its threads.
-Imports the standard library and trigon.stacks only, so that it starts fast and stays small. The
-driver's side is trigon.watchdog.
+Imports the standard library and stacks.py only, so that it starts fast and stays small. The driver's
+side is watchdog.py.
 
     driver                                          this process
     shared memory  phase, its limit, beats    -->   reads it twice a second
@@ -22,8 +22,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trigon.signals import outlive_stop_signals
-from trigon.stacks import descendants, dump_stacks, is_stopped, name_of
+from trigon.system.signals import outlive_stop_signals
+from trigon.system.stacks import descendants, dump_stacks, is_stopped, name_of
 
 RECORD_BYTES = 1024
 _FIELDS = struct.Struct("<QQdii")  # sequence (odd while it is written), beats, limit, status, bytes of the name

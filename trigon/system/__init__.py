@@ -1,0 +1,1 @@
+"""Processes, signals, memory, disks and addresses: what the operating system gives a run."""
