@@ -110,6 +110,7 @@ def builders(tiny_vlm: Path) -> list[PromptBuilder]:
     return [make_builder(processors, max_image_pixels=MAX_PIXELS, **each) for each in changes]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @given(row=rows, number=st.integers(0, 2))
 def test_any_row(builders: list[PromptBuilder], row: dict[str, Any], number: int):
     builder = builders[number]
@@ -129,6 +130,7 @@ def test_any_row(builders: list[PromptBuilder], row: dict[str, Any], number: int
         assert not placeholders & set(prompt.token_ids)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as a run does: ignore_pillow_warnings
 @given(damaged_files())
 def test_any_image_file(content: bytes):
     options: dict[str, Any] = {"where": "train:0/images/0", "image_dir": None, "max_pixels": MAX_PIXELS}

@@ -118,6 +118,7 @@ def test_validation_metrics_have_their_own_keys():
         "val_prompt_length/max": 30.0,
         "val_prompt_length/min": 10.0,
         "val_grader/failed": 2.0,
+        "val_grader/failed_fraction": 0.5,
         "val_grader/timeout": 1.0,
     }
 

@@ -298,7 +298,7 @@ def test_a_run_that_does_not_say_what_was_local_has_the_hub_ids_of_the_cache(tmp
 def test_a_damaged_record_of_local_sources_is_an_error(tmp_path, content):
     run = write_run(tmp_path / "run")
     (run.path / "local_sources.json").write_text(content)
-    with pytest.raises(DataError, match=r"local_sources\.json is not"):
+    with pytest.raises(DataError, match=r"local_sources\.json cannot be read"):
         public_base(run, PushSettings())
 
 

@@ -81,6 +81,7 @@ def test_a_rollout_engine_starts_after_the_trainer_has_left_the_device():
 def test_nothing_is_moved_without_offloading(tiny_model):
     engine = make_engine(tiny_model("qwen2"))
     engine.step(to_train(make_rollouts(tiny_model("qwen2"))))
+    engine.weights()  # checks once that they are finite
     with Moves(engine.policy) as moves:
         engine.offload()
         for _ in engine.weights().read():

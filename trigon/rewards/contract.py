@@ -205,7 +205,10 @@ def _is_number(value: object) -> bool:
 
 def _read_number(name: str, value: object) -> float:
     """Return value as a float. Numpy and torch scalars, True and False are numbers, too."""
-    plain = value.item() if hasattr(value, "item") else value
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers, or of none
+        plain = None
     if not isinstance(plain, int | float):
         raise RewardError(f"returned {_short_repr(value)} for {name!r}, expected a number")
     try:

@@ -98,8 +98,10 @@ class Watchdog(HangWatch):
         self._memory = mmap.mmap(memory, RECORD_BYTES)
         arguments = [str(memory), str(os.getpid()), str(folder.absolute() / FILE), str(unwind_seconds)]
         with termination_blocked():
+            # Without `site` it starts faster; an editable installation is then found by its folder.
+            paths = "\n".join([*sys.path, str(Path(__file__).parents[2])])
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-P", "-c", _MAIN, "\n".join(sys.path), *arguments],
+                [sys.executable, "-S", "-P", "-c", _MAIN, paths, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(memory,),

@@ -1,8 +1,8 @@
 """The process that ends a run which hangs: it watches the driver from outside.
 
 A thread of the driver could not: C code that holds the interpreter lock stops all of its threads.
-Imports the standard library and stacks.py only, so that it starts fast and stays small. The driver's
-side is watchdog.py.
+Imports the standard library and stacks.py only, so that it starts fast and stays small. The
+driver's side is watchdog.py.
 
     driver                                          this process
     shared memory  phase, its limit, beats    -->   reads it twice a second
