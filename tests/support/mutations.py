@@ -32,8 +32,8 @@ MUTATIONS = (
     Mutation(
         "a damaged list of files of a checkpoint",
         "checkpoint/manifest.py",
-        "if not is_valid or PROGRESS not in files:",
-        "if False:",
+        "is_valid = PROGRESS in files and all(map(_is_entry, files, files.values()))",
+        "is_valid = True",
         "unit/test_checkpoint_store.py",
         "a_damaged_newest",
     ),
