@@ -27,3 +27,5 @@ def test_every_row_of_a_fault_names_a_test():
     faults = [row for row in rows if not row.startswith(("| fault |", "| measured |")) and row.count(" | ") == 3]
     assert len(faults) >= 25
     assert [row for row in faults if "`tests/" not in row] == []
+    results = [row.rstrip(" |").rpartition(" | ")[2] for row in faults]
+    assert [result for result in results if not result or result.replace("_", "").isupper()] == []
