@@ -21,10 +21,12 @@ from trigon.system.garbage import set_gc_threshold
 
 set_gc_threshold()  # as every process of ours does
 
-# A shell ignores SIGINT in what it starts in the background, and child processes inherit that;
-# tests of Ctrl-C need it as in a terminal.
+# A shell ignores SIGINT in what it starts in the background, nohup ignores SIGHUP, and child
+# processes inherit that; tests of signals need them as in a terminal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _hugging_face_home = tempfile.TemporaryDirectory(prefix="trigon-tests-")  # removed when the process ends
 

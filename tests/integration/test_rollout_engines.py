@@ -359,7 +359,7 @@ def test_progress_counts_every_completion_once(scene):
     counts = []
     scene.generate(on_progress=counts.append)
     assert sum(counts) == len(scene.prompts) * SAMPLING.n
-    assert min(counts) > 0
+    assert min(counts) >= 0  # 0: the engine works on
 
 
 def test_on_group_is_called_once_per_prompt_as_soon_as_its_group_is_finished(scene):

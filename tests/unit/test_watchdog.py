@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from support.processes import descendants, is_running, wait_until
-from trigon.system.stacks import dump_stacks, register_stacks
 
 pytestmark = [
     pytest.mark.faults,
@@ -161,16 +160,30 @@ def test_the_watching_process_outlives_signals_and_ends_with_the_driver(tmp_path
         wait_until(lambda: not is_running(watching))
 
 
-def test_the_stacks_of_a_process_are_read_again_and_another_program_has_none():
-    register_stacks()
-    register_stacks()
+READ_TWICE = """
+import os, subprocess
+from trigon.system.stacks import dump_stacks, register_stacks
+
+def outer():
     with subprocess.Popen(["sleep", "60"]) as other:
-        for _ in range(2):
-            text = dump_stacks([os.getpid(), other.pid])
-            assert text.count("Current thread") == 1
-            assert "in test_the_stacks_of_a_process_are_read_again" in text
-            assert f"== process {other.pid}: sleep 60\nno Python stacks; state S" in text
-        assert other.poll() is None
-        other.kill()
-        other.wait()
-    assert "it has ended" in dump_stacks([other.pid])
+        try:
+            for _ in range(2):
+                text = dump_stacks([os.getpid(), other.pid])
+                assert text.count("Current thread") == 1, text
+                assert "in outer" in text
+                assert f"== process {other.pid}: sleep 60\\nno Python stacks; state S" in text, text
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
+        assert "it has ended" in dump_stacks([other.pid])
+
+register_stacks()
+register_stacks()
+outer()
+"""
+
+
+def test_the_stacks_of_a_process_are_read_again_and_another_program_has_none():
+    done = subprocess.run([sys.executable, "-c", READ_TWICE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
