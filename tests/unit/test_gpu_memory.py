@@ -29,7 +29,8 @@ def gpu(monkeypatch):
     return lambda *, in_use: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
 
 
-def test_a_worker_reports_the_memory_of_its_gpu(gpu):
+def test_a_worker_reports_the_memory_of_its_gpu(gpu, monkeypatch):
+    monkeypatch.setattr("trigon.distributed.worker.ignore_stop_signals", lambda: None)  # of this process
     gpu(in_use=True)
     worker = Worker(0)
     trainer = SimpleNamespace(step=lambda groups: {"actor/loss": Max(1.0)})
