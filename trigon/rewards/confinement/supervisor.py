@@ -233,10 +233,8 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
     if to_none and kernel.release() >= (5, 14):  # the processes of this namespace; before, all of the user's
         _limit(resource.RLIMIT_NPROC, _TASKS_PER_PROCESS * confinement.max_processes)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # from here on, no program has more rights than this process
-    version = landlock.find_version() if "landlock" not in confinement.without else 0
-    if "signal scope" in confinement.without:
-        version = min(version, landlock.SIGNAL_VERSION - 1)
-    if version:
+    found = landlock.find_version() if "landlock" not in confinement.without else 0
+    if version := choose_landlock_version(confinement, (*used, *added), found=found):
         if confinement.level == "strict":
             writable = [*_STRICT_WRITABLE, temporary, *(["/dev/shm"] if "namespaces" in used else [])]
             landlock.enter_domain_of_files(version, readable=_strict_readable(confinement), writable=writable)
@@ -258,6 +256,19 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
         else:
             added.append("seccomp")
     return added
+
+
+def choose_landlock_version(confinement: Confinement, used: Sequence[Mechanism], *, found: int) -> int:
+    """Return the version of Landlock to use; 0: none.
+
+    Version 1 keeps functions from moving files to other folders, for example from a temporary one
+    to a cache. So at "default" it is used only if nothing else protects other processes' memory.
+    used: the other mechanisms. found: the version that the system has; 0: none.
+    """
+    is_protected = "namespaces" in used or "fewer capabilities" in used
+    if found < landlock.REFER_VERSION and is_protected and confinement.level == "default":
+        return 0
+    return min(found, landlock.SIGNAL_VERSION - 1) if "signal scope" in confinement.without else found
 
 
 def _limit(kind: int, limit: int) -> None:

@@ -1,0 +1,82 @@
+"""Single mechanisms of the confinement of reward workers, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trigon.rewards.confinement import kernel, landlock
+from trigon.rewards.confinement.options import Confinement
+from trigon.rewards.confinement.supervisor import choose_landlock_version
+
+pytestmark = pytest.mark.skipif(not kernel.IS_LINUX, reason="the mechanisms are those of Linux")
+
+LANDLOCK = landlock.find_version()
+
+ACROSS_FOLDERS = """
+import os, sys
+from trigon.rewards.confinement import kernel, landlock
+
+def attempt(function, *paths):
+    try:
+        function(*paths)
+        return "done"
+    except OSError as error:
+        return error.strerror
+
+version, folder = int(sys.argv[1]), sys.argv[2]
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+landlock.enter_domain(version)
+os.chdir(folder)
+print(attempt(os.link, "temporary/linked", "cache/linked"))
+print(attempt(os.rename, "temporary/renamed", "cache/renamed"))
+print(attempt(os.replace, "temporary/replaced", "cache/replaced"))
+print(attempt(os.replace, "temporary/folder", "cache/folder"))
+print(attempt(os.rename, "temporary/linked", "temporary/other"))
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2, 5, 6])
+def test_files_are_moved_and_linked_to_other_folders_where_landlock_can_allow_it(tmp_path, version):
+    if version > LANDLOCK:
+        pytest.skip(f"this kernel has version {LANDLOCK} of Landlock")
+    for name in ("temporary/folder", "cache"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("temporary/linked", "temporary/renamed", "temporary/replaced", "cache/replaced"):
+        (tmp_path / name).write_text(name)
+    found = run(ACROSS_FOLDERS, str(version), str(tmp_path)).splitlines()
+    # Version 1 cannot allow it, therefore test_version_1_is_used_only_where_nothing_else_protects.
+    across = "done" if version >= landlock.REFER_VERSION else os.strerror(18)  # EXDEV
+    assert found == [across] * 4 + ["done"]
+    if across == "done":
+        assert (tmp_path / "cache/replaced").read_text() == "temporary/replaced"
+
+
+@pytest.mark.parametrize(
+    ("level", "used", "found", "chosen"),
+    [
+        ("default", ("namespaces",), 1, 0),
+        ("default", ("fewer capabilities",), 1, 0),
+        ("default", ("proc",), 1, 1),
+        ("default", ("namespaces",), 2, 2),
+        ("default", ("namespaces",), 7, 7),
+        ("default", ("namespaces",), 0, 0),
+        ("strict", ("namespaces",), 1, 1),
+    ],
+)
+def test_version_1_is_used_only_where_nothing_else_protects(level, used, found, chosen):
+    assert choose_landlock_version(Confinement(level=level), used, found=found) == chosen
+
+
+def test_an_older_version_can_be_asked_for():
+    assert choose_landlock_version(Confinement(without=("signal scope",)), (), found=7) == landlock.SIGNAL_VERSION - 1
+
+
+def run(script: str, *arguments: str) -> str:
+    """Return what a Python program prints."""
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
