@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trigon.rewards.confinement import kernel, landlock
+from trigon.rewards.confinement import capabilities, kernel, landlock
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.confinement.supervisor import choose_landlock_version
 
@@ -73,6 +73,25 @@ def test_version_1_is_used_only_where_nothing_else_protects(level, used, found, 
 
 def test_an_older_version_can_be_asked_for():
     assert choose_landlock_version(Confinement(without=("signal scope",)), (), found=7) == landlock.SIGNAL_VERSION - 1
+
+
+AS_ANOTHER_USER = """
+import os, subprocess
+from trigon.rewards.confinement import capabilities
+assert capabilities.reduce_capabilities(to_none=False)
+try:
+    subprocess.run(["sleep", "20"], user=65534, group=65534, extra_groups=[], timeout=0.3)
+except subprocess.TimeoutExpired:
+    print("ended")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may start processes as another user")
+def test_root_can_end_the_processes_that_it_has_started_as_another_user():
+    needed = 1 << 5 | 1 << 6 | 1 << 7  # to kill, and to set the group and the user
+    if capabilities.permitted() & needed != needed:
+        pytest.skip("this container does not have the capabilities")
+    assert run(AS_ANOTHER_USER) == "ended\n"
 
 
 def run(script: str, *arguments: str) -> str:
