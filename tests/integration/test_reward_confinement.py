@@ -427,7 +427,7 @@ def main(reward_input):
 
 # What reward functions do, and must be able to do.
 ORDINARY = """
-import json, multiprocessing, os, subprocess, sys, tempfile, threading, urllib.request
+import ctypes, json, multiprocessing, os, signal, subprocess, sys, tempfile, threading, urllib.request
 
 def threads(**_):
     results = []
@@ -479,6 +479,13 @@ def unix_sockets(secret, **_):
 def a_sandbox(**_):
     return subprocess.run(["unshare", "--user", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
 
+def a_user_namespace(**_):
+    CLONE, NEW_USER = {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000000
+    pid = ctypes.CDLL(None).syscall(CLONE, ctypes.c_long(NEW_USER | signal.SIGCHLD), 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    return pid > 0 and os.waitpid(pid, 0)[1] == 0
+
 REWARD_TYPE = "sequential"
 
 def main(reward_input, **kwargs):
@@ -486,11 +493,12 @@ def main(reward_input, **kwargs):
         passed = globals()[reward_input["response"]](**kwargs)
     except OSError:
         return 0.0
-    assert passed is True or passed == 1, passed
-    return 1.0
+    assert passed in (True, False), passed
+    return float(passed)
 """
 USUAL = ["threads", "programs", "temporary_files", "files_beside", "imports"]
 FILES = ["write_beside", "read_elsewhere", "write_elsewhere"]
+SANDBOXES = ["a_user_namespace", "a_sandbox"]
 
 
 @pytest.fixture
@@ -523,8 +531,8 @@ def works(pool_of, outside, confinement, responses):
 
 @pytest.mark.parametrize("without", [*SYSTEMS, pytest.param(("namespaces", "signal scope"), id="an older Landlock")])
 def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
-    sandbox = ["a_sandbox"] if not NO_NAMESPACES and "signal scope" not in without else []
-    responses = [*USUAL, *FILES, "network", "unix_sockets", "processes", *sandbox]
+    sandboxes = [] if NO_NAMESPACES else ["a_user_namespace"] if "signal scope" in without else SANDBOXES
+    responses = [*USUAL, *FILES, "network", "unix_sockets", "processes", *sandboxes]
     assert works(pool_of, outside, Confinement(without=without), responses) == set(responses)
 
 
@@ -533,7 +541,8 @@ def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
 def test_strict_leaves_what_is_needed_to_compute_a_score(pool_of, outside, without):
     strict = Confinement(level="strict", without=without)
     can = set(USUAL) | (set() if without else {"processes"})  # their locks are files of /dev/shm
-    assert works(pool_of, outside, strict, [*USUAL, *FILES, "network", "unix_sockets", "processes"]) == can
+    denied = [*FILES, *SANDBOXES, "network", "unix_sockets"]
+    assert works(pool_of, outside, strict, [*USUAL, *denied, "processes"]) == can
 
 
 @needs_landlock

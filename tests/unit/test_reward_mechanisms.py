@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trigon.rewards.confinement import capabilities, kernel, landlock
+from trigon.rewards.confinement import capabilities, kernel, landlock, seccomp
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.confinement.supervisor import choose_landlock_version
 
@@ -92,6 +92,61 @@ def test_root_can_end_the_processes_that_it_has_started_as_another_user():
     if capabilities.permitted() & needed != needed:
         pytest.skip("this container does not have the capabilities")
     assert run(AS_ANOTHER_USER) == "ended\n"
+
+
+MAKE_NAMESPACES = """
+import ctypes, errno, multiprocessing, os, signal, struct, subprocess, sys, threading
+from trigon.rewards.confinement import seccomp
+
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE, CLONE3 = ((56, 435), (220, 435))[os.uname().machine == "aarch64"]
+FLAGS = {"user": 0x10000000, "user and mounts": 0x10020000, "user and processes": 0x30000000, "nothing": 0}
+
+def start(number, *arguments):
+    pid = libc.syscall(number, *arguments)
+    if pid == 0:
+        os._exit(0)
+    if pid < 0:
+        return errno.errorcode[ctypes.get_errno()]
+    os.waitpid(pid, 0)
+    return "started"
+
+def clone(flags):
+    return start(CLONE, ctypes.c_long(flags | signal.SIGCHLD), 0, 0, 0, 0)
+
+def clone3(flags):
+    arguments = struct.pack("=11Q", flags, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0)
+    return start(CLONE3, arguments, ctypes.c_long(len(arguments)))
+
+def main():
+    print({name: clone(flags) for name, flags in FLAGS.items()})
+    print(clone3(FLAGS["user"]))
+    seccomp.forbid([], namespaces=True)
+    print({name: clone(flags) for name, flags in FLAGS.items()})
+    print(clone3(FLAGS["user"]))
+    threads = [threading.Thread(target=print, args=("a thread",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    print(subprocess.run(["echo", "a program"], capture_output=True, text=True).stdout, end="")
+    print(subprocess.run("echo a shell", shell=True, close_fds=False, capture_output=True, text=True).stdout, end="")
+    print(os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)[1])
+    print(multiprocessing.get_context("fork").Pool(1).map(abs, [-1]))
+
+main()
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not seccomp.is_available(), reason="this system has no seccomp")
+def test_no_namespace_can_be_made_by_any_call_and_processes_and_threads_start():
+    before, by_clone3, after, by_clone3_after, *lines = run(MAKE_NAMESPACES).splitlines()
+    names = ("user", "user and mounts", "user and processes")
+    if before != str(dict.fromkeys((*names, "nothing"), "started")) or by_clone3 != "started":
+        pytest.skip(f"namespaces are not allowed here: {before}, clone3: {by_clone3}")
+    assert after == str({**dict.fromkeys(names, "EPERM"), "nothing": "started"})
+    assert by_clone3_after == "ENOSYS"
+    assert lines == ["a thread", "a thread", "a program", "a shell", "0", "[1]"]
 
 
 def run(script: str, *arguments: str) -> str:

@@ -245,12 +245,11 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
             added.append("signal scope")
     if seccomp.is_available() and "seccomp" not in confinement.without:
         calls = list(seccomp.FORBIDDEN)
-        if confinement.level == "strict":
-            calls += seccomp.NAMESPACES
-        if not confinement.allows_network and confinement.level == "strict":
+        is_strict = confinement.level == "strict"
+        if not confinement.allows_network and is_strict:
             calls.append("socket")
         try:
-            seccomp.forbid(calls, sockets_but_unix=not confinement.allows_network)
+            seccomp.forbid(calls, sockets_but_unix=not confinement.allows_network, namespaces=is_strict)
         except OSError:  # a kernel without CONFIG_SECCOMP_FILTER, which options.lacking reports
             pass
         else:
