@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_locked, wait_until
+from support.processes import is_locked, is_running, wait_until
 from trigon.errors import RewardError
 from trigon.rewards.confinement import kernel, landlock, namespaces, tree
 from trigon.rewards.confinement.options import DEFAULT, Confinement
@@ -557,22 +557,55 @@ def test_without_the_network_files_and_sockets_of_this_machine_stay(pool_of, out
     assert works(pool_of, outside, Confinement(network=False), responses) == {*USUAL, *FILES, "unix_sockets"}
 
 
-@needs_landlock
-def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of):
-    text = """
+# It says where the temporary folder is.
+KEEP_A_FILE = """
 import os, tempfile
 REWARD_TYPE = "sequential"
 def main(reward_input):
     tempfile.mkstemp()
-    raise ValueError(tempfile.gettempdir(), oct(os.stat(tempfile.gettempdir()).st_mode))
+    folder = tempfile.gettempdir()
+    try:
+        open(f"{folder}/../lock", "r+")
+        outside = True
+    except PermissionError:
+        outside = False
+    raise ValueError(folder, oct(os.stat(folder).st_mode), os.listdir(folder) != [], outside)
 """
-    pool = pool_of(text, confinement=Confinement(level="strict"))
+
+
+def temporary_folder(pool):
     error = pool.score(requests("a"))[0].error
-    folder, mode = eval(error.removeprefix("ValueError: ").rpartition(" ")[0])
-    assert mode == "0o40700"
-    assert Path(folder).exists()
+    folder, *found = eval(error.removeprefix("ValueError: ").rpartition(" ")[0])
+    assert found == ["0o40700", True, False]
+    return Path(folder)
+
+
+@needs_landlock
+def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pool = pool_of(KEEP_A_FILE, confinement=Confinement(level="strict"))
+    folder = temporary_folder(pool)
+    assert folder.exists()
+    assert tmp_path in folder.parents
     pool.close()
-    assert not Path(folder).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
+
+
+@needs_landlock
+def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_next(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pool = pool_of(KEEP_A_FILE, confinement=Confinement(level="strict"))
+    before = temporary_folder(pool)
+    [worker] = pool._workers
+    started = [worker.process.pid, *tree.descendants(worker.process.pid)]
+    os.kill(worker.process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, started)))
+    assert before.exists()
+    after = temporary_folder(pool)  # of another worker, which has removed the first one's
+    assert after != before
+    assert not before.exists()
+    pool.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
 @pytest.mark.parametrize(

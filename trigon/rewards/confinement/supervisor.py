@@ -17,17 +17,17 @@ import contextlib
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from trigon.rewards.confinement import capabilities, kernel, landlock, namespaces, seccomp, tree
 from trigon.rewards.confinement.options import Confinement, Mechanism
+from trigon.system.temporary import private_folder
 
 WATCH_SECONDS = 0.25
 """How often the memory and the number of the worker's processes are compared with the limits."""
@@ -51,20 +51,18 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
     confinement = Confinement.from_json(confinement_json)
     driver = socket.socket(fileno=os.dup(0))
     wakeup = _watch_children()
-    temporary = _make_temporary_folder() if confinement.level == "strict" else ""
-    used, obstacle = _prepare(confinement)
-    status_reader, status_writer = os.pipe()
-    main_pid = os.fork()
-    if main_pid == 0:
-        _become_worker(confinement, channel_fd, work, temporary, used, obstacle, status_writer)
-    os.close(status_writer)
-    reason, status = _watch(main_pid, driver, wakeup, confinement, can_list="proc" in used)
-    _kill_all(main_pid, used)  # if it has ended, only what it left
-    if "namespaces" in used:  # process 1 cannot end by a signal, so it has sent the worker's status
-        sent = os.read(status_reader, 4)
-        status = struct.unpack("=i", sent)[0] if len(sent) == 4 and not reason else signal.SIGKILL
-    if temporary:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _temporary_folder() if confinement.level == "strict" else contextlib.nullcontext("") as temporary:
+        used, obstacle = _prepare(confinement)
+        status_reader, status_writer = os.pipe()
+        main_pid = os.fork()
+        if main_pid == 0:
+            _become_worker(confinement, channel_fd, work, temporary, used, obstacle, status_writer)
+        os.close(status_writer)
+        reason, status = _watch(main_pid, driver, wakeup, confinement, can_list="proc" in used)
+        _kill_all(main_pid, used)  # if it has ended, only what it left
+        if "namespaces" in used:  # process 1 cannot end by a signal, so it has sent the worker's status
+            sent = os.read(status_reader, 4)
+            status = struct.unpack("=i", sent)[0] if len(sent) == 4 and not reason else signal.SIGKILL
     if reason:
         with contextlib.suppress(OSError):  # the driver has ended
             driver.sendall(reason.encode())
@@ -281,12 +279,19 @@ def _strict_readable(confinement: Confinement) -> list[str]:
     return [*STRICT_READABLE, *of_python, *(path for path in sys.path if path), *confinement.readable]
 
 
-def _make_temporary_folder() -> str:
-    """Make a private folder, which the standard library's tempfile and most programs then use."""
-    folder = tempfile.mkdtemp(prefix="trigon-reward-")
-    tempfile.tempdir = None  # the worker, a fork, asks again
-    os.environ["TMPDIR"] = folder
-    return folder
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Make a private folder, which the standard library's tempfile and most programs then use.
+
+    It is in one that the next start removes, should this process be killed; the worker cannot reach
+    the lock in that.
+    """
+    with private_folder() as outer:
+        folder = outer / "reward"
+        folder.mkdir(mode=0o700)
+        tempfile.tempdir = None  # the worker, a fork, asks again
+        os.environ["TMPDIR"] = str(folder)
+        yield str(folder)
 
 
 def _pid_outside() -> int:
