@@ -1,8 +1,10 @@
 """Attacks by reward functions, each without the mechanism that prevents it, and with it."""
 
+import contextlib
 import http.server
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from support.processes import is_locked, is_running, wait_until
+from trigon.build.run import open_rewards
+from trigon.config.schema import Config
 from trigon.errors import RewardError
 from trigon.rewards.confinement import kernel, landlock, namespaces, tree
 from trigon.rewards.confinement.options import DEFAULT, Confinement
@@ -374,7 +378,38 @@ def main(reward_input):
     within, beyond = pool.score(requests("10 1", "10 60"))
     assert (within.outcome, beyond.outcome) == ("ok", "failed")
     assert "GiB of memory with the" in beyond.error
-    assert beyond.error.endswith("0.390625 GiB are allowed; it was killed")
+    assert beyond.error.endswith("worker.reward.max_memory_gb allows 0.390625; it was killed")
+
+
+def test_the_memory_that_a_run_allows_its_reward_workers_is_an_option(tmp_path):
+    (tmp_path / "reward.py").write_text("""
+import time
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    memory = b"x" * int(float(reward_input["response"]) * 2**30)
+    time.sleep(1.5)
+    return 1.0
+""")
+    reward = {"reward_function": f"{tmp_path}/reward.py", "max_memory_gb": 1, "max_failed_fraction": 1}
+    with contextlib.closing(open_rewards(Config(worker={"reward": reward}))) as pool:
+        within, beyond = pool.score(requests("0.1", "1.2"))
+    assert (within.outcome, beyond.outcome) == ("ok", "failed")
+    assert beyond.error.endswith("worker.reward.max_memory_gb allows 1; it was killed")
+
+
+@pytest.mark.parametrize(("gibibytes", "address_space"), [(1, 16), (16, 16), (40, 40)])
+def test_the_address_space_of_a_worker_grows_with_the_memory_that_it_may_have(pool_of, gibibytes, address_space):
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        pytest.skip(f"the address space of this process is limited to {hard:,} bytes")
+    text = """
+import resource
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    return float(resource.getrlimit(resource.RLIMIT_AS)[1] >> 30)
+"""
+    pool = pool_of(text, confinement=Confinement(level="off", max_memory_bytes=gibibytes << 30))
+    assert pool.score(requests("a"))[0].overall == address_space
 
 
 def test_a_worker_has_no_files_of_the_driver_but_its_channel_and_its_output(pool_of):

@@ -38,6 +38,12 @@ STRICT_READABLE = (
 )
 """What "strict" leaves readable besides the folders of Python and of the reward function."""
 
+MIN_ADDRESS_SPACE = 16 << 30
+"""Address space of each process of a worker, or more if the worker may have more memory.
+
+Less would keep large libraries from being imported, which reserve more than they use.
+"""
+
 _STRICT_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 _TASKS_PER_PROCESS = 16  # a task is a process or a thread
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -139,7 +145,7 @@ def _exceeded(confinement: Confinement) -> str:
     if used > confinement.max_memory_bytes:
         return (
             f"used {used / 2**30:.1f} GiB of memory with the {len(pids):,} processes that it had, and "
-            f"{confinement.max_memory_bytes / 2**30:g} GiB are allowed; it was killed"
+            f"worker.reward.max_memory_gb allows {confinement.max_memory_bytes / 2**30:g}; it was killed"
         )
     return ""
 
@@ -186,6 +192,7 @@ def _become_worker(
             supervisor = 1
         os.setsid()
         _close_descriptors(channel_fd)
+        _limit(resource.RLIMIT_AS, max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes))
         for number in _HANDLED:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         used = used + _confine(confinement, used, temporary)
