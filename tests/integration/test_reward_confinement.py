@@ -1,8 +1,10 @@
 """Attacks by reward functions, each without the mechanism that prevents it, and with it."""
 
+import contextlib
 import http.server
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import is_locked, wait_until
+from support.processes import is_locked, is_running, wait_until
+from trigon.build.run import open_rewards
+from trigon.config.schema import Config
 from trigon.errors import RewardError
 from trigon.rewards.confinement import kernel, landlock, namespaces, tree
 from trigon.rewards.confinement.options import DEFAULT, Confinement
@@ -374,7 +378,38 @@ def main(reward_input):
     within, beyond = pool.score(requests("10 1", "10 60"))
     assert (within.outcome, beyond.outcome) == ("ok", "failed")
     assert "GiB of memory with the" in beyond.error
-    assert beyond.error.endswith("0.390625 GiB are allowed; it was killed")
+    assert beyond.error.endswith("worker.reward.max_memory_gb allows 0.390625; it was killed")
+
+
+def test_the_memory_that_a_run_allows_its_reward_workers_is_an_option(tmp_path):
+    (tmp_path / "reward.py").write_text("""
+import time
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    memory = b"x" * int(float(reward_input["response"]) * 2**30)
+    time.sleep(1.5)
+    return 1.0
+""")
+    reward = {"reward_function": f"{tmp_path}/reward.py", "max_memory_gb": 1, "max_failed_fraction": 1}
+    with contextlib.closing(open_rewards(Config(worker={"reward": reward}))) as pool:
+        within, beyond = pool.score(requests("0.1", "1.2"))
+    assert (within.outcome, beyond.outcome) == ("ok", "failed")
+    assert beyond.error.endswith("worker.reward.max_memory_gb allows 1; it was killed")
+
+
+@pytest.mark.parametrize(("gibibytes", "address_space"), [(1, 16), (16, 16), (40, 40)])
+def test_the_address_space_of_a_worker_grows_with_the_memory_that_it_may_have(pool_of, gibibytes, address_space):
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        pytest.skip(f"the address space of this process is limited to {hard:,} bytes")
+    text = """
+import resource
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    return float(resource.getrlimit(resource.RLIMIT_AS)[1] >> 30)
+"""
+    pool = pool_of(text, confinement=Confinement(level="off", max_memory_bytes=gibibytes << 30))
+    assert pool.score(requests("a"))[0].overall == address_space
 
 
 def test_a_worker_has_no_files_of_the_driver_but_its_channel_and_its_output(pool_of):
@@ -427,7 +462,7 @@ def main(reward_input):
 
 # What reward functions do, and must be able to do.
 ORDINARY = """
-import json, multiprocessing, os, subprocess, sys, tempfile, threading, urllib.request
+import ctypes, json, multiprocessing, os, signal, subprocess, sys, tempfile, threading, urllib.request
 
 def threads(**_):
     results = []
@@ -479,6 +514,13 @@ def unix_sockets(secret, **_):
 def a_sandbox(**_):
     return subprocess.run(["unshare", "--user", "--pid", "--fork", "--mount-proc", "true"]).returncode == 0
 
+def a_user_namespace(**_):
+    CLONE, NEW_USER = {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000000
+    pid = ctypes.CDLL(None).syscall(CLONE, ctypes.c_long(NEW_USER | signal.SIGCHLD), 0, 0, 0, 0)
+    if pid == 0:
+        os._exit(0)
+    return pid > 0 and os.waitpid(pid, 0)[1] == 0
+
 REWARD_TYPE = "sequential"
 
 def main(reward_input, **kwargs):
@@ -486,11 +528,12 @@ def main(reward_input, **kwargs):
         passed = globals()[reward_input["response"]](**kwargs)
     except OSError:
         return 0.0
-    assert passed is True or passed == 1, passed
-    return 1.0
+    assert passed in (True, False), passed
+    return float(passed)
 """
 USUAL = ["threads", "programs", "temporary_files", "files_beside", "imports"]
 FILES = ["write_beside", "read_elsewhere", "write_elsewhere"]
+SANDBOXES = ["a_user_namespace", "a_sandbox"]
 
 
 @pytest.fixture
@@ -523,8 +566,8 @@ def works(pool_of, outside, confinement, responses):
 
 @pytest.mark.parametrize("without", [*SYSTEMS, pytest.param(("namespaces", "signal scope"), id="an older Landlock")])
 def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
-    sandbox = ["a_sandbox"] if not NO_NAMESPACES and "signal scope" not in without else []
-    responses = [*USUAL, *FILES, "network", "unix_sockets", "processes", *sandbox]
+    sandboxes = [] if NO_NAMESPACES else ["a_user_namespace"] if "signal scope" in without else SANDBOXES
+    responses = [*USUAL, *FILES, "network", "unix_sockets", "processes", *sandboxes]
     assert works(pool_of, outside, Confinement(without=without), responses) == set(responses)
 
 
@@ -533,7 +576,8 @@ def test_the_default_lets_functions_do_what_they_did(pool_of, outside, without):
 def test_strict_leaves_what_is_needed_to_compute_a_score(pool_of, outside, without):
     strict = Confinement(level="strict", without=without)
     can = set(USUAL) | (set() if without else {"processes"})  # their locks are files of /dev/shm
-    assert works(pool_of, outside, strict, [*USUAL, *FILES, "network", "unix_sockets", "processes"]) == can
+    denied = [*FILES, *SANDBOXES, "network", "unix_sockets"]
+    assert works(pool_of, outside, strict, [*USUAL, *denied, "processes"]) == can
 
 
 @needs_landlock
@@ -548,22 +592,55 @@ def test_without_the_network_files_and_sockets_of_this_machine_stay(pool_of, out
     assert works(pool_of, outside, Confinement(network=False), responses) == {*USUAL, *FILES, "unix_sockets"}
 
 
-@needs_landlock
-def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of):
-    text = """
+# It says where the temporary folder is.
+KEEP_A_FILE = """
 import os, tempfile
 REWARD_TYPE = "sequential"
 def main(reward_input):
     tempfile.mkstemp()
-    raise ValueError(tempfile.gettempdir(), oct(os.stat(tempfile.gettempdir()).st_mode))
+    folder = tempfile.gettempdir()
+    try:
+        open(f"{folder}/../lock", "r+")
+        outside = True
+    except PermissionError:
+        outside = False
+    raise ValueError(folder, oct(os.stat(folder).st_mode), os.listdir(folder) != [], outside)
 """
-    pool = pool_of(text, confinement=Confinement(level="strict"))
+
+
+def temporary_folder(pool):
     error = pool.score(requests("a"))[0].error
-    folder, mode = eval(error.removeprefix("ValueError: ").rpartition(" ")[0])
-    assert mode == "0o40700"
-    assert Path(folder).exists()
+    folder, *found = eval(error.removeprefix("ValueError: ").rpartition(" ")[0])
+    assert found == ["0o40700", True, False]
+    return Path(folder)
+
+
+@needs_landlock
+def test_the_temporary_folder_of_strict_is_private_and_removed(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pool = pool_of(KEEP_A_FILE, confinement=Confinement(level="strict"))
+    folder = temporary_folder(pool)
+    assert folder.exists()
+    assert tmp_path in folder.parents
     pool.close()
-    assert not Path(folder).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
+
+
+@needs_landlock
+def test_the_temporary_folder_of_a_supervisor_that_is_killed_is_removed_by_the_next(pool_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    pool = pool_of(KEEP_A_FILE, confinement=Confinement(level="strict"))
+    before = temporary_folder(pool)
+    [worker] = pool._workers
+    started = [worker.process.pid, *tree.descendants(worker.process.pid)]
+    os.kill(worker.process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, started)))
+    assert before.exists()
+    after = temporary_folder(pool)  # of another worker, which has removed the first one's
+    assert after != before
+    assert not before.exists()
+    pool.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ KEPT = {
     "integration/test_page_sessions.py": r" options\]",
     "integration/test_push.py": r"^(?!test_a_lora_run)",
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
-    r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private",
+    r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
     "integration/test_rollout_videos.py": None,
     "integration/test_rollout_vllm_cuda_config.py": r"\[qwen2_5_vl\]",
     "integration/test_rollout_vllm_random_weights.py": None,

@@ -68,6 +68,7 @@ FREE = {
     "worker.reward.num_cpus",
     "worker.reward.timeout_seconds",
     "worker.reward.max_failed_fraction",
+    "worker.reward.max_memory_gb",
     "worker.reward.network",
     "worker.reward.confinement",
     "worker.reward.readable",

@@ -15,6 +15,7 @@ from trigon.planning.configuration import load_planned
 from trigon.records.run import RunRecord
 from trigon.rewards.arguments import resolve_arguments
 from trigon.rewards.pool import RewardPool
+from trigon.rewards.process import check_passed_variables
 from trigon.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, masked_names, scrub, secrets_in
 from trigon.terminal import sanitize
 
@@ -198,20 +199,43 @@ def test_short_secrets_are_not_cut_out_of_words(monkeypatch):
     assert scrub("data1 is read") == "data1 is read"
 
 
+def test_passed_variables_that_are_no_secrets_are_shown(monkeypatch):
+    monkeypatch.setattr("trigon.secrets._known", set())
+    monkeypatch.setenv("JUDGE_URL", "http://localhost:8000")
+    monkeypatch.setenv("DATABASE_URL", "postgres://me:hunter22@host/rows")
+    check_passed_variables(["JUDGE_URL", "DATABASE_URL"])
+    assert scrub("http://localhost:8000") == "http://localhost:8000"
+    assert scrub("postgres://me:hunter22@host/rows") == f"postgres://{MASKED}@host/rows"
+
+
 @pytest.mark.faults
-def test_a_reward_function_that_has_its_key_in_errors_and_output_does_not_show_it(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("variable", "given_by"),
+    [("JUDGE_KEY", "reward_function_kwargs"), ("JUDGE_KEY", "env"), ("SLACK_WEBHOOK_URL", "env")],
+)
+def test_a_reward_function_that_has_its_key_in_errors_and_output_does_not_show_it(
+    tmp_path, monkeypatch, caplog, variable, given_by
+):
     from trigon.rewards.contract import RewardRequest
 
+    monkeypatch.setattr("trigon.secrets._known", set())
     path = tmp_path / "reward.py"
     path.write_text(
+        "import os\n"
         "REWARD_TYPE = 'sequential'\n"
-        "def main(reward_input, api_key):\n"
-        "    print('calling with', api_key)\n"
-        "    raise ValueError(f'401 for {api_key}')\n"
+        "def main(reward_input, api_key=''):\n"
+        f"    key = api_key or os.environ['{variable}']\n"
+        "    print('calling with', key)\n"
+        "    raise ValueError(f'401 for {key}')\n"
     )
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv(variable, KEY)
     pool = RewardPool(
-        f"{path}:main", kwargs={"api_key": "env:JUDGE_KEY"}, num_workers=1, timeout_seconds=10, max_failed_fraction=1.0
+        f"{path}:main",
+        kwargs={"api_key": f"env:{variable}"} if given_by == "reward_function_kwargs" else {},
+        passed_variables=[variable] if given_by == "env" else [],
+        num_workers=1,
+        timeout_seconds=10,
+        max_failed_fraction=1.0,
     )
     try:
         request = RewardRequest(
@@ -223,6 +247,6 @@ def test_a_reward_function_that_has_its_key_in_errors_and_output_does_not_show_i
     finally:
         pool.close()
     assert f"401 for {MASKED}" in str(error.value)
-    assert score.error == f"ValueError: 401 for {MASKED} (reward.py:4)"
+    assert score.error == f"ValueError: 401 for {MASKED} (reward.py:6)"
     assert f"calling with {MASKED}" in caplog.text
     assert KEY not in str(error.value) + score.error + caplog.text

@@ -638,6 +638,11 @@ class RewardConfig(Section):
     """Maximum seconds to score a completion; then its reward worker is killed.
     The completion is skipped. Trigon only."""
 
+    max_memory_gb: float = Field(default=16.0, ge=1, le=100_000)
+    """Maximum memory of a reward worker with all processes that it starts, in GiB. Beyond, it is
+    killed, and the completion is skipped. Each of `num_cpus` workers may use as much. Trigon only.
+    """
+
     max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
     """Share of a step's completions whose scoring may fail before the run stops. Trigon only."""
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from trigon.errors import RewardError
 from trigon.rewards.confinement.options import Confinement
 from trigon.rewards.environment import child_environment, named_variables, withheld_variable
+from trigon.secrets import ARGUMENTS, remember, secrets_in
 from trigon.system.child_python import python_command
 from trigon.terminal import sanitize
 
@@ -157,10 +158,14 @@ class ChildProcess:
 
 
 def check_passed_variables(names: Sequence[str]) -> None:
-    """Raise RewardError if one of the variables of worker.reward.env is not set."""
+    """Raise RewardError if one of the variables of worker.reward.env is not set.
+
+    Values that look like secrets, by the rule for arguments, are removed from text from now on.
+    """
     for name in names:
         if name not in os.environ:
             raise RewardError(f"worker.reward.env names {name}, which is not set; export it, or leave it out")
+        remember(secrets_in(ARGUMENTS, {name: os.environ[name]}))
 
 
 def warn_of_withheld_variables(files: Iterable[str], passed_variables: Sequence[str]) -> None:

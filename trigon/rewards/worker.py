@@ -49,9 +49,6 @@ from trigon.system.cpus import count_usable_cpus
 from trigon.system.signals import outlive_stop_signals
 from trigon.system.stacks import register_stacks
 
-MAX_MEMORY_BYTES = 16 << 30
-"""Maximum address space of a worker, enough to import large libraries."""
-
 MAX_FILE_BYTES = 1 << 30
 """Maximum size of a file that a reward function may write."""
 
@@ -200,7 +197,6 @@ def _time_limit(timeout_seconds: float) -> Iterator[None]:
 
 def _limit_resources() -> None:
     limits = {
-        resource.RLIMIT_AS: MAX_MEMORY_BYTES,
         resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,

@@ -1,4 +1,4 @@
-"""Capabilities: what root may do. Reward workers of root keep those of its files only.
+"""Capabilities: what root may do. Reward workers of root keep those of files and processes.
 
 A process can read the memory and environment of another one of its user only if it has all
 capabilities of that one (man 2 ptrace), so fewer of them also protect the other processes of root.
@@ -18,9 +18,11 @@ _KEPT = {
     2,  # CAP_DAC_READ_SEARCH
     3,  # CAP_FOWNER
     4,  # CAP_FSETID
-    6,  # CAP_SETGID: to start processes as another user
+    5,  # CAP_KILL: to end processes that it has started as another user
+    6,  # CAP_SETGID: to start them
     7,  # CAP_SETUID
     10,  # CAP_NET_BIND_SERVICE
+    18,  # CAP_SYS_CHROOT: to start them with another root folder
 }
 _VERSION_3 = 0x20080522
 

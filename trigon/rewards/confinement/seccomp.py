@@ -19,7 +19,7 @@ from trigon.rewards.confinement import kernel
 _SET_MODE_FILTER = 1
 _SPEC_ALLOW = 4  # before Linux 5.16, a filter otherwise slows down the processor (mitigations)
 _ERRNO, _ALLOW = 0x00050000, 0x7FFF0000
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data, little endian
 
 
@@ -60,6 +60,8 @@ _NUMBERS = {
     "swapon": (167, 224),
     "swapoff": (168, 225),
     "socket": (41, 198),
+    "clone": (56, 220),
+    "clone3": (435, 435),
 }
 """Numbers of system calls on x86_64 and aarch64."""
 
@@ -76,8 +78,11 @@ _FORBIDDEN_GROUPS = (
 FORBIDDEN = tuple(" ".join(_FORBIDDEN_GROUPS).split())
 """System calls that no reward worker may make."""
 
-NAMESPACES = ("unshare", "mount")
+_NAMESPACES = ("unshare", "mount")
 """System calls that make namespaces and change them, which a sandbox of the user's own may need."""
+
+_CLONE_NAMESPACES = 0x7E020000
+"""CLONE_NEWUSER, CLONE_NEWPID and the other flags with which `clone` makes namespaces."""
 
 
 def is_available() -> bool:
@@ -85,10 +90,12 @@ def is_available() -> bool:
     return kernel.IS_LINUX and kernel.machine() in _ARCHITECTURES
 
 
-def forbid(calls: Iterable[str], *, sockets_but_unix: bool = False) -> None:
+def forbid(calls: Iterable[str], *, sockets_but_unix: bool = False, namespaces: bool = False) -> None:
     """Let system calls of this process, and of all that it will start, fail with EPERM.
 
     calls: their names. sockets_but_unix: also `socket`, but for connections within the machine.
+    namespaces: also those that make namespaces. `clone3` then fails with ENOSYS, as on an older
+    kernel, since a filter cannot read its flags; C libraries use `clone` instead.
     Raises: OSError if the kernel refuses the filter.
     """
     architecture = _ARCHITECTURES[kernel.machine()]
@@ -102,8 +109,18 @@ def forbid(calls: Iterable[str], *, sockets_but_unix: bool = False) -> None:
         _instruction(_AT_LEAST, 0, 1, 0x40000000),
         refuse,  # the x32 interface of x86-64, too
     ]
-    for name in calls:
+    for name in (*calls, *(_NAMESPACES if namespaces else ())):
         program += [_instruction(_EQUAL, 0, 1, _NUMBERS[name][architecture.column]), refuse]
+    if namespaces:
+        program += [
+            _instruction(_EQUAL, 0, 1, _NUMBERS["clone3"][architecture.column]),
+            _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+            _instruction(_EQUAL, 0, 4, _NUMBERS["clone"][architecture.column]),
+            _instruction(_LOAD, 0, 0, _FIRST_ARGUMENT),  # the flags, of which clone uses the lower 32 bits
+            _instruction(_ANY_BIT, 0, 1, _CLONE_NAMESPACES),
+            refuse,
+            allow,
+        ]
     if sockets_but_unix:
         program += [
             _instruction(_EQUAL, 0, 3, _NUMBERS["socket"][architecture.column]),

@@ -17,17 +17,17 @@ import contextlib
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from trigon.rewards.confinement import capabilities, kernel, landlock, namespaces, seccomp, tree
 from trigon.rewards.confinement.options import Confinement, Mechanism
+from trigon.system.temporary import private_folder
 
 WATCH_SECONDS = 0.25
 """How often the memory and the number of the worker's processes are compared with the limits."""
@@ -37,6 +37,12 @@ STRICT_READABLE = (
     *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
 )
 """What "strict" leaves readable besides the folders of Python and of the reward function."""
+
+MIN_ADDRESS_SPACE = 16 << 30
+"""Address space of each process of a worker, or more if the worker may have more memory.
+
+Less would keep large libraries from being imported, which reserve more than they use.
+"""
 
 _STRICT_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 _TASKS_PER_PROCESS = 16  # a task is a process or a thread
@@ -51,20 +57,18 @@ def main(confinement_json: str, channel_fd: int, work: Work) -> NoReturn:
     confinement = Confinement.from_json(confinement_json)
     driver = socket.socket(fileno=os.dup(0))
     wakeup = _watch_children()
-    temporary = _make_temporary_folder() if confinement.level == "strict" else ""
-    used, obstacle = _prepare(confinement)
-    status_reader, status_writer = os.pipe()
-    main_pid = os.fork()
-    if main_pid == 0:
-        _become_worker(confinement, channel_fd, work, temporary, used, obstacle, status_writer)
-    os.close(status_writer)
-    reason, status = _watch(main_pid, driver, wakeup, confinement, can_list="proc" in used)
-    _kill_all(main_pid, used)  # if it has ended, only what it left
-    if "namespaces" in used:  # process 1 cannot end by a signal, so it has sent the worker's status
-        sent = os.read(status_reader, 4)
-        status = struct.unpack("=i", sent)[0] if len(sent) == 4 and not reason else signal.SIGKILL
-    if temporary:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _temporary_folder() if confinement.level == "strict" else contextlib.nullcontext("") as temporary:
+        used, obstacle = _prepare(confinement)
+        status_reader, status_writer = os.pipe()
+        main_pid = os.fork()
+        if main_pid == 0:
+            _become_worker(confinement, channel_fd, work, temporary, used, obstacle, status_writer)
+        os.close(status_writer)
+        reason, status = _watch(main_pid, driver, wakeup, confinement, can_list="proc" in used)
+        _kill_all(main_pid, used)  # if it has ended, only what it left
+        if "namespaces" in used:  # process 1 cannot end by a signal, so it has sent the worker's status
+            sent = os.read(status_reader, 4)
+            status = struct.unpack("=i", sent)[0] if len(sent) == 4 and not reason else signal.SIGKILL
     if reason:
         with contextlib.suppress(OSError):  # the driver has ended
             driver.sendall(reason.encode())
@@ -141,7 +145,7 @@ def _exceeded(confinement: Confinement) -> str:
     if used > confinement.max_memory_bytes:
         return (
             f"used {used / 2**30:.1f} GiB of memory with the {len(pids):,} processes that it had, and "
-            f"{confinement.max_memory_bytes / 2**30:g} GiB are allowed; it was killed"
+            f"worker.reward.max_memory_gb allows {confinement.max_memory_bytes / 2**30:g}; it was killed"
         )
     return ""
 
@@ -188,6 +192,7 @@ def _become_worker(
             supervisor = 1
         os.setsid()
         _close_descriptors(channel_fd)
+        _limit(resource.RLIMIT_AS, max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes))
         for number in _HANDLED:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         used = used + _confine(confinement, used, temporary)
@@ -233,10 +238,8 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
     if to_none and kernel.release() >= (5, 14):  # the processes of this namespace; before, all of the user's
         _limit(resource.RLIMIT_NPROC, _TASKS_PER_PROCESS * confinement.max_processes)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # from here on, no program has more rights than this process
-    version = landlock.find_version() if "landlock" not in confinement.without else 0
-    if "signal scope" in confinement.without:
-        version = min(version, landlock.SIGNAL_VERSION - 1)
-    if version:
+    found = landlock.find_version() if "landlock" not in confinement.without else 0
+    if version := choose_landlock_version(confinement, (*used, *added), found=found):
         if confinement.level == "strict":
             writable = [*_STRICT_WRITABLE, temporary, *(["/dev/shm"] if "namespaces" in used else [])]
             landlock.enter_domain_of_files(version, readable=_strict_readable(confinement), writable=writable)
@@ -247,17 +250,29 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
             added.append("signal scope")
     if seccomp.is_available() and "seccomp" not in confinement.without:
         calls = list(seccomp.FORBIDDEN)
-        if confinement.level == "strict":
-            calls += seccomp.NAMESPACES
-        if not confinement.allows_network and confinement.level == "strict":
+        is_strict = confinement.level == "strict"
+        if not confinement.allows_network and is_strict:
             calls.append("socket")
         try:
-            seccomp.forbid(calls, sockets_but_unix=not confinement.allows_network)
+            seccomp.forbid(calls, sockets_but_unix=not confinement.allows_network, namespaces=is_strict)
         except OSError:  # a kernel without CONFIG_SECCOMP_FILTER, which options.lacking reports
             pass
         else:
             added.append("seccomp")
     return added
+
+
+def choose_landlock_version(confinement: Confinement, used: Sequence[Mechanism], *, found: int) -> int:
+    """Return the version of Landlock to use; 0: none.
+
+    Version 1 keeps functions from moving files to other folders, for example from a temporary one
+    to a cache. So at "default" it is used only if nothing else protects other processes' memory.
+    used: the other mechanisms. found: the version that the system has; 0: none.
+    """
+    is_protected = "namespaces" in used or "fewer capabilities" in used
+    if found < landlock.REFER_VERSION and is_protected and confinement.level == "default":
+        return 0
+    return min(found, landlock.SIGNAL_VERSION - 1) if "signal scope" in confinement.without else found
 
 
 def _limit(kind: int, limit: int) -> None:
@@ -271,12 +286,19 @@ def _strict_readable(confinement: Confinement) -> list[str]:
     return [*STRICT_READABLE, *of_python, *(path for path in sys.path if path), *confinement.readable]
 
 
-def _make_temporary_folder() -> str:
-    """Make a private folder, which the standard library's tempfile and most programs then use."""
-    folder = tempfile.mkdtemp(prefix="trigon-reward-")
-    tempfile.tempdir = None  # the worker, a fork, asks again
-    os.environ["TMPDIR"] = folder
-    return folder
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Make a private folder, which the standard library's tempfile and most programs then use.
+
+    It is in one that the next start removes, should this process be killed; the worker cannot reach
+    the lock in that.
+    """
+    with private_folder() as outer:
+        folder = outer / "reward"
+        folder.mkdir(mode=0o700)
+        tempfile.tempdir = None  # the worker, a fork, asks again
+        os.environ["TMPDIR"] = str(folder)
+        yield str(folder)
 
 
 def _pid_outside() -> int:
