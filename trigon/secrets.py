@@ -42,7 +42,7 @@ _SECRET_KEY = re.compile(
     r"|(?:api|access|auth|hf|hub|refresh|session|bot)[_-]?tokens?(?![a-z])",
     re.IGNORECASE,
 )
-# Some that contain one of these are names of settings: auth_type, api_key_env, token_weight, pad_token.
+# Names that contain one of these and are of settings: auth_type, api_key_env, pad_token.
 _SETTING_KEY = re.compile(
     r"(?:^|[_-])(?:env|var|variable|file|path|dir|folder|name|type|mode|method|scheme|column|field|length|count|weight"
     r"|limit|format|pattern|regex|penalty|reward|score|bonus|required|enabled|timeout|budget)s?$"
