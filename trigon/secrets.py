@@ -29,38 +29,97 @@ FREE_MAPPINGS = (
 )
 """The options that are mappings with any keys, which may say that a value is a secret."""
 
+# For what is published, and for texts that are no options: any name that sounds like a secret.
 _SECRET_NAME = re.compile(
     r"token(?!s|izer)|secret|passw|passphrase|pwd|bearer|api_?key|access_?key|private_?key|credential|auth(?!or)|cookie"
     r"|webhook",
     re.IGNORECASE,
 )
-# Names of which only values that are no words are secrets: answer_key is the name of a column.
-_POSSIBLE_NAME = re.compile(r"(?:^|_)keys?$|(?:^|_)tokens$", re.IGNORECASE)
+# For a user's own files: the names of secrets themselves.
+_SECRET_KEY = re.compile(
+    r"secret|passw|passphrase|pwd|bearer|api[_-]?key|access[_-]?key|private[_-]?key|credential|cookie|webhook"
+    r"|auth(?:orization|entication)?(?:[_-]?(?:token|key|header|value))?$|token(?:[_-]?(?:value|\d+))?$"
+    r"|(?:api|access|auth|hf|hub|refresh|session|bot)[_-]?tokens?(?![a-z])",
+    re.IGNORECASE,
+)
+# Names that contain one of these and are of settings: auth_type, api_key_env, pad_token.
+_SETTING_KEY = re.compile(
+    r"(?:^|[_-])(?:env|var|variable|file|path|dir|folder|name|type|mode|method|scheme|column|field|length|count|weight"
+    r"|limit|format|pattern|regex|penalty|reward|score|bonus|required|enabled|timeout|budget)s?$"
+    r"|(?<![a-z])(?:answer|pad|eos|bos|unk|sep|cls|mask|stop|start|begin|end|open|close|think|thinking|reasoning|image"
+    r"|video|vision|special|final|first|last|next|delimiter|split|marker|format|newline|boxed)[_-]?tokens?(?:[_-]?\d+)?$",
+    re.IGNORECASE,
+)
+# Names whose values are secrets only if they are neither words nor the names of columns.
+_POSSIBLE_KEY = re.compile(r"(?:^|[_-])(?:keys?|tokens)$", re.IGNORECASE)
+_PLAIN_POSSIBLE_KEY = re.compile(r"keys?|(?:.*[_-])?tokens", re.IGNORECASE)
+_COLUMN_KEY = re.compile(
+    r"(?<![a-z])(?:answer|prompt|image|video|data|column|json|dict|score|metric|field|reward|group|sort|cache|label"
+    r"|target|truth|result|output|input|response|num|max|extra|row|meta|config|item|id|text|question|solution|option)s?"
+    r"[_-]?keys?$",
+    re.IGNORECASE,
+)
+# The texts under these are names of models and files, in which a random part is no secret.
+_PLACE_KEY = re.compile(
+    r"(?:^|[_-])(?:model|checkpoint|dataset|tokenizer|processor|repo|path|file|dir|folder|name|id|revision|commit|sha"
+    r"|version)s?$",
+    re.IGNORECASE,
+)
+# What is written where a service asks for a key and does not check it, or where there is none.
+_NO_SECRET = re.compile(
+    r"(?:(?:bearer|basic)\s+)?(?:empty|none|null|nil|dummy|fake|placeholder|unused|n/?a|true|false|[-*.]+"
+    r"|not[ _-]?(?:needed|required|used)|no[ _-]?(?:key|api[ _-]?key|token|auth|password))",
+    re.IGNORECASE,
+)
+# The path of a file that has the secret, which is none itself.
+_SECRET_FILE = re.compile(r"(?:~|\.{1,2})?/[\w./-]+\.(?:json|ya?ml|toml|pem|key|crt|txt|env)")
+# "answer.text", "reward_model.ground_truth_1", "a/b[0]": names of columns.
+_PATH_OF_NAMES = re.compile(r"(?:[A-Za-z]{1,24}\d{0,3}|\d{1,4})(?:[\[\]._/-]+(?:[A-Za-z]{1,24}\d{0,3}|\d{1,4}))*\]?")
+_DOTTED_WORDS = re.compile(r"[A-Za-z]+(?:[._-][A-Za-z]+)*")
+_POSSIBLE_SECRET = re.compile(r"(?=[\w+/=~.-]*[A-Za-z])(?=[\w+/=~.-]*\d)[\w+/=~.-]{12,}")
 # Names whose numbers are secrets too; token_weight and pad_token_id are numbers.
 _SECRET_NUMBER = re.compile(r"secret|passw|passphrase|pwd|_key|credential", re.IGNORECASE)
 # Tokens of Hugging Face, OpenAI and Anthropic, GitHub, GitLab, AWS, Google, Slack, and JSON web
 # tokens; the user, the password or both in an address; the addresses of Slack's and Discord's
-# webhooks, which are secrets themselves.
-_FORMATS = (
+# webhooks, which are secrets themselves. For what is published: also what only resembles one.
+_LOOSE_FORMATS = (
     r"hf_[A-Za-z0-9]{8,}|\bsk-(?=[\w-]*\d)[\w-]{8,}|\bgh[pousr]_\w{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[\w-]{20,}|\bxox[abprs]-[\w-]{8,}|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+"
     r"|(?<=://)[^/\s]+(?=@)|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)\d+/[\w-]+"
 )
-_SECRET_TEXT = re.compile(rf"{_FORMATS}|\b[0-9a-f]{{40}}\b")  # 40 hexadecimal digits: Weights & Biases
-# In a user's own files a revision of a model or of code, which has 40 digits too, is kept.
+_SECRET_TEXT = re.compile(rf"{_LOOSE_FORMATS}|\b[0-9a-f]{{40}}\b")  # 40 hexadecimal digits: Weights & Biases
+# The same in a user's own files: as long as real tokens are, and no part of a path, since a run
+# is started again by names such as hf_datasets, sk-learn-v2 and abfss://container@account.
+_FORMATS = (
+    r"(?<![\w/])(?:"
+    r"(?:hf|api_org)_(?=[A-Z\d]*[a-z])(?=[a-z\d]*[A-Z])[A-Za-z\d]{30,}|hf_(?:oauth|jwt)_[\w.-]{30,}"
+    r"|gh[pousr]_[A-Za-z\d]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}(?:\.[\w-]+)*|(?:AKIA|ASIA)[A-Z\d]{16}|AIza[\w-]{30,}"
+    r"|xox[abeoprs]-(?=[A-Za-z-]*\d)[\w-]{20,}|(?<!-)sk-(?:[\w-]{0,200}[_-])?(?=[A-Za-z]*\d)[A-Za-z\d]{20,}[\w-]*"
+    r")(?![\w/-])"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]+\.[\w-]+|(?<=://)[^/\s?#:@]*:[^/\s?#]+(?=@)"
+    r"|(?:(?<=https://)|(?<=http://))(?![a-z]{1,15}@)[^/\s?#]+(?=@)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)\d{15,}/[\w-]{20,}"
+)
 _MASKED_TEXT = re.compile(_FORMATS)
-_MASKED_FREE_TEXT = re.compile(rf"{_FORMATS}|(?<![/@])\b[0-9a-f]{{40}}\b")
+# A revision of a model or of code has 40 digits too, and is kept in paths and behind @.
+_MASKED_FREE_TEXT = re.compile(rf"{_FORMATS}|(?<![/@])\b[0-9a-f]{{40}}\b(?!/)")
 # "Authorization: Basic dXNlcjpwYXNz", and the schemes alone before what is no word.
 _HEADER = re.compile(
     r"""(\bauthorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token|digest|apikey)\s+)?|\b(?-i:Bearer)\s+"""
     r"""|\b(?:bearer|basic)\s+(?=\S*[\d=]))[^\s"']+""",
     re.IGNORECASE,
 )
+# The same in a user's own files, where a prompt may ask for "basic 3-step sums".
+_MASKED_HEADER = re.compile(
+    r"""(\bauthorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token|digest|apikey)\s+)?"""
+    r"""|\b(?:bearer|basic)\s+(?=[^\s"']*[\d=])(?=[^\s"']*[a-z])(?=[^\s"']*(?-i:[A-Z]))(?=[^\s"']{12})"""
+    r"""|\b(?-i:Bearer)\s+(?=[^\s"']*\d)(?=[^\s"']{16}))[^\s"']+""",
+    re.IGNORECASE,
+)
 _QUERY = re.compile(r"(://[^\s?#]+)\?[^\s#]*")
 # The values of an address's query whose names say so: ?token=abc, &sig=abc, &X-Amz-Signature=abc.
-_QUERY_VALUE = re.compile(
-    rf"(?<=[?&])([\w.-]{{0,60}}(?:{_SECRET_NAME.pattern}|key|sig(?:nature)?)[\w.-]{{0,60}}=)[^&#\s]+", re.IGNORECASE
-)
+_QUERY_VALUE = re.compile(r"(?<=[?&])([\w.-]{1,120}=)[^&#\s]+")
+_QUERY_KEY = re.compile(r"(?:^|[_.-])(?:key|sig|signature)$", re.IGNORECASE)
 # "api_key: abc", '"password": "abc"', "token=abc" in text that is no value of an option.
 _ASSIGNMENT = re.compile(
     rf"""(\b[\w-]{{0,60}}(?:{_SECRET_NAME.pattern})[\w-]{{0,60}}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|["']?[^\s"',}}]+)""",
@@ -68,8 +127,10 @@ _ASSIGNMENT = re.compile(
 )
 # A long text of letters and digits without a word: a key of a service that is not known here.
 _RANDOM = re.compile(r"(?=[\w+/=-]*\d)(?=[\w+/=-]*[a-z])(?=[\w+/=-]*[A-Z])[\w+/=-]{24,}")
-# The same without separators, so that it is not a path or the name of a model.
-_RANDOM_WORD = re.compile(r"(?=[a-zA-Z]{0,60}\d)(?=[A-Z\d]{0,60}[a-z])(?=[a-z\d]{0,60}[A-Z])[A-Za-z0-9]{20,}={0,2}")
+# The same without separators and no part of a path or of the name of a model.
+_RANDOM_WORD = re.compile(
+    r"(?<![\w./-])(?=[a-zA-Z]{0,60}\d)(?=[A-Z\d]{0,60}[a-z])(?=[a-z\d]{0,60}[A-Z])[A-Za-z\d]{24,}={0,2}(?!\.?[\w/-])"
+)
 # Not secrets, whatever their names are: "<|image_pad|>", "[PAD]".
 _SPECIAL_TOKEN = re.compile(r"<[^<>]{1,60}>|\[[A-Z]{1,20}\]")
 
@@ -99,8 +160,9 @@ def variable_of(value: object) -> str | None:
 def mask(name: str, value: Any) -> Any:
     """Return the value of an option or a section with MASKED in place of secrets.
 
-    Secrets are values in FREE_MAPPINGS whose keys sound like one, and parts of any text that look
-    like one; `env:NAME` is none. Other values are returned unchanged.
+    Secrets are values in FREE_MAPPINGS whose keys name one, and parts of any text that look like
+    one; `env:NAME` is none, and neither is what says that there is none (EMPTY, none). Other values
+    are returned unchanged.
     name: of the option or the section, such as "worker.reward"; "" for a configuration.
     """
     return _masked(name, value, set())
@@ -108,7 +170,11 @@ def mask(name: str, value: Any) -> Any:
 
 def mask_text(text: str) -> str:
     """Return a text that is no value of an option, such as a line of a file, without secrets."""
-    return _mask_parts(_ASSIGNMENT.sub(rf"\1{MASKED}", text), set(), free=True)
+
+    def masked(match: re.Match[str]) -> str:
+        return match[0] if _is_harmless(match[2].strip("\"'")) else f"{match[1]}{MASKED}"
+
+    return _mask_parts(_ASSIGNMENT.sub(masked, text), set(), free=True)
 
 
 def secrets_in(name: str, value: Any) -> set[str]:
@@ -150,8 +216,8 @@ def _masked(name: str, value: Any, found: set[str]) -> Any:
 
 
 def _masked_free(key: str, value: Any, found: set[str], *, is_secret: bool) -> Any:
-    """Return a value within a free mapping. is_secret: whether a key above it sounds like one."""
-    is_secret = is_secret or _SECRET_NAME.search(key) is not None
+    """Return a value within a free mapping. is_secret: whether a key above it names one."""
+    is_secret = (is_secret or _SECRET_KEY.search(key) is not None) and _SETTING_KEY.search(key) is None
     match value:
         case Mapping():
             return {inner: _masked_free(str(inner), item, found, is_secret=is_secret) for inner, item in value.items()}
@@ -161,21 +227,33 @@ def _masked_free(key: str, value: Any, found: set[str], *, is_secret: bool) -> A
             return tuple(_masked_free(key, item, found, is_secret=is_secret) for item in value)
         case str() if variable_of(value) is not None:
             return value
-        case str() if (is_secret or _is_possible_secret(key, value)) and value and not _SPECIAL_TOKEN.fullmatch(value):
+        case str() if _is_harmless(value):
+            return value
+        case str() if (is_secret and not _SECRET_FILE.fullmatch(value)) or _is_possible_secret(key, value):
             found.add(value)
             return MASKED
         case int() | float() if is_secret and not isinstance(value, bool) and _SECRET_NUMBER.search(key):
             found.add(str(value))
             return MASKED
         case str():
-            return _mask_parts(value, found, free=True)
+            return _mask_parts(value, found, free=_PLACE_KEY.search(key) is None)
         case _:
             return value
 
 
+def _is_harmless(value: str) -> bool:
+    """Return whether a text is no secret, whatever its name is."""
+    text = value.strip()
+    return not text or any(each.fullmatch(text) is not None for each in (_NO_SECRET, _SPECIAL_TOKEN))
+
+
 def _is_possible_secret(key: str, value: str) -> bool:
-    is_plain = _WORD.fullmatch(value) is not None or value.isdecimal()
-    return _POSSIBLE_NAME.search(key) is not None and not is_plain
+    """Return whether a value is a secret although its key may be that of a setting: key, xy_key."""
+    if not _POSSIBLE_KEY.search(key) or _COLUMN_KEY.search(key) or _SETTING_KEY.search(key):
+        return False
+    if _PLAIN_POSSIBLE_KEY.fullmatch(key):
+        return _POSSIBLE_SECRET.fullmatch(value) is not None and _PATH_OF_NAMES.fullmatch(value) is None
+    return not value.isdecimal() and _DOTTED_WORDS.fullmatch(value) is None
 
 
 def _mask_parts(text: str, found: set[str], *, free: bool) -> str:
@@ -183,13 +261,22 @@ def _mask_parts(text: str, found: set[str], *, free: bool) -> str:
 
     def masked(match: re.Match[str]) -> str:
         kept = match[1] if match.re.groups else ""
-        found.add(match[0].removeprefix(kept))
+        secret = match[0].removeprefix(kept)
+        if _is_harmless(secret) or (match.re is _QUERY_VALUE and not _is_secret_query(kept.removesuffix("="))):
+            return match[0]
+        found.add(secret)
         return f"{kept}{MASKED}"
 
-    patterns = (_MASKED_FREE_TEXT, _QUERY_VALUE, _HEADER, _RANDOM_WORD) if free else (_MASKED_TEXT, _QUERY_VALUE)
+    own = (_MASKED_TEXT, _QUERY_VALUE)
+    patterns = (_MASKED_FREE_TEXT, _QUERY_VALUE, _MASKED_HEADER, _RANDOM_WORD) if free else own
     for pattern in patterns:
         text = pattern.sub(masked, text)
     return text
+
+
+def _is_secret_query(name: str) -> bool:
+    is_setting = _SETTING_KEY.search(name) is not None or _COLUMN_KEY.search(name) is not None
+    return not is_setting and (_SECRET_KEY.search(name) is not None or _QUERY_KEY.search(name) is not None)
 
 
 # -- secrets that this process knows --------------------------------------------------------------

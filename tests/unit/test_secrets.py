@@ -20,7 +20,7 @@ from trigon.secrets import ARGUMENTS, FREE_MAPPINGS, MASKED, mask, mask_text, ma
 from trigon.terminal import sanitize
 
 KEY = "s3cr3t-judge-key-1"
-TOKEN = "hf_abcdefghijKLMNOP1234"
+TOKEN = "hf_abcdefghijklmnopQRSTUVWXYZabcdefgh"  # most real ones have no digit
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +62,92 @@ def test_secrets_among_the_arguments_of_a_reward_function_are_masked(arguments, 
         {"max_tokens": 512, "token_weight": 0.5, "answer_key": "answer", "pad_token": "<|pad|>", "auth": None},
         {"judge_model": "meta-llama/Llama-3.2-70B-Instruct-hf", "path": "/data/Models/qwen2VL-instruct-abc/v1"},
         {"revision": f"/hub/models--x/snapshots/{'a1' * 20}", "strict": True, "password": ""},
-        {"url": "https://judge.org/v1?version=2024-01-01"},
+        {"url": "https://judge.org/v1?version=2024-01-01&max_tokens=5&sigma=1&answer_key=a&email=a@b.org"},
+        {"api_key": "EMPTY", "judge": {"token": "none", "password": "null", "secret": "not-needed"}, "hf_token": " "},
+        {"headers": {"Authorization": "Bearer EMPTY"}, "header": "Authorization: Bearer EMPTY"},
+        {"auth_type": "none", "auth": {"type": "basic", "password": "dummy"}, "api_key_env": "OPENAI_API_KEY"},
+        {"answer_token": "boxed", "stop_tokens": ["</s>", "\n\n", "<|im_end|>"], "end_token_2": "</think>"},
+        {"max_tokens": "512", "num_keys": "5", "token_weight": "0.5x", "author": "me", "tokenizer": "a/b"},
+        {"key": "answer.text", "keys": ["reward_model.ground_truth_1", "answer2"], "answer_key": "a 1", "x_key": "a.b"},
+        {"model": "Qwen2VL7BInstructAWQ1", "judge": "Qwen2VL7BInstructAWQ1", "judge_name": "Qwen2VL7BInstructAWQ1234"},
+        {"path": "/data/Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RF1", "note": "see /data/Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RF1/x.json"},
+        {"data": ["a/Qwen2VL7BInstructAWQ1234567", "grpo-Qwen2VL7BInstructAWQ1234567"]},
+        {"revision": "a1" * 20, "credentials": "/home/me/key.json"},
+        {"prompt": "The Bearer of it solves basic 3-step sums; authorization: none"},
     ],
 )
 def test_what_a_run_needs_to_be_started_again_is_kept(arguments):
     assert mask(ARGUMENTS, arguments) == arguments
     assert not secrets_in(ARGUMENTS, arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/hf_datasets/train.parquet", "/models/hf_checkpoints/qwen", "hf_checkpoints2024abcdefGHI", "sk-learn-v2",
+        "runs/sk-learn-v2", "sk-geo3k-qwen2-5-vl-7b-instruct-grpo-2", "/data/sk-proj-geometry3kimages2024set/a.json",
+        "/ghp_datasets/x", "ghp_geometry_questions", "ASIALANGUAGES", "ASIALANGUAGESINTHEWORLD", "glpat-tests",
+        "xoxb-geometry", "AIza-models", "github_pat_results", "https://me@host.org/a.git", "ssh://git@host.org/a.git",
+        "abfss://train-2024@account.dfs.core.windows.net/a.parquet", "hf://datasets/me/geo3k@main",
+        "git+https://host.org/a.git@v1.2", "https://host.org/a.parquet?key_column=a&max_tokens=3&sigma=2&dataset_keys=4",
+        f"/hub/{'a1' * 20}/x", f"model@{'a1' * 20}", "/data/Zm9vYmFyMTIzNDU2Nzg5MEFCQ0RF/x", "hiyouga/geometry3k@test",
+        "/scratch/api/webhooks/12/abc", "hf_" + "A1b2" * 9 + "/train", "/data/hf_" + "A1b2" * 9 + ".parquet",
+    ],
+)  # fmt: skip
+def test_paths_models_datasets_and_experiments_are_never_masked(text):
+    for name in ("data.train_files", "worker.actor.model.model_path", "trainer.experiment_name"):
+        assert mask(name, text) == text
+        assert not secrets_in(name, [text])
+    assert mask_text(f"cannot read {text}: no such file") == f"cannot read {text}: no such file"
+    # Behind a key that names a file it is kept too, also where the reward function has the path.
+    assert mask(ARGUMENTS, {"data_path": text, "files": [text]}) == {"data_path": text, "files": [text]}
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        TOKEN, "hf_" + "aB3" * 12, "api_org_" + "aB" * 17, "sk-" + "a1B2" * 12, "sk-" + "0f" * 16,
+        "sk-proj-" + "a_B-" * 5 + "T3BlbkFJ" * 5 + "-a_" * 9, "sk-ant-api03-" + "aB3x" * 20 + "-AA",
+        "sk-or-v1-" + "0f" * 32,
+        "ghp_" + "a1B" * 12, "ghs_" + "aB1" * 12, "github_pat_11AB" + "c_d3" * 15, "glpat-" + "aB3-x" * 4,
+        "AKIA" + "ABCD2345EFGH67XY", "AIza" + "Sy-x1" * 7, "xoxb-123456789012-1234567890123-abcDEF",
+        "eyJhbGciOiJI.eyJzdWIi.abc-_1",
+    ],
+)  # fmt: skip
+def test_real_tokens_are_masked_wherever_they_are(secret):
+    for text in ("{}", "use {} now", "({}),", "key={}", "https://host.org/v1?x={}&y=1", "{}.", "a: '{}'"):
+        assert mask("data.system_prompt", text.format(secret)) == text.format(MASKED), text
+        assert secret not in str(mask(ARGUMENTS, {"note": text.format(secret)}))
+        assert secret not in mask_text(text.format(secret))
+    assert mask("data.train_files", f"https://{secret}@host.org/a.json") == f"https://{MASKED}@host.org/a.json"
+    assert mask(ARGUMENTS, {"model": secret, "answer_token": secret}) == {"model": MASKED, "answer_token": MASKED}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_key", "apiKey", "OPENAI_API_KEY", "api-key", "token", "hf_token", "HF_TOKEN", "accessToken", "token_2",
+        "access_token", "backend_token", "bot_token", "api_tokens", "password", "db_passwd", "passphrase", "secret",
+        "client_secret", "authorization", "auth", "x-auth", "auth_header", "private_key", "access_key_id", "cookie",
+        "credentials", "webhook_url", "bearer", "openai_key",
+    ],
+)  # fmt: skip
+def test_keys_that_name_a_secret_hide_any_value(key):
+    assert mask(ARGUMENTS, {key: "a1-word"}) == {key: MASKED}
+    assert mask(ARGUMENTS, {"judge": [{key: "a1-word"}]}) == {"judge": [{key: MASKED}]}
+
+
+def test_ordinary_names_start_again_from_config_yaml_without_a_warning(tmp_path):
+    folder = tmp_path / "hf_datasets" / "sk-learn-v2"
+    folder.mkdir(parents=True)
+    loaded = inspect_config(
+        None, [*runnable(folder), "trainer.experiment_name=sk-learn-v2", f"{ARGUMENTS}.api_key=EMPTY"]
+    ).loaded
+    assert not [each for each in loaded.warnings if "command line" in each]
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(loaded.config))
+    assert MASKED not in path.read_text()
+    assert load_config(path, []).config == loaded.config
 
 
 def test_other_options_are_masked_where_their_text_looks_like_a_secret_only():
@@ -91,10 +171,16 @@ def test_every_free_mapping_is_known():
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("text", ["a" * 60_000, "?token" * 10_000, "a-" * 30_000, "eyJ" * 20_000, "://x" * 20_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 60_000, "?token" * 10_000, "a-" * 30_000, "eyJ" * 20_000, "://x" * 20_000, "eyJaaaaaaaa-" * 5_000,
+        "sk-" * 20_000, "sk-a_ " * 10_000, "://a:" * 10_000, "a1." * 20_000, "Bearer " * 8_000,
+    ],
+)  # fmt: skip
 def test_long_texts_take_no_time(text):
     start = time.process_time()
-    mask(ARGUMENTS, {"text": text})
+    mask(ARGUMENTS, {"text": text, "key": text, "token": text})
     mask_text(text)
     assert time.process_time() - start < 5
 
@@ -165,7 +251,12 @@ def test_a_secret_on_the_command_line_is_warned_of(tmp_path):
     loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key={KEY}"]).loaded
     (warning,) = [each for each in loaded.warnings if "command line" in each]
     assert warning.startswith(f"{ARGUMENTS} has a secret on the {COMMAND_LINE}")
+    assert "write env:NAME in its place" in warning
     assert KEY not in warning
+    loaded = inspect_config(None, [*runnable(tmp_path), f"data.system_prompt=say {TOKEN}"]).loaded
+    (warning,) = [each for each in loaded.warnings if "command line" in each]
+    assert warning.startswith("data.system_prompt has a secret")
+    assert "env:NAME" not in warning  # which is read among the arguments of a reward function only
     loaded = inspect_config(None, [*runnable(tmp_path), f"{ARGUMENTS}.api_key=env:KEY"]).loaded
     assert not [each for each in loaded.warnings if "command line" in each]
     path = tmp_path / "run.yaml"

@@ -110,16 +110,16 @@ def test_a_folder_of_another_machine_stays(tmp_path):
     assert folder.exists()
     # The same kernel, as of another container; the same machine, started again.
     for text in (f"another-container\n{written[1]}", f"{written[0]}\nanother-boot"):
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "lock").write_text(text)
         remove_dead_folders(tmp_path)
         assert not folder.exists()
 
 
 def test_a_folder_that_was_just_made_has_time_to_be_locked(tmp_path):
-    for name in ("without a lock", "with an empty lock"):
+    for name in ("unlocked", "emptylok"):
         folder = tmp_path / f"trigon-{os.geteuid()}-{name}"
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         if "empty" in name:
             (folder / "lock").touch()
         remove_dead_folders(tmp_path)
@@ -146,6 +146,40 @@ def test_nothing_else_is_removed(tmp_path):
     assert (target / "lock").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "content"),
+    [
+        ("experiments", 0o700, None),
+        ("experiments", 0o700, "lock"),
+        ("Datasets", 0o700, None),
+        ("datasets.old", 0o700, None),
+        ("a", 0o700, None),
+        ("datasets", 0o755, None),
+        ("datasets", 0o700, "a.jsonl"),
+        ("datasets.removed", 0o755, None),
+    ],
+)
+def test_a_folder_of_the_users_own_stays_however_it_is_named(tmp_path, name, mode, content):
+    folder = tmp_path / f"trigon-{os.geteuid()}-{name}"
+    folder.mkdir()
+    folder.chmod(mode)
+    if content is not None:
+        (folder / content).touch()
+    os.utime(folder, (0, 0))
+    remove_dead_folders(tmp_path)
+    assert folder.exists()
+
+
+def test_a_folder_that_others_can_enter_is_none_of_a_process(tmp_path):
+    folder = make_dead(tmp_path)
+    folder.chmod(0o755)
+    remove_dead_folders(tmp_path)
+    assert (folder / "lock").exists()
+    folder.chmod(0o700)
+    remove_dead_folders(tmp_path)
+    assert not folder.exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 def test_a_folder_of_another_user_stays(tmp_path):
     folder = make_dead(tmp_path)
@@ -170,7 +204,7 @@ def test_processes_that_start_at_the_same_time_do_not_remove_each_other(tmp_path
 
 def make_dead_like(tmp_path: Path) -> None:
     """Make a folder as a removal leaves it that was killed."""
-    (tmp_path / f"trigon-{os.geteuid()}-{secrets.token_hex(4)}.removed").mkdir()
+    (tmp_path / f"trigon-{os.geteuid()}-{secrets.token_hex(4)}.removed").mkdir(mode=0o700)
 
 
 def test_a_folder_into_which_a_dying_process_still_writes_is_removed(tmp_path):

@@ -11,6 +11,8 @@ from trigon.config.options import options
 from trigon.config.schema import Config
 from trigon.secrets import ARGUMENTS, MASKED, masked_names, secrets_in
 
+_ENV_HINT = ", or export a variable and write env:NAME in its place"
+
 
 def find_masked(config: Config, sources: Mapping[str, str]) -> list[str]:
     """Return problems of values that are not there: the file was written by a run, without secrets.
@@ -20,7 +22,7 @@ def find_masked(config: Config, sources: Mapping[str, str]) -> list[str]:
     problems = []
     for name in masked_names("", config.model_dump()):
         place = next((source for option, source in sources.items() if _is_at_or_below(name, option)), "")
-        hint = f"; {name}=env:NAME reads it from the environment variable NAME" if name.startswith(ARGUMENTS) else ""
+        hint = f"; {name}=env:NAME reads it from the environment variable NAME" if _takes_variables(name) else ""
         problems.append(
             f"{name}{f' ({place})' if place else ''} is {MASKED!r}: the file was written by a run, which writes no "
             f"secrets; give the value again{hint}"
@@ -41,9 +43,14 @@ def find_exposed(config: Config, names: Collection[str]) -> list[str]:
                 exposed.append(option.name)
     return [
         f"{name} has a secret on the command line, which every user of this machine can read while the run lasts, and "
-        "which trackers may record; write it into a file, or export a variable and write env:NAME in its place"
+        f"which trackers may record; write it into a file{_ENV_HINT if _takes_variables(name) else ''}"
         for name in exposed
     ]
+
+
+def _takes_variables(name: str) -> bool:
+    """Return whether env:NAME has a meaning in this option or value."""
+    return _is_at_or_below(name, ARGUMENTS)
 
 
 def _is_at_or_below(name: str, option: str) -> bool:

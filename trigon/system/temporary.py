@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 import stat
@@ -25,7 +26,7 @@ _REMOVED = ".removed"
 """Suffix of a folder that is being removed: its processes, if some still run, no longer find it."""
 
 _UNLOCKED_SECONDS = 3600
-"""Age from which a folder without a lock is dead. A process locks its folder at once."""
+"""Age from which an empty folder without a lock is dead. A process locks its folder at once."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -51,10 +52,14 @@ def remove_dead_folders(*bases: Path) -> None:
     """Remove this user's private folders whose process has ended, with their segments.
 
     They are looked for in the temporary folder, in /tmp and in these folders. A folder of another
-    machine, on a disk that several share, is left to that machine.
+    machine, on a disk that several share, is left to that machine. A folder of the user's own, such
+    as trigon-0-experiments, is none of them: name, mode and content are compared.
     """
+    own_name = re.compile(rf"{_prefix()}[a-z0-9_]{{8}}(?:{re.escape(_REMOVED)})?")  # as mkdtemp makes them
     for base in {Path(tempfile.gettempdir()), Path("/tmp"), *bases}:
         for folder in base.glob(f"{_prefix()}*"):
+            if own_name.fullmatch(folder.name) is None:
+                continue
             lock = _lock_dead_folder(folder)
             if lock is not None:
                 _remove(folder)
@@ -85,9 +90,12 @@ def _lock_dead_folder(folder: Path) -> int | None:
     """Lock a folder whose process has ended, and return the descriptor; None if it may live."""
     try:
         status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
             return None
-        is_old = folder.name.endswith(_REMOVED) or time.time() - status.st_mtime > _UNLOCKED_SECONDS
+        # A process that was killed before it held its lock has left nothing else in its folder.
+        is_old = folder.name.endswith(_REMOVED) or (
+            time.time() - status.st_mtime > _UNLOCKED_SECONDS and {path.name for path in folder.iterdir()} <= {_LOCK}
+        )
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
