@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from trigon.resuming import SAME_COMMAND, SameCommand
+
 MEASURED = 5
 """The longest of so many last steps, updates or validations is what the next one takes."""
 
@@ -25,14 +27,23 @@ class StepLeft(Exception):
 class Grace:
     """The time that a run has from a request to stop until it has saved.
 
-    seconds: that time; None: as long as the step needs. clock: seconds, for tests.
-    saved_step: the last step with a checkpoint, or the one from which the run started.
+    seconds: that time; None: as long as the step needs. same_command: goes on with the run.
+    clock: seconds, for tests.
+    started_step: after which the run started. saved_step: the last step with a checkpoint, or that
+    one.
     save_seconds: that a complete save took; None: not known yet.
     score: the validation reward of the last step made; None if it was not validated.
     """
 
-    def __init__(self, seconds: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        seconds: float | None = None,
+        same_command: SameCommand = SAME_COMMAND,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._seconds = seconds
+        self._same_command = same_command
         self._clock = clock
         self._requested_at: float | None = None
         self._step = 0
@@ -40,6 +51,7 @@ class Grace:
         self._validation_started = 0.0
         self._stage: Literal["sampling", "updating", "made"] = "sampling"
         self._measured: dict[str, deque[float]] = {}
+        self.started_step = 0
         self.saved_step = 0
         self.save_seconds: float | None = None
         self.score: float | None = None
@@ -56,8 +68,8 @@ class Grace:
             return f"saving step {self._step}"
         if self._stage == "updating":
             return (
-                f"finishing the update of step {self._step} and saving; should the process be killed before that, the "
-                f"same command {self._resumption()}"
+                f"finishing the update of step {self._step} and saving; should the process be killed before that, "
+                f"{self._resumption()}"
             )
         needed = self._needed_by_step()
         limit = f"trainer.grace_seconds={self._seconds:g}"
@@ -134,4 +146,9 @@ class Grace:
         return max(self._measured[name]) if name in self._measured else None
 
     def _resumption(self) -> str:
-        return f"resumes after step {self.saved_step}" if self.saved_step else "starts from the beginning"
+        if self.saved_step == 0:
+            return "the same command starts from the beginning"
+        # Where this run started, the command that started it starts again.
+        has_saved = self.saved_step > self.started_step
+        command = self._same_command.from_step(self.saved_step) if has_saved else "the same command"
+        return f"{command} resumes after step {self.saved_step}"

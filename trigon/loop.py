@@ -40,13 +40,14 @@ def train(run: Run, resume_from: Checkpoint | None) -> Progress:
             return take_steps(run, resume_from)
     except NotFiniteError as error:
         last = run.store.newest_complete() or (None if resume_from is None else resume_from.folder)
-        raise NotFiniteError(f"{error}.\n{how_to_go_on(last)}") from error
+        advice = how_to_go_on(last, run.same_command, validates_only=run.intervals.validate_only)
+        raise NotFiniteError(f"{error}.\n{advice}") from error
 
 
 def take_steps(run: Run, resume_from: Checkpoint | None) -> Progress:
     """Do what train does, without waiting for a save in progress when an error is raised."""
     progress = restore(run, resume_from)
-    run.grace.saved_step = progress.step
+    run.grace.started_step = run.grace.saved_step = progress.step
     if run.intervals.validate_only:
         run.report.begin()
         run.hooks.step(progress.step, run.report.record(progress.step, validate(run, progress)))
@@ -218,7 +219,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     if alarm is not None:
         run.store.wait()  # a save in progress may be the checkpoint that is named
         saved = run.store.newest_complete(before=alarm.first_step)
-        raise WatchError(describe_stop(step, alarm, saved))
+        raise WatchError(describe_stop(step, alarm, saved, run.same_command))
     return stopping
 
 

@@ -19,6 +19,7 @@ from trigon.data.stream import PromptStream
 from trigon.grace import Grace
 from trigon.parity import ParityCheck
 from trigon.report.reporter import Reporter
+from trigon.resuming import SameCommand
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
 from trigon.skipped_updates import RecentUpdates
@@ -95,6 +96,7 @@ class Run:
     should_stop: asked after each step; True saves and ends the run.
     defer_interrupts: a context around the steps, in which an interrupt (Ctrl-C) makes should_stop
     True instead of ending the run.
+    same_command: goes on with the run.
     made_from: entries of every checkpoint that say what the run is made from, as JSON.
     grace: whether a step is finished after a request to stop, or left.
     """
@@ -122,6 +124,7 @@ class Run:
     tracer: Tracer
     should_stop: Callable[[], bool]
     defer_interrupts: Callable[[], AbstractContextManager[None]]
+    same_command: SameCommand
     hooks: Hooks = field(default_factory=Hooks)
     watch: Watch = field(default_factory=Watch)
     made_from: Mapping[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trigon.errors import NotFiniteError
 from trigon.metrics import Metrics
+from trigon.resuming import SameCommand
 from trigon.types import TrainGroup
 
 WINDOW = 20
@@ -104,15 +105,28 @@ def describe_skipped(groups: Sequence[TrainGroup], metrics: Metrics, *, grad_nor
     return f"gradient norm {grad_norm:g}, learning rate {rate:g}, largest |advantage| {largest:.3g}; {cause}"
 
 
-def how_to_go_on(last: Path | None) -> str:
-    """Return what to do after a NotFiniteError. last: the newest checkpoint, if there is one."""
+def how_to_go_on(last: Path | None, same_command: SameCommand, *, validates_only: bool) -> str:
+    """Return what to do after a NotFiniteError.
+
+    last: the newest checkpoint, if there is one. same_command: goes on with the run.
+    validates_only: the run makes no updates.
+    """
     page = "see docs/troubleshooting.md (Training has diverged)"
+    if validates_only:
+        return (
+            "Nothing was trained: the model's own weights, or those of the checkpoint that is validated, are the "
+            "cause. Validate another one (worker.actor.model.model_path, trainer.load_checkpoint_path)"
+        )
     if last is None:
-        return f"No checkpoint was saved before. Start again with a lower worker.actor.optim.lr; {page}"
+        return (
+            "No checkpoint was saved before. Start again with a lower worker.actor.optim.lr, or, if no update was made "
+            f"before, with another model or dtype; {page}"
+        )
     return (
-        f"This state is not saved. The last checkpoint, {last}, holds finite values: the same command goes on from it "
-        "with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr. If it ends in the same "
-        f"way, go on from an earlier one with trainer.load_checkpoint_path={last.parent / 'global_step_...'}; {page}"
+        f"This state is not saved. The last checkpoint, {last}, holds finite values: "
+        f"{same_command.from_checkpoint(last)} goes on from it with a lower worker.actor.optim.lr and "
+        "trainer.accept_changes=worker.actor.optim.lr. If it ends in the same way, go on from an earlier one with "
+        f"trainer.load_checkpoint_path={last.parent / 'global_step_...'}; {page}"
     )
 
 

@@ -14,6 +14,7 @@ from trigon.errors import EngineError, RolloutError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
+from trigon.resuming import SAME_COMMAND
 from trigon.rollout.restart import RestartingEngine
 from trigon.rollout.vllm.weights import itself
 from trigon.types import LocalWeights, Prompt, SamplingParams
@@ -160,7 +161,12 @@ def fail_to_load(monkeypatch, *, at):
 
 def test_an_engine_that_fails_is_started_anew_once_with_the_same_bits(engine, weights, prompts, expected, monkeypatch):
     warnings, done, groups, offloaded = [], [], [], []
-    restarting = RestartingEngine(engine, warn=warnings.append, before_restart=lambda: offloaded.append(engine._awake))
+    restarting = RestartingEngine(
+        engine,
+        warn=warnings.append,
+        same_command=SAME_COMMAND,
+        before_restart=lambda: offloaded.append(engine._awake),
+    )
     restarting.pop_metrics()
     before = memory_of(engine)
     with restarting.awake(handle_of(weights), version=7):
@@ -199,7 +205,7 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     engine, weights, prompts, expected, monkeypatch
 ):
     read, warnings = [], []
-    restarting = RestartingEngine(engine, warn=warnings.append)
+    restarting = RestartingEngine(engine, warn=warnings.append, same_command=SAME_COMMAND)
     fail_to_load(monkeypatch, at=[2])
     with restarting.awake(handle_of(weights, read), version=9):
         rows = restarting.generate(prompts, SAMPLING, step=1)
@@ -220,7 +226,7 @@ def test_a_weight_sync_that_fails_half_way_is_made_again_by_a_new_engine(
     ids=["start", "sync"],
 )
 def test_a_new_engine_that_fails_too_ends_the_run(engine, weights, prompts, monkeypatch, again, state):
-    restarting = RestartingEngine(engine, warn=lambda text: None)
+    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND)
     # The new engine reads the model folder with the same loader: 12 calls, 3 for each bias as well.
     fail_to_load(monkeypatch, at=[2, again])
     with pytest.raises(RolloutError) as caught, restarting.awake(handle_of(weights), version=10):

@@ -28,6 +28,7 @@ from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, r
 from trigon.distributed.worker_group import WorkerGroup
 from trigon.errors import CheckpointError, EngineError, TrigonError, WorkerError
 from trigon.metrics import Sum
+from trigon.resuming import SameCommand
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -145,7 +146,8 @@ def workers() -> Iterator[list[WorkerHandle]]:
 
 @pytest.fixture
 def worker_group(workers: list[WorkerHandle]) -> WorkerGroup:
-    return WorkerGroup(workers, "cpu", deadline_seconds=60.0)
+    same_command = SameCommand(Path("/runs/x"), finds_last=False)
+    return WorkerGroup(workers, "cpu", deadline_seconds=60.0, same_command=same_command)
 
 
 def failure(
@@ -377,6 +379,8 @@ def test_the_rank_that_died_is_named_rather_than_the_rank_that_failed_first(work
     assert str(error).startswith("rank 1 on ")
     assert "in update: the process died" in str(error)
     assert "Also failed: rank 0" in str(error)
+    going_on = "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... goes on from the last"
+    assert f"All other workers were stopped; {going_on} checkpoint" in str(error)
     survivor = WorkerGroup(workers[:1], "cpu", deadline_seconds=60.0)
     assert survivor.call_all(TestWorker.awake_version, phase="version") == [None]
 

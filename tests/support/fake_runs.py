@@ -34,6 +34,7 @@ from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.resuming import SAME_COMMAND
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.fake import FakeEngine
 from trigon.run import Intervals, Run
@@ -249,6 +250,7 @@ def open_run(parts: SharedParts, folder: Path, *, complete=sometimes_right, toke
             tracer=LocalTracer(folder / "profile", rank=None),
             should_stop=lambda: False,
             defer_interrupts=nullcontext,
+            same_command=SAME_COMMAND,
         )
         yield replace(run, **changes)
 

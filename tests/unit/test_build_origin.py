@@ -137,3 +137,49 @@ def test_a_run_that_only_validates_and_one_that_begins_are_not_compared():
     changed = {"data__seed": 2, "worker__rollout__n": 4}
     assert resumed(config(trainer__val_only=True, **changed), saved_by(config()))[1] == []
     assert resumed(config(**changed), None)[1] == []
+
+
+def folder_of(path, vocabulary):
+    """Return the name of a new folder with files of a model, without weights."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text(vocabulary)
+    return str(path)
+
+
+def test_another_tokenizer_than_the_models_own_is_refused_and_so_is_the_way_back(tmp_path):
+    model = {"worker__actor__model__model_path": folder_of(tmp_path / "model", "a b c")}
+    other = {"worker__actor__model__tokenizer_path": folder_of(tmp_path / "other", "c b a")}
+    named = {"worker__actor__model__tokenizer_path": model["worker__actor__model__model_path"]}
+    name = "worker.actor.model.tokenizer_path"
+    with pytest.raises(
+        CheckpointError, match=rf"\n  {name} was null, and is now .*other, with .*\(tokenizer\.json\)\n"
+    ):
+        resumed(config(**model, **other), saved_by(config(**model)))
+    with pytest.raises(
+        CheckpointError, match=rf"\n  {name} was .*other, and is now null, with .*\(tokenizer\.json\)\n"
+    ):
+        resumed(config(**model), saved_by(config(**model, **other)))
+    assert resumed(config(**model, **named), saved_by(config(**model)))[1] == []
+    accepted = {"trainer__accept_changes": (name,)}
+    [said] = resumed(config(**model, **other, **accepted), saved_by(config(**model)))[1]
+    assert said.startswith(f"accepted from step 8 on: {name} was null")
+
+
+def test_another_model_with_its_own_tokenizer_is_one_change(tmp_path):
+    first, second = (folder_of(tmp_path / name, name) for name in ("first", "second"))
+    with pytest.raises(CheckpointError) as caught:
+        resumed(
+            config(worker__actor__model__model_path=second), saved_by(config(worker__actor__model__model_path=first))
+        )
+    assert "\n  trainer.accept_changes=worker.actor.model.model_path\n" in str(caught.value)
+
+
+def test_a_record_from_before_tokenizers_were_always_recorded_is_not_compared_with_one(tmp_path):
+    def earlier(state):
+        contents = {name: parts for name, parts in state["contents"].items() if "tokenizer" not in name}
+        given = {name: text for name, text in state["given"].items() if "tokenizer" not in name}
+        return {**state, "contents": contents, "given": given}
+
+    model = config(worker__actor__model__model_path=folder_of(tmp_path / "model", "a b c"))
+    assert resumed(model, saved_by(model, change=earlier))[1] == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trigon.build.start import make_grace
+from trigon.config.schema import Config
 from trigon.grace import Grace, StepLeft
 
 
@@ -99,6 +101,23 @@ def test_an_update_that_has_begun_is_finished_and_the_message_says_what_remains_
             "resumes after step 1"
         )
     assert grace.request(limited=True) == "saving step 2"
+
+
+@pytest.mark.parametrize(
+    ("started", "saved", "text"),
+    [
+        (0, 0, "the same command starts from the beginning"),
+        (4, 4, "the same command resumes after step 4"),  # from trainer.load_checkpoint_path, as it started
+        (4, 6, "the same command with trainer.load_checkpoint_path='/my runs/x/global_step_6' resumes after step 6"),
+    ],
+)
+def test_a_command_that_does_not_find_the_last_checkpoint_is_given_the_option_that_names_it(started, saved, text):
+    config = Config(trainer={"save_checkpoint_path": "/my runs/x", "find_last_checkpoint": False, "grace_seconds": 0.5})
+    grace = make_grace(config)
+    grace.started_step, grace.saved_step = started, saved
+    grace.begin_step(saved + 1)
+    with grace.update():
+        assert grace.request(limited=True).endswith(f"should the process be killed before that, {text}")
 
 
 def test_a_validation_is_left_if_it_does_not_fit():

@@ -25,6 +25,7 @@ from trigon.config.schema import Config
 from trigon.errors import WatchError
 from trigon.loop import train
 from trigon.report.console import Console
+from trigon.resuming import SameCommand
 from trigon.run import Hooks
 from trigon.types import Prompt
 from trigon.watch.meter import MemoryMeter
@@ -160,13 +161,15 @@ def test_a_leak_in_the_driver_saves_and_stops(parts, tmp_path):
     with MemoryMeter() as meter:
         watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT)
         settings = {"plan": plan_of(steps=60), "watch": watch, "hooks": Hooks(on_step=leak)}
+        settings["same_command"] = SameCommand(tmp_path, finds_last=False)
         with open_run(parts, tmp_path, **settings) as run, pytest.raises(WatchError) as caught:
             train(run, None)
     text = str(caught.value)
     assert "host memory grows by" in text
     assert "perf/memory_driver_gb by" in text
-    assert "The step was saved; the same command goes on after it" in text
     [step] = saved_steps(tmp_path)
+    named = f"the same command with trainer.load_checkpoint_path={tmp_path / f'global_step_{step}'}"
+    assert f"The step was saved; {named} goes on after it" in text
     assert 13 <= step <= 20
     grown = float(text.partition("grows by ")[2].split()[0])
     assert grown == pytest.approx(16, rel=0.3)

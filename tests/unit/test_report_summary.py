@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trigon.config.defaults import resolve_same_command
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.report.summary import describe_plan, format_bytes, suggest_next_steps
@@ -42,6 +43,21 @@ def test_after_a_stop_the_command_that_resumes_is_suggested():
     )
     assert suggestion(find_last_checkpoint=False) == elsewhere
     assert suggestion(load_checkpoint_path="/runs/other/global_step_2") == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("trainer", "finds_last"),
+    [
+        ({}, True),
+        ({"find_last_checkpoint": False}, False),
+        ({"load_checkpoint_path": "/runs/y/global_step_2"}, False),
+    ],
+)
+def test_all_messages_have_the_command_that_finds_the_last_checkpoint(trainer, finds_last):
+    command = resolve_same_command(Config(trainer={"save_checkpoint_path": "/runs/x", **trainer}))
+    option = "" if finds_last else " with trainer.load_checkpoint_path=/runs/x/global_step_"
+    assert command.from_last() == "the same command" + (option and f"{option}...")
+    assert command.from_step(7) == "the same command" + (option and f"{option}7")
 
 
 def test_the_overview_has_the_arithmetic_of_a_step():

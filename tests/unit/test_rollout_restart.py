@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from support.rollout import NO_WEIGHTS
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values
+from trigon.resuming import SAME_COMMAND, SameCommand
 from trigon.rollout.restart import RestartingEngine
 from trigon.types import Completion, Prompt, SamplingParams
 
@@ -73,7 +75,10 @@ def sample(engine):
 def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once():
     engine, warnings = FailingEngine("sample 1"), []
     restarting = RestartingEngine(
-        engine, warn=warnings.append, before_restart=lambda: engine.events.append("free memory")
+        engine,
+        warn=warnings.append,
+        same_command=SAME_COMMAND,
+        before_restart=lambda: engine.events.append("free memory"),
     )
     with restarting.awake(NO_WEIGHTS, version=4):
         rows, done, groups = sample(restarting)
@@ -93,7 +98,7 @@ def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once
 
 def test_a_failure_while_loading_loads_again_also_inside_another_context():
     engine = FailingEngine("load 5")
-    restarting = RestartingEngine(engine, warn=lambda text: None)
+    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND)
     with restarting.awake(NO_WEIGHTS, version=4):
         with restarting.awake(NO_WEIGHTS, version=5):
             sample(restarting)
@@ -113,16 +118,33 @@ def test_a_failure_while_loading_loads_again_also_inside_another_context():
 )
 def test_a_second_failure_ends_the_run(failures, message):
     engine = FailingEngine(*failures)
-    restarting = RestartingEngine(engine, warn=lambda text: None)
+    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND)
     with pytest.raises(RolloutError) as caught, restarting.awake(NO_WEIGHTS, version=4):
         sample(restarting)
     assert str(caught.value).startswith(message)
     assert engine.events.count("restart") == 1
 
 
+@pytest.mark.parametrize(
+    ("same_command", "text"),
+    [
+        (SAME_COMMAND, "run the same command; docs/"),
+        (
+            SameCommand(Path("/runs/x"), finds_last=False),
+            "run the same command with trainer.load_checkpoint_path=/runs/x/global_step_...; docs/",
+        ),
+    ],
+)
+def test_the_last_failure_says_which_command_goes_on(same_command, text):
+    engine = RestartingEngine(FailingEngine("load 4", "sample 2"), warn=print, same_command=same_command)
+    with pytest.raises(RolloutError) as caught, engine.awake(NO_WEIGHTS, version=4):
+        sample(engine)
+    assert f"To go on from the last checkpoint, {text}" in str(caught.value)
+
+
 def test_other_errors_do_not_start_it_anew():
     engine = FailingEngine()
-    restarting = RestartingEngine(engine, warn=lambda text: None)
+    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND)
     with pytest.raises(EngineError, match="too long"), restarting.awake(NO_WEIGHTS, version=4):
         raise EngineError("a prompt is too long")
     assert engine.events == ["load 4", "asleep"]

@@ -14,6 +14,7 @@ from trigon.errors import NotFiniteError
 from trigon.loop import train
 from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
+from trigon.resuming import SameCommand
 from trigon.skipped_updates import RecentUpdates, describe_skipped
 from trigon.training.protocol import SKIPPED_GRAD_NORM
 from trigon.types import Prompt, TrainGroup, TrainSequence
@@ -171,6 +172,29 @@ def test_a_run_without_a_checkpoint_says_to_start_again(parts, tmp_path):
     with open_run(parts, tmp_path, max_skipped_updates=1) as run, pytest.raises(NotFiniteError, match=message):
         train(skipping(run, 1), None)
     assert saved_steps(tmp_path) == []
+
+
+class FailingTrainer(RecordingTrainer):
+    """A trainer whose weights are found not to be finite."""
+
+    def weights(self):
+        raise NotFiniteError("the weights after 7 updates hold nan")
+
+
+def test_a_run_that_only_validates_does_not_advise_to_train_otherwise(parts, tmp_path):
+    with open_run(parts, tmp_path, intervals=replace(INTERVALS, validate_only=True)) as run:
+        run.trainer.__class__ = FailingTrainer
+        with pytest.raises(NotFiniteError, match=r"hold nan\.\nNothing was trained: the model's own wei") as caught:
+            train(run, None)
+    assert "optim.lr" not in str(caught.value)
+
+
+def test_a_command_that_does_not_find_the_last_checkpoint_is_told_its_name(parts, tmp_path):
+    settings = {**SAVING, "same_command": SameCommand(tmp_path, finds_last=False)}
+    with open_run(parts, tmp_path, **settings) as run, pytest.raises(NotFiniteError) as caught:
+        train(skipping(run, 3, 4, 5), None)
+    named = f"the same command with trainer.load_checkpoint_path={tmp_path / 'global_step_4'} goes on from it"
+    assert f"holds finite values: {named} with a lower worker.actor.optim.lr" in str(caught.value)
 
 
 def test_with_zero_the_run_goes_on(parts, tmp_path):

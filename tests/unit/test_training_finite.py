@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from support.engines import make_engine, make_rollouts, to_train
 from trigon.checkpoint.store import CheckpointStore
-from trigon.errors import CheckpointError, NotFiniteError
+from trigon.errors import CheckpointError, ModelError, NotFiniteError
 from trigon.training.checkpointing import require_finite_files
 from trigon.training.finite import all_finite, require_finite
 from trigon.training.parallel import SingleProcess
@@ -66,6 +67,16 @@ def test_a_weight_that_an_update_made_infinite_is_neither_sampled_from_nor_saved
     with pytest.raises(NotFiniteError, match=r"weights/"):
         engine.save_state(tmp_path, model_only=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_whose_own_weights_are_not_finite_is_an_error_of_the_model_and_not_of_training(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model("qwen2"), tmp_path / "model")
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    next(tensor for tensor in tensors.values() if tensor.ndim == 2)[0, 0] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"hold nan .* in 1 of \d+ tensors: .*No update was made: the model's own wei"):
+        make_engine(folder).weights()
 
 
 def test_an_optimizer_state_that_is_not_finite_is_not_saved(tiny_model, tmp_path):

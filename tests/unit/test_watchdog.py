@@ -23,6 +23,7 @@ pytestmark = [
 DRIVER = """
 import ctypes, subprocess, sys, threading, time
 from pathlib import Path
+from trigon.resuming import SameCommand
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog import Watchdog
 
@@ -63,7 +64,13 @@ if __name__ == "__main__":
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     child.stdout.readline()
     threading.Thread(target=hang_in_python, name="other", daemon=True).start()
-    with Watchdog(Path(sys.argv[1]), lambda name: 2.0, option="the_option=2", unwind_seconds=3.0) as watchdog:
+    with Watchdog(
+        Path(sys.argv[1]),
+        lambda name: 2.0,
+        option="the_option=2",
+        unwind_seconds=3.0,
+        same_command=SameCommand(Path("/runs/x"), finds_last=False),
+    ) as watchdog:
         print(child.pid, flush=True)
         with watchdog.phase("update_actor"):
             globals()[sys.argv[2]]()
@@ -99,6 +106,8 @@ def test_a_hang_in_python_raises_an_error_with_the_place(tmp_path, function):
     assert process.returncode == 1
     assert "WorkerError: update_actor made no progress for 2 s (the_option=2): the run hangs; the stacks of" in error
     assert f", in {function}\n" in error
+    going_on = "run the same command with trainer.load_checkpoint_path=/runs/x/global_step_..."
+    assert f"To go on from the last checkpoint, {going_on}\n" in error
     stacks = (tmp_path / "hang_stacks.txt").read_text()
     assert f"in {function}" in stacks
     assert "in hang_in_python" in stacks  # the other thread

@@ -14,7 +14,12 @@ import torch
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
-from trigon.config.defaults import resolve_enable_chunked_prefill, resolve_max_num_seqs, resolve_run_folder
+from trigon.config.defaults import (
+    resolve_enable_chunked_prefill,
+    resolve_max_num_seqs,
+    resolve_run_folder,
+    resolve_same_command,
+)
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
@@ -84,7 +89,12 @@ def open_engines(
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos)
         if isinstance(rollout, RestartableEngine):
-            rollout = RestartingEngine(rollout, warn=report.warn, before_restart=trainer.offload)
+            rollout = RestartingEngine(
+                rollout,
+                warn=report.warn,
+                same_command=resolve_same_command(config),
+                before_restart=trainer.offload,
+            )
         stack.callback(rollout.close)
     tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
 

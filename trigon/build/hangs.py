@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from trigon.config.defaults import resolve_same_command
 from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
@@ -33,6 +34,7 @@ def open_hang_watch(config: Config, folder: Path, console: Console) -> HangWatch
         partial(limit_of, config, reads_hub(config)),
         option="trainer.worker_timeout_seconds",
         unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
+        same_command=resolve_same_command(config),
     )
 
 

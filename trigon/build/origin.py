@@ -177,9 +177,10 @@ class Origin:
         model = self._config.worker.actor.model
         self._contents[MODEL] = _model_digests(model_folder(model_path(self._config)), with_weights=True)
         self._given[MODEL] = model_path(self._config)
-        if model.tokenizer_path is not None:
-            self._contents[TOKENIZER] = _model_digests(model_folder(model.tokenizer_path), with_weights=False)
-            self._given[TOKENIZER] = model.tokenizer_path
+        # Also if it is the model's own: then a change to another one, or back, is seen.
+        tokenizer = model.tokenizer_path or model_path(self._config)
+        self._contents[TOKENIZER] = _model_digests(model_folder(tokenizer), with_weights=False)
+        self._given[TOKENIZER] = model.tokenizer_path or ""
 
     def _compare(self, changed: Mapping[str, str] | None = None) -> None:
         """Compare all that is known by now. changed: further differences, by name."""
@@ -212,12 +213,16 @@ class Origin:
         changes = {}
         for name, parts in self._contents.items():
             before = self._saved.get("contents", {}).get(name)
-            if before is None:
+            if before is None or (name == TOKENIZER and self._uses_models_tokenizer()):
                 continue
             differing = [part for part in dict.fromkeys((*before, *parts)) if _differs(before, parts, part)]
             if differing:
                 changes[name] = self._describe_content(name, differing)
         return changes
+
+    def _uses_models_tokenizer(self) -> bool:
+        """Return whether both runs have the model's own tokenizer, which is compared with it."""
+        return not self._given[TOKENIZER] and not self._saved.get("given", {}).get(TOKENIZER)
 
     def _describe_content(self, name: str, parts: Sequence[str]) -> str:
         before, now = str(self._saved.get("given", {}).get(name, "")), self._given[name]

@@ -37,7 +37,12 @@ from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.checks import find_device_warnings
-from trigon.config.defaults import resolve_auto_micro_batch, resolve_parity_tolerance, resolve_run_folder
+from trigon.config.defaults import (
+    resolve_auto_micro_batch,
+    resolve_parity_tolerance,
+    resolve_run_folder,
+    resolve_same_command,
+)
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
 from trigon.config.paths import DATASET_SUFFIXES, expand_path, is_python_object, local_path, split_dataset
@@ -432,6 +437,7 @@ def make_run(
         tracer=engines.tracer,
         should_stop=should_stop,
         defer_interrupts=defer_interrupts,
+        same_command=resolve_same_command(config),
         grace=grace,
         hooks=hooks,
     )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trigon.config.defaults import resolve_same_command
 from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.grace import Grace
@@ -144,7 +145,7 @@ def share_heaps() -> None:
 
 def make_grace(config: Config) -> Grace:
     """Return what decides, after a request to stop, whether a step is finished or left."""
-    return Grace(config.trainer.grace_seconds)
+    return Grace(config.trainer.grace_seconds, resolve_same_command(config))
 
 
 def quiet_torch(loaded: LoadedConfig) -> None:

@@ -16,7 +16,7 @@ from trigon.build.memory_table import Hardware
 from trigon.build.models import DevicePlacement, open_models, set_determinism
 from trigon.build.options import kl_is_full, make_loss_terms, model_path, needs_reference
 from trigon.checkpoint.store import CheckpointStore
-from trigon.config.defaults import resolve_run_folder
+from trigon.config.defaults import resolve_run_folder, resolve_same_command
 from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
@@ -73,6 +73,7 @@ def open_worker_group(
                 device,
                 deadline_seconds=trainer.worker_timeout_seconds,
                 stacks_file=folder / HANG_STACKS,
+                same_command=resolve_same_command(config),
             )
             join = partial(join_ranks, config_for_workers(config), device, folder.absolute())
             reports = worker_group.call_all(Worker.join, join, phase=JOIN_PHASE, max_deadline_seconds=JOIN_SECONDS)
@@ -163,7 +164,7 @@ def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Repo
     rollout = config.worker.rollout
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=rollout.tensor_parallel_size)
     if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
-        return RestartingEngine(engine, warn=report.warn)
+        return RestartingEngine(engine, warn=report.warn, same_command=resolve_same_command(config))
     return engine
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from trigon.config.schema import Config
 from trigon.names import DeviceType, Dtype
+from trigon.resuming import SameCommand
 
 # -- defaults that depend on the device -----------------------------------------------------------
 
@@ -106,6 +107,13 @@ def resolve_run_folder(config: Config) -> Path:
     """
     trainer = config.trainer
     return Path(trainer.save_checkpoint_path or Path("checkpoints") / trainer.project_name / trainer.experiment_name)
+
+
+def resolve_same_command(config: Config) -> SameCommand:
+    """Return which command goes on with the run, for messages."""
+    trainer = config.trainer
+    finds_last = trainer.find_last_checkpoint and trainer.load_checkpoint_path is None
+    return SameCommand(resolve_run_folder(config), finds_last)
 
 
 def resolve_weight_dtype(config: Config) -> Dtype:

@@ -23,6 +23,7 @@ from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.errors import TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
+from trigon.resuming import SAME_COMMAND, SameCommand
 from trigon.system.stacks import descendants, dump_stacks, register_stacks
 
 W = TypeVar("W", bound=Worker)
@@ -96,6 +97,7 @@ class WorkerGroup:
 
     device: the kind of device that each worker has. deadline_seconds: time limit of one call.
     stacks_file: where the stacks of all processes on this machine are written if a call hangs.
+    same_command: goes on with the run when a worker has died.
     files: the media files that each worker has, by rank; updated by those who encode messages.
     processed: which workers have the pixels of which prompts; updated likewise.
     """
@@ -104,6 +106,7 @@ class WorkerGroup:
     device: Literal["cpu", "cuda"]
     deadline_seconds: float
     stacks_file: Path | None = None
+    same_command: SameCommand = SAME_COMMAND
     traffic: Traffic = field(default_factory=Traffic)
     files: list[RecentFiles] = field(init=False)
     processed: ProcessedMedia = field(default_factory=ProcessedMedia)
@@ -267,7 +270,7 @@ class WorkerGroup:
             return WorkerError(f"{location}: raised an error{memory}:\n{first.error}{also}")
         return WorkerError(
             f"{location}: the process died{memory}: {_describe_death(first.error)}{also}\n"
-            "All other workers were stopped; the same command goes on from the last checkpoint"
+            f"All other workers were stopped; {self.same_command.from_last()} goes on from the last checkpoint"
         )
 
     def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> WorkerError:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from trigon.config.defaults import resolve_same_command
 from trigon.config.plan import Plan
 from trigon.config.schema import Config
 from trigon.training.protocol import Sizes
@@ -88,8 +89,7 @@ def suggest_next_steps(
         return ["continue: the same command starts from the beginning, since no step was finished", *steps]
     if stopped and checkpoint is not None:
         step = checkpoint.name.removeprefix("global_step_")
-        finds_it = config.trainer.find_last_checkpoint and config.trainer.load_checkpoint_path is None
-        option = "" if finds_it else f" with trainer.load_checkpoint_path={shlex.quote(str(checkpoint))}"
-        return [f"continue: the same command{option} resumes after step {step}", *steps]
+        command = resolve_same_command(config).from_checkpoint(checkpoint)
+        return [f"continue: {command} resumes after step {step}", *steps]
     steps.append("continue: run the same command with a larger trainer.max_steps or trainer.total_epochs")
     return steps

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from trigon.errors import RolloutError
 from trigon.metrics import Metrics, Sum, merge
+from trigon.resuming import SameCommand
 from trigon.rollout.protocol import OnGroup, RolloutEngine
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
 
@@ -52,15 +53,18 @@ class RestartingEngine:
         engine: RestartableEngine,
         *,
         warn: Callable[[str], None],
+        same_command: SameCommand,
         before_restart: Callable[[], object] | None = None,
     ) -> None:
         """Wrap an engine.
 
-        warn: called with a message when it is started anew. before_restart: frees device memory
+        warn: called with a message when it is started anew. same_command: goes on with the run
+        after the second failure. before_restart: frees device memory
         that the engine needs to start, such as the trainer's; None where the engine does it.
         """
         self._engine = engine
         self._warn = warn
+        self._same_command = same_command
         self._before_restart = before_restart
         self._contexts: list[_Awake] = []  # outermost first
         self._restarted = False
@@ -142,9 +146,9 @@ class RestartingEngine:
         """
         if self._restarted:
             raise RolloutError(
-                f"{error}\nThe rollout engine was started anew before in this run, and has failed again. The same "
-                "command goes on from the last checkpoint; docs/troubleshooting.md (The rollout engine fails) says "
-                "what to look for"
+                f"{error}\nThe rollout engine was started anew before in this run, and has failed again. To go on from "
+                f"the last checkpoint, run {self._same_command.from_last()}; docs/troubleshooting.md (The rollout "
+                "engine fails) says what to look for"
             ) from error
         self._restarted = True
         self._num_restarts += 1

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from trigon.errors import WorkerError
+from trigon.resuming import SameCommand
 from trigon.system.signals import termination_blocked
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog_process import RECORD_BYTES, Record, write_record
@@ -77,11 +78,21 @@ class Watchdog(HangWatch):
     """
 
     def __init__(
-        self, folder: Path, limit_of: Callable[[str], float | None], *, option: str, unwind_seconds: float
+        self,
+        folder: Path,
+        limit_of: Callable[[str], float | None],
+        *,
+        option: str,
+        unwind_seconds: float,
+        same_command: SameCommand,
     ) -> None:
-        """Start the watching process. option: the name of the limit's option, for the error."""
+        """Start the watching process.
+
+        option: the name of the limit's option, for the error. same_command: goes on with the run.
+        """
         self._limit_of = limit_of
         self._option = option
+        self._same_command = same_command
         self._thread_id = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._names: list[str] = []
@@ -179,7 +190,7 @@ class Watchdog(HangWatch):
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         self._error = WorkerError(
             f"{message['hang']} ({self._option}): the run hangs; {message['where']}. The main thread is in\n{stack}"
-            "The same command goes on from the last checkpoint"
+            f"To go on from the last checkpoint, run {self._same_command.from_last()}"
         )
         if self._is_main:
             signal.pthread_kill(self._thread_id, _SIGNAL)  # ends a wait of the system, too

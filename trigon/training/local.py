@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trigon.algorithms.reduce import Denominators, count_denominators
 from trigon.algorithms.unread import UnreadMetrics, read_metrics
 from trigon.data.packing import Positions, pack_train
+from trigon.errors import ModelError, NotFiniteError
 from trigon.metrics import Max, Mean, Metric, Metrics, Sum
 from trigon.models.features import VisionFeatureCache
 from trigon.models.policy import Policy, full_tensor
@@ -290,7 +291,16 @@ class LocalTrainEngine:
                 for name, parameter in self._policy.named_parameters()
                 if parameter.requires_grad or self._unchecked == "all"
             }
-            require_finite(checked, self._process_group, what=f"the weights after {self._updates:,} updates")
+            try:
+                require_finite(checked, self._process_group, what=f"the weights after {self._updates:,} updates")
+            except NotFiniteError as error:
+                if self._updates > 0:
+                    raise
+                raise ModelError(
+                    f"{error}. No update was made: the model's own weights are not finite. Its files "
+                    "(worker.actor.model.model_path) are damaged, or hold values that are too large for "
+                    "worker.actor.fsdp.torch_dtype"
+                ) from error
             self._unchecked = "none"
         self._offload_states()
         return LocalWeights(self._read_weights)

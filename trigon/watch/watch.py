@@ -14,6 +14,7 @@ from typing import Any
 
 from trigon.metrics import Max, Metric, Metrics, values
 from trigon.names import WatchLevel
+from trigon.resuming import SameCommand
 from trigon.watch.history import History
 from trigon.watch.memory import Growth, MemoryGrowth
 from trigon.watch.meter import MemoryMeter
@@ -246,16 +247,17 @@ class Watch:
         return self._settings.levels[watcher]
 
 
-def describe_stop(step: int, alarm: Alarm, saved: Path | None) -> str:
+def describe_stop(step: int, alarm: Alarm, saved: Path | None, same_command: SameCommand) -> str:
     """Return what a watcher saw, which checkpoint is from before, and how to go on.
 
-    saved: the newest checkpoint from before the alarm's first step, if there is one.
+    saved: the newest checkpoint from before the alarm's first step, if there is one. same_command:
+    goes on with the run.
     """
     text = (
         f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
     )
     if alarm.saves:
-        return f"{text}. The step was saved; the same command goes on after it, with its memory empty"
+        return f"{text}. The step was saved; {same_command.from_step(step)} goes on after it, with its memory empty"
     on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
     if saved is None:
         return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
