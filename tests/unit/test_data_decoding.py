@@ -27,7 +27,8 @@ ROTATED[0x0112] = 6
 
 # Decodes each file in turn, and prints by how many bytes the resident memory rose at its peak.
 MEASURE = """
-import sys
+import ctypes, sys
+from PIL import Image
 from trigon.data.images import open_image
 
 def kb(key):
@@ -40,6 +41,8 @@ def decode(name):
 
 decode(sys.argv[1])  # loads the decoders
 for name in sys.argv[2:]:
+    Image.core.clear_cache()
+    ctypes.CDLL(None).malloc_trim(0)  # what was decoded before would be used again
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = kb("VmRSS")
@@ -71,6 +74,7 @@ def bombs() -> dict[str, tuple[str, bytes]]:
         "jpeg": (rgb, "JPEG", {}),
         "progressive jpeg": (rgb, "JPEG", {"progressive": True, "subsampling": 0}),
         "progressive cmyk": (plain("CMYK"), "JPEG", {"progressive": True, "subsampling": 0}),
+        "several jpegs": (rgb, "MPO", several | {"progressive": True, "subsampling": 0}),
         "rotated jpeg": (rgb, "JPEG", {"exif": ROTATED}),
         "animated webp": (rgb, "WEBP", several),
         "lossless webp with alpha": (rgba, "WEBP", {"lossless": True}),
@@ -86,7 +90,22 @@ def bombs() -> dict[str, tuple[str, bytes]]:
         stream = io.BytesIO()
         image.save(stream, image_format, **options)
         made[name] = (image_format, stream.getvalue())
+    made["several cmyk"] = ("MPO", with_more_pictures(made["progressive cmyk"][1]))
+    for name, (image_format, content) in made.items():
+        with Image.open(io.BytesIO(content)) as opened:
+            assert opened.format == image_format, name
     return made
+
+
+def with_more_pictures(jpeg: bytes) -> bytes:
+    """Return a JPEG with the segment by which Pillow takes it for one of several pictures."""
+    small = Image.new("RGB", (8, 8))
+    stream = io.BytesIO()
+    small.save(stream, "MPO", save_all=True, append_images=[small])
+    content = stream.getvalue()
+    start = content.index(b"\xff\xe2")
+    end = start + 2 + int.from_bytes(content[start + 2 : start + 4], "big")
+    return jpeg[:2] + content[start:end] + jpeg[2:]
 
 
 @pytest.mark.faults

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from support.sockets import listeners, outside_address
-from trigon.distributed.cluster import set_environment
-from trigon.distributed.local_ray import choose_base
+from trigon.distributed.cluster import open_cluster, set_environment
+from trigon.distributed.local_ray import choose_base, make_base
 from trigon.distributed.rendezvous import listen_at, open_store
+from trigon.errors import ConfigError
 from trigon.system.network import LOOPBACK, find_interface, loopback_variables
 from trigon.system.variables import keep_compiled_code, set_variables
 
@@ -77,6 +78,36 @@ def test_ray_keeps_its_files_in_the_temporary_folder_unless_its_sockets_would_ha
     assert choose_base() == Path("/scratch")
     monkeypatch.setenv("RAY_TMPDIR", "/scratch/" + 40 * "x")
     assert choose_base() == Path("/tmp")
+
+
+def test_a_temporary_folder_of_ray_that_does_not_exist_is_made(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # tmp_path is too long for Ray's sockets
+        monkeypatch.setenv("RAY_TMPDIR", f"{short}/a/b")
+        assert make_base() == Path(short, "a", "b")
+        assert Path(short, "a", "b").is_dir()
+
+
+@pytest.mark.faults
+def test_a_temporary_folder_of_ray_that_cannot_be_made_is_an_error_of_the_configuration(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        file = Path(short, "f")
+        file.touch()
+        for folder in (file, file / "a", Path("/proc/self/a")):
+            monkeypatch.setenv("RAY_TMPDIR", str(folder))
+            message = rf"Ray cannot be kept in {folder}: .* Set RAY_TMPDIR"
+            with pytest.raises(ConfigError, match=message), open_cluster(nodes=1, workers_per_node=1):
+                pass
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
+def test_a_temporary_folder_of_ray_without_permission_is_an_error_of_the_configuration(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        Path(short).chmod(0o500)
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        with pytest.raises(ConfigError, match="no permission to write"):
+            make_base()
+        Path(short).chmod(0o700)
 
 
 def test_variables_have_their_former_values_afterwards(monkeypatch):

@@ -19,8 +19,9 @@ BUDGET_BYTES = 2**30
 
 # Bytes per pixel while an image of each format is decoded and made RGB, its 4 bytes per pixel as
 # RGB included: the maxima over modes as tests/unit/test_data_decoding.py measures them.
-# JPEG: all coefficients of a progressive file; WebP, AVIF and JPEG 2000: the decoders' own copies.
-_FORMAT_BYTES = {"JPEG": 12, "WEBP": 20, "AVIF": 16, "JPEG2000": 26}
+# JPEG: all coefficients of a progressive file, likewise of a camera's file of several pictures
+# (MPO); WebP, AVIF and JPEG 2000: the decoders' own copies.
+_FORMAT_BYTES = {"JPEG": 12, "MPO": 12, "WEBP": 20, "AVIF": 16, "JPEG2000": 26}
 _OTHER_BYTES = 10
 
 VIDEO_BYTES_PER_PIXEL = 56

@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, choose_base, prepare_local_cluster
+from trigon.distributed.local_ray import OTHERS_CLUSTER, check_loopback, make_base, prepare_local_cluster
 from trigon.errors import ConfigError, WorkerError
 from trigon.installation import clone_folder
 from trigon.metrics import Max, Metrics, Min
@@ -84,7 +84,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     this machine; otherwise a local one that is started here and ends with the context or with this
     process; see local_ray.py.
     Yields: a name for this run, unlike that of every other run on this machine.
-    Raises: ConfigError if there is no cluster to connect to.
+    Raises: ConfigError if there is no cluster to connect to, or no place for its temporary files.
     """
     address = os.environ.get("RAY_ADDRESS") or ("auto" if nodes > 1 else "local")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -95,7 +95,7 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
     # Workers have threads before any of their code runs, so glibc reads this as they start.
     os.environ.setdefault(ARENAS_VARIABLE, str(NUM_ARENAS))
     with (
-        private_folder(choose_base()) as folder,
+        private_folder(make_base()) as folder,
         prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
     ):
         sigterm_handler = signal.getsignal(signal.SIGTERM)

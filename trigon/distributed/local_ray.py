@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from trigon.errors import WorkerError
+from trigon.errors import ConfigError, WorkerError
 from trigon.system.variables import set_variables
 
 _MAX_SOCKET_PATH = 107
@@ -50,7 +50,7 @@ def prepare_local_cluster(folder: Path, num_cpus: int) -> Iterator[LocalCluster]
     """Set up a cluster on this machine, which starts and ends within this context.
 
     On exit, environment variables have their former values.
-    folder: a private one, for the files of Ray and of the workers; see choose_base.
+    folder: a private one, for the files of Ray and of the workers; see make_base.
     """
     allows_clusters = ray_constants.ENABLE_RAY_CLUSTER
     variables = {
@@ -93,6 +93,24 @@ def choose_base() -> Path:
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
     longest = len(os.fsencode(base)) + len(f"/trigon-{os.geteuid()}-00000000{_RAY_SOCKET}")
     return base if longest <= _MAX_SOCKET_PATH else Path("/tmp")
+
+
+def make_base() -> Path:
+    """Return choose_base(), and make it if it is not there.
+
+    Raises: ConfigError if no folder can be made in it.
+    """
+    base = choose_base()
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        if not os.access(base, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write into {base}")
+    except OSError as error:
+        raise ConfigError(
+            f"the temporary files of Ray cannot be kept in {base}: {error}. Set RAY_TMPDIR, or without it TMPDIR, to a "
+            "folder on this machine that you can write into"
+        ) from error
+    return base
 
 
 def check_loopback() -> None:

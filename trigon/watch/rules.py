@@ -1,6 +1,6 @@
 """The rules of the watchers: which numbers of a step mean that training fails, and what to do.
 
-Each rule looks at one step; an alarm is raised by several steps in a row (watch.py). A value that
+Each rule checks one step; an alarm is raised by several steps in a row (watch.py). A value that
 is missing or not finite says nothing: it neither counts nor ends a series. Updates whose gradient
 is not finite are skipped, which is reported elsewhere.
 """
