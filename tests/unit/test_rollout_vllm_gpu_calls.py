@@ -23,7 +23,7 @@ class FakeLLMEngine:
     def __init__(self):
         self.calls, self.resident, self.requests = [], {"weights", "kv_cache"}, []
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
-        self.threads = set()
+        self.threads, self.compared = set(), []
 
     def apply_model(self, function):
         return [function(torch.nn.Linear(2, 2))]
@@ -78,6 +78,8 @@ def llm_engine(monkeypatch):
     def load(llm_engine, *args, **kwargs):
         assert llm_engine.resident == {"weights"}
         llm_engine.calls.append(f"load {kwargs['version']}")
+        if kwargs["check_values"]:
+            llm_engine.compared.append(kwargs["version"])
 
     monkeypatch.setattr(engine, "find_state", lambda model, is_dropped: State(()))
     monkeypatch.setattr(engine, "load_weights", load)
@@ -110,6 +112,22 @@ def test_memory_comes_back_in_the_order_in_which_it_is_needed(rollout, llm_engin
         assert len(completions) == 2
     awake = ["wake ['weights']", "restore", "load 0", "wake ['kv_cache']", *RESET]
     assert llm_engine.calls == [*awake, *RESET, *RESET, "sleep"] * 2
+
+
+@pytest.mark.parametrize(("freq", "compared"), [(4, [0, 2, 4]), (0, [])])
+def test_the_first_weights_of_a_restarted_engine_are_compared_at_any_version(
+    tiny_model, llm_engine, monkeypatch, freq, compared
+):
+    monkeypatch.setattr(engine, "stop_llm_engine", lambda stopped: llm_engine.resident.update({"weights", "kv_cache"}))
+    folder = tiny_model("qwen2")
+    settings = make_vllm_settings(folder, device="cuda", weight_check_freq=freq)
+    rollout = VllmEngine(settings, load_processors(str(folder)))
+    for version in (0, 1, 2, 3, 4):
+        if version == 2:
+            rollout.restart()
+        with rollout.awake(handle_of({}), version=version):
+            pass
+    assert llm_engine.compared == compared
 
 
 def test_vllm_computes_with_one_thread_beside_a_gpu(rollout, llm_engine, several_threads):

@@ -60,6 +60,7 @@ class VllmEngine:
         self._closed = False
         self._unusable_because = ""  # empty while the engine can be used
         self._num_retried = 0  # since the last pop_metrics
+        self._restarted = False  # and has loaded no weights since then
         names = checkpoint_names(settings.model_folder)
         self._expected_names = canonical_names(names, processors)
         self._arguments = engine_arguments(settings, processors, checkpoint_names=names)
@@ -109,6 +110,7 @@ class VllmEngine:
         except Exception as error:  # vLLM raises errors of many types
             raise RolloutError(f"vLLM could not be started anew: {type(error).__name__}: {error}") from error
         self._unusable_because = ""
+        self._restarted = True
         self._sleep()
         if is_frozen:
             gc.freeze()
@@ -307,8 +309,9 @@ class VllmEngine:
             expected_names=self._expected_names,
             device=self._settings.device,
             version=version,
-            check_values=self._settings.checks_weights(version),
+            check_values=self._settings.checks_weights(version, restarted=self._restarted),
         )
+        self._restarted = False
         self._version = version
         self._unusable_because = ""
 
