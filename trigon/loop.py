@@ -165,11 +165,13 @@ def update_policy(
     """
     metrics: Metrics = {}
     with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
-        for number, minibatch in enumerate(minibatches(groups, run.plan), start=1):
+        skipped: set[int] = set()  # first groups of the minibatches skipped in this step
+        for number, (first, minibatch) in enumerate(minibatches(groups, run.plan), start=1):
             update = dict(run.trainer.step(minibatch))
             norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
-            recent = recent.after(update, limit=run.max_skipped_updates)
+            recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped)
             if norm is not None:
+                skipped.add(first)
                 cause = describe_skipped(minibatch, update, grad_norm=norm.value)
                 run.report.warn(
                     f"update {number} of step {step} is skipped, since its gradient is not finite "
@@ -330,14 +332,14 @@ def training_prompts(run: Run) -> PromptStream:
     return run.prompts
 
 
-def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[TrainGroup]]:
-    """Yield the groups of each optimizer update.
+def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[tuple[int, Sequence[TrainGroup]]]:
+    """Yield the groups of each optimizer update, after the index of the first of them.
 
     Consecutive slices, once for each epoch over the rollouts.
     """
     for _ in range(plan.epochs_per_step):
         for start in range(0, len(groups), plan.prompts_per_update):
-            yield groups[start : start + plan.prompts_per_update]
+            yield start, groups[start : start + plan.prompts_per_update]
 
 
 def count_tokens(groups: Sequence[RolloutGroup]) -> int:
