@@ -307,9 +307,24 @@ def test_every_kind_of_memory_is_watched():
         memory = MemoryGrowth()
         for step in range(1, 40):
             memory.add(step, {kind.used[0]: 0.5 * step, kind.left: 20.0 - 0.5 * step})
-        growth, is_near = memory.find(steps_to_stop=5, total_steps=1000)
+        growth, must_stop = memory.find(steps_to_stop=5, total_steps=1000)
         assert growth.kind is kind
-        assert is_near
+        assert must_stop is (kind.name != "Ray's object store")  # whose objects go to disk
+
+
+def test_an_object_store_that_fills_warns_and_hides_no_other_memory():
+    [store] = [kind for kind in KINDS if not kind.ends_run]
+    watch, said = open_watch(), {}
+    for step in range(1, 120):
+        used = {store.used[0]: Max(0.5 * step), store.left: Max(max(20 - 0.5 * step, 0.0))}
+        if step > 60:
+            used |= {HOST.used[0]: Max((step - 60) / 3), HOST.left: Max(20 - (step - 60) / 3)}
+        said[step] = watch.observe(step, {**{key: Mean(value) for key, value in HEALTHY.items()}, **used})
+    first = next(watched for watched in said.values() if watched.new)
+    assert "objects are written to disk" in first.new[0].text
+    assert not first.new[0].stops
+    stop = next(watched for watched in said.values() if watched.stop is not None).stop
+    assert "host memory grows" in stop.text
 
 
 def test_the_memory_of_workers_is_in_the_metrics_of_the_step():

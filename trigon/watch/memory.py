@@ -46,13 +46,15 @@ CONFIDENCE = 0.99
 class MemoryKind:
     """A kind of memory with a limit. used, left: their metrics, in GiB.
 
-    used: their sum counts. consequence: what happens at the limit.
+    used: their sum counts. consequence: what happens at the limit. ends_run: it is the end of the
+    run, so that stopping before is better.
     """
 
     name: str
     used: tuple[str, ...]
     left: str
     consequence: str
+    ends_run: bool = True
 
 
 HOST = MemoryKind(
@@ -80,6 +82,7 @@ KINDS: tuple[MemoryKind, ...] = (
         ("perf/object_store_used_gb",),
         "perf/object_store_free_gb",
         "objects are written to disk",
+        ends_run=False,
     ),
 )
 
@@ -131,10 +134,11 @@ class MemoryGrowth:
             self._steps.append((step, {key: metrics[key] for key in keys if key in metrics}))
 
     def find(self, *, steps_to_stop: int, total_steps: int) -> tuple[Growth, bool] | None:
-        """Return the growth that reaches its limit first, and whether it does at once.
+        """Return the growth that reaches its limit first, and whether it has to stop the run.
 
-        At once: within steps_to_stop steps. Growth that reaches no limit before the last step is
-        none. total_steps: the number of the run's last step.
+        It has to if the limit ends the run, and is reached within steps_to_stop steps. Growth that
+        reaches no limit before the last step is none. total_steps: the number of the run's last
+        step.
         """
         found: list[tuple[Growth, bool]] = []
         for kind in KINDS:
@@ -144,8 +148,8 @@ class MemoryGrowth:
             is_near = growth.steps_left <= steps_to_stop
             reaches_limit = growth.last_step + growth.steps_left < total_steps
             if is_near or (reaches_limit and growth.is_lasting and len(self._steps) >= LEAST_STEPS_TO_WARN):
-                found.append((growth, is_near))
-        return min(found, key=lambda each: each[0].steps_left, default=None)
+                found.append((growth, is_near and kind.ends_run))
+        return min(found, key=lambda each: (not each[0].kind.ends_run, each[0].steps_left), default=None)
 
     def _growth(self, kind: MemoryKind) -> Growth | None:
         points = [

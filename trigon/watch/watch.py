@@ -15,7 +15,7 @@ from typing import Any
 from trigon.metrics import Max, Metric, Metrics, values
 from trigon.names import WatchLevel
 from trigon.watch.history import History
-from trigon.watch.memory import Growth, MemoryGrowth
+from trigon.watch.memory import Growth, MemoryGrowth, MemoryKind
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.rules import REMEMBERED, RULES, VALIDATIONS, Rule, Thresholds, WatcherName
 
@@ -138,7 +138,7 @@ class Watch:
         self._episodes: dict[str, Episode] = {}
         self._validations = BestValidation()
         self._memory = MemoryGrowth()
-        self._warned_of_memory = False
+        self._warned_of: set[MemoryKind] = set()
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Take the validation before training as the first one."""
@@ -236,9 +236,10 @@ class Watch:
         found = self._memory.find(steps_to_stop=self._settings.memory_steps, total_steps=self._settings.total_steps)
         if found is None:
             return []
-        growth, is_near = found
-        is_new, self._warned_of_memory = not self._warned_of_memory, True
-        stops = is_near and self._level("memory") == "stop"
+        growth, must_stop = found
+        is_new = growth.kind not in self._warned_of
+        self._warned_of.add(growth.kind)
+        stops = must_stop and self._level("memory") == "stop"
         return [(Alarm("memory", growth.first_step, _memory_text(growth), stops, saves=True), is_new or stops)]
 
     def _level(self, watcher: WatcherName) -> WatchLevel:
