@@ -68,6 +68,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         run.grace.save_seconds = run.store.save_seconds
         run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
         run.grace.begin_step(step)
+        run.watch.begin_step(saving=run.store.is_saving)
         position = training_prompts(run).state()
         try:
             with run.report.checking(run.grace.check_step):
@@ -210,7 +211,8 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
     for seen in watched.new:
-        if seen is not alarm:
+        # An alarm with a save is said before, since the save may fail or be killed.
+        if seen is not alarm or seen.saves:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
     if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
         save(run, progress, training_prompts(run).state(), stopping=stopping)

@@ -55,6 +55,7 @@ def test_the_least_that_was_left_in_a_step_is_what_counts(monkeypatch):
     with MemoryMeter() as meter:
         meter._read_free()
         assert meter.measure()["perf/memory_free_gb"] == Min(3.0)
+        assert meter.left_gb == 6.0  # now
         assert meter.measure()["perf/memory_free_gb"] == Min(6.0)
 
 
@@ -93,7 +94,7 @@ def test_ray_is_asked_only_where_memory_is_watched(monkeypatch, level):
     config = Config(trainer={"watch": {"memory": level}, "max_steps": 3})
     workers = SimpleNamespace(local_process_ids=list)
     plan = make_plan(config, num_train_prompts=1000)
-    with open_watchers(config, plan, SimpleNamespace(process_ids=()), workers) as watch:
+    with open_watchers(config, plan, SimpleNamespace(process_ids=()), workers, save_bytes=0) as watch:
         assert ("asked" in watch.observe(1, {}).metrics) is (level != "off")
 
 

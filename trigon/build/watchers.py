@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_watchers(config: Config, plan: Plan, rewards: RewardPool, worker_group: WorkerGroup | None) -> Iterator[Watch]:
-    """Yield the watchers, which measure the memory of all processes of the run in the context."""
+def open_watchers(
+    config: Config, plan: Plan, rewards: RewardPool, worker_group: WorkerGroup | None, *, save_bytes: int
+) -> Iterator[Watch]:
+    """Yield the watchers, which measure the memory of all processes of the run in the context.
+
+    save_bytes: host memory into which a save copies the state, on one machine.
+    """
     asks_ray = config.trainer.watch.memory != "off"
     with open_meter(rewards, worker_group, asks_ray=asks_ray) as meter:
-        yield Watch(make_watch_settings(config, plan), meter)
+        yield Watch(make_watch_settings(config, plan, save_bytes=save_bytes), meter)
 
 
 def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None, *, asks_ray: bool) -> MemoryMeter:
@@ -46,8 +51,8 @@ def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None, *, asks_ra
     )
 
 
-def make_watch_settings(config: Config, plan: Plan) -> WatchSettings:
-    """Return what the run's watchers are told."""
+def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> WatchSettings:
+    """Return what the run's watchers are told. save_bytes: as for open_watchers."""
     watch, rollout = config.trainer.watch, config.worker.rollout
     return WatchSettings(
         levels={
@@ -79,4 +84,6 @@ def make_watch_settings(config: Config, plan: Plan) -> WatchSettings:
         ),
         memory_steps=watch.memory_steps,
         total_steps=plan.total_steps,
+        num_workers=config.trainer.n_gpus_per_node,
+        save_gb=save_bytes / 2**30,
     )
