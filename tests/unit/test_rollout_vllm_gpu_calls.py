@@ -8,6 +8,7 @@ import torch
 
 from support.rollout import handle_of, make_vllm_settings
 from trigon.errors import EngineError
+from trigon.metrics import Min, Sum
 from trigon.models.load import load_processors
 from trigon.rollout.vllm import VllmEngine, engine, process
 from trigon.rollout.vllm.sleep import SleepingState
@@ -112,6 +113,27 @@ def test_memory_comes_back_in_the_order_in_which_it_is_needed(rollout, llm_engin
         assert len(completions) == 2
     awake = ["wake ['weights']", "restore", "load 0", "wake ['kv_cache']", *RESET]
     assert llm_engine.calls == [*awake, *RESET, *RESET, "sleep"] * 2
+
+
+def test_what_is_left_on_the_gpu_is_measured_with_vllm_awake(rollout, llm_engine, monkeypatch):
+    left = iter([30, 5, 20])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
+
+    def mem_get_info():
+        assert llm_engine.resident == {"weights", "kv_cache"}
+        return next(left) << 30, 80 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for version in (0, 0):  # a validation, and the samples of the step
+        with rollout.awake(handle_of({}), version=version):
+            pass
+    assert rollout.pop_metrics() == {"rollout/retried_requests": Sum(0.0), "perf/gpu_memory_free_gb": Min(7.0)}
+    assert rollout.pop_metrics() == {"rollout/retried_requests": Sum(0.0)}
+    with rollout.awake(handle_of({}), version=1):
+        pass
+    assert rollout.pop_metrics()["perf/gpu_memory_free_gb"] == Min(22.0)
 
 
 @pytest.mark.parametrize(("freq", "compared"), [(4, [0, 2, 4]), (0, [])])

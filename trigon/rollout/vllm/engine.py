@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trigon.errors import EngineError, RolloutError
-from trigon.metrics import Metrics, Sum
+from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
@@ -22,6 +22,7 @@ from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_inpu
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
+from trigon.system.gpu_memory import gpu_memory_left
 from trigon.system.network import loopback_variables
 from trigon.system.temporary import private_folder
 from trigon.system.variables import set_variables
@@ -61,6 +62,7 @@ class VllmEngine:
         self._unusable_because = ""  # empty while the engine can be used
         self._num_retried = 0  # since the last pop_metrics
         self._restarted = False  # and has loaded no weights since then
+        self._memory_left: Metrics = {}  # the least while awake, since the last pop_metrics
         names = checkpoint_names(settings.model_folder)
         self._expected_names = canonical_names(names, processors)
         self._arguments = engine_arguments(settings, processors, checkpoint_names=names)
@@ -158,6 +160,7 @@ class VllmEngine:
             self._load(weights, version)
         if on_gpu:
             self._wake_up("kv_cache")
+            self._memory_left = merge(self._memory_left, gpu_memory_left())
         self._reset_caches()
         self._awake = True
         try:
@@ -260,7 +263,8 @@ class VllmEngine:
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine."""
         retried, self._num_retried = self._num_retried, 0
-        return {"rollout/retried_requests": Sum(float(retried))}
+        left, self._memory_left = self._memory_left, {}
+        return {"rollout/retried_requests": Sum(float(retried)), **left}
 
     def close(self) -> None:
         """Free everything, vLLM's torch.distributed process group included. May be called twice."""
