@@ -69,6 +69,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
         run.grace.save_seconds = run.store.save_seconds
         run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
         run.grace.begin_step(step)
+        run.watch.begin_step(saving=run.store.is_saving)
         position = training_prompts(run).state()
         try:
             with run.report.checking(run.grace.check_step):
@@ -166,11 +167,13 @@ def update_policy(
     """
     metrics: Metrics = {}
     with run.report.phase("update_actor", total=run.plan.updates_per_step) as advance:
-        for number, minibatch in enumerate(minibatches(groups, run.plan), start=1):
+        skipped: set[int] = set()  # first groups of the minibatches skipped in this step
+        for number, (first, minibatch) in enumerate(minibatches(groups, run.plan), start=1):
             update = dict(run.trainer.step(minibatch))
             norm = update.pop(SKIPPED_GRAD_NORM, None)  # nan or infinite: no number for a curve
-            recent = recent.after(update, limit=run.max_skipped_updates)
+            recent = recent.after(update, limit=run.max_skipped_updates, counted=first in skipped)
             if norm is not None:
+                skipped.add(first)
                 cause = describe_skipped(minibatch, update, grad_norm=norm.value)
                 run.report.warn(
                     f"update {number} of step {step} is skipped, since its gradient is not finite "
@@ -209,7 +212,8 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         step, last, metrics, num_tokens=count_tokens(batch.groups), num_response_tokens=batch.num_sampled_tokens
     )
     for seen in watched.new:
-        if seen is not alarm:
+        # An alarm with a save is said before, since the save may fail or be killed.
+        if seen is not alarm or seen.saves:
             run.report.warn(f"trainer.watch.{seen.watcher}: since step {seen.first_step}: {seen.text}")
     if stopping or (alarm is None and is_due(step, run.intervals.save_every)):
         save(run, progress, training_prompts(run).state(), stopping=stopping)
@@ -331,14 +335,14 @@ def training_prompts(run: Run) -> PromptStream:
     return run.prompts
 
 
-def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[Sequence[TrainGroup]]:
-    """Yield the groups of each optimizer update.
+def minibatches(groups: Sequence[TrainGroup], plan: Plan) -> Iterator[tuple[int, Sequence[TrainGroup]]]:
+    """Yield the groups of each optimizer update, after the index of the first of them.
 
     Consecutive slices, once for each epoch over the rollouts.
     """
     for _ in range(plan.epochs_per_step):
         for start in range(0, len(groups), plan.prompts_per_update):
-            yield groups[start : start + plan.prompts_per_update]
+            yield start, groups[start : start + plan.prompts_per_update]
 
 
 def count_tokens(groups: Sequence[RolloutGroup]) -> int:

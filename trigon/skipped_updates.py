@@ -1,8 +1,9 @@
 """Stops a run whose updates are skipped because their gradients are not finite.
 
 One such update can be a rare batch, and is skipped and counted. Many of them mean that nothing is
-learned any more: the run then says what was not finite, and ends. Updates without a trainable token
-are skipped too, and do not count here.
+learned any more: the run then says what was not finite, and ends. With several epochs over the
+rollouts of a step a rare batch comes back in each, and counts once. Updates without a trainable
+token are skipped too, and do not count here.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ class RecentUpdates:
 
     norms: tuple[float | None, ...] = ()
 
-    def after(self, metrics: Metrics, *, limit: int) -> RecentUpdates:
-        """Return this with one more update. metrics: of the update. limit: max_skipped_updates."""
+    def after(self, metrics: Metrics, *, limit: int, counted: bool = False) -> RecentUpdates:
+        """Return this with one more update.
+
+        metrics: of the update. limit: max_skipped_updates. counted: an earlier update of the step
+        from the same minibatch was skipped; if this one is too, it says nothing new.
+        """
         if metrics["actor/nonfinite_updates"].value > 0:
+            if counted:
+                return self
             latest = None
         elif metrics["actor/skipped_updates"].value > 0:  # nothing to learn from
             return self

@@ -11,13 +11,16 @@ import torch
 
 from support.engines import make_engine
 from support.published import CONFIGS, configured
+from trigon.build.engines import staged_bytes
 from trigon.build.memory import count_memory, size_of_model
 from trigon.build.memory_check import check_memory, find_hardware, find_remedies, with_options
 from trigon.build.memory_table import GIB, Hardware
+from trigon.config.schema import Config
 from trigon.errors import ConfigError
 from trigon.models.load import load_model
 from trigon.models.lora import LoraSettings, add_lora
 from trigon.system.host_memory import count_total_bytes
+from trigon.training.protocol import Sizes
 
 PUBLISHED = {
     "Qwen2.5-VL-3B-Instruct": 3_754_622_976,
@@ -258,3 +261,20 @@ def test_host_memory_is_what_the_control_group_allows(tmp_path, memberships, fil
     limit.write_text(f"{text}\n")
     assert count_total_bytes(**paths) == 1000
     assert count_total_bytes(**{**paths, "meminfo": tmp_path / "absent"}) is None
+
+
+def test_a_save_copies_what_all_workers_of_a_machine_save():
+    ranks = [
+        Sizes(parameters=9, trainable=9, weight_bytes=100 + rank, gradient_bytes=10, optimizer_bytes=1000)
+        for rank in range(4)
+    ]
+
+    def staged(*, rank: int = 0, **trainer) -> int:
+        config = Config(trainer=trainer, worker={"actor": {"model": {"lora": {"rank": rank}}}})
+        return staged_bytes(config, ranks[: config.trainer.n_gpus_per_node * config.trainer.nnodes])
+
+    assert staged() == 1100
+    assert staged(n_gpus_per_node=4) == 4 * 1100 + 6
+    assert staged(n_gpus_per_node=2, nnodes=2) == 2 * 1100 + 5  # of the second machine
+    assert staged(n_gpus_per_node=4, rank=8) == 4 * 1010
+    assert staged(n_gpus_per_node=4, save_model_only=True) == 406

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from support.fake_runs import (
 from trigon.build.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
-from trigon.errors import WatchError
+from trigon.errors import DiskError, WatchError
 from trigon.loop import train
 from trigon.report.console import Console
 from trigon.resuming import SameCommand
@@ -173,6 +174,47 @@ def test_a_leak_in_the_driver_saves_and_stops(parts, tmp_path):
     assert 13 <= step <= 20
     grown = float(text.partition("grows by ")[2].split()[0])
     assert grown == pytest.approx(16, rel=0.3)
+
+
+def test_an_alarm_is_printed_before_a_save_that_fails(parts, tmp_path):
+    kept = []
+
+    def fail(folder):
+        raise DiskError("the disk is full")
+
+    with MemoryMeter() as meter:
+        watch = watch_of(meter=meter, memory_steps=MORE_STEPS_THAN_LEFT)
+        hooks = Hooks(on_step=lambda step, metrics: kept.append(random.Random(step).randbytes(16 << 20)))
+        with open_run(parts, tmp_path, plan=plan_of(steps=60), watch=watch, hooks=hooks) as run:
+            printed = warnings_of(run)
+            with pytest.raises(DiskError, match="the disk is full"):
+                train(replace(run, save_state=fail), None)
+    assert any(text.startswith("trainer.watch.memory: since step") and "host memory grows" in text for text in printed)
+
+
+def test_a_step_that_begins_beside_a_save_in_progress_is_told(parts, tmp_path):
+    told, go_on = [], threading.Event()
+
+    class Recording(Watch):
+        def begin_step(self, *, saving):
+            told.append(saving)
+            if len(told) == 3:
+                go_on.set()
+
+    def save(folder):
+        def finish():
+            assert go_on.wait(30)
+            (folder / "weights").write_text("x")
+
+        return finish
+
+    intervals = replace(INTERVALS, save_every=2)
+    with open_run(parts, tmp_path, plan=plan_of(steps=3), intervals=intervals, watch=Recording()) as run:
+        run.store._background = True
+        run = replace(run, save_state=save)
+        assert train(run, None).step == 3
+        assert not run.store.is_saving
+    assert told == [False, False, True]
 
 
 def test_the_memory_of_a_flat_run_gives_no_alarm(parts, tmp_path):

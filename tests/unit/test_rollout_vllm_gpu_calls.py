@@ -8,6 +8,7 @@ import torch
 
 from support.rollout import handle_of, make_vllm_settings
 from trigon.errors import EngineError
+from trigon.metrics import Min, Sum
 from trigon.models.load import load_processors
 from trigon.rollout.vllm import VllmEngine, engine, process
 from trigon.rollout.vllm.sleep import SleepingState
@@ -23,7 +24,7 @@ class FakeLLMEngine:
     def __init__(self):
         self.calls, self.resident, self.requests = [], {"weights", "kv_cache"}, []
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
-        self.threads = set()
+        self.threads, self.compared = set(), []
 
     def apply_model(self, function):
         return [function(torch.nn.Linear(2, 2))]
@@ -78,6 +79,8 @@ def llm_engine(monkeypatch):
     def load(llm_engine, *args, **kwargs):
         assert llm_engine.resident == {"weights"}
         llm_engine.calls.append(f"load {kwargs['version']}")
+        if kwargs["check_values"]:
+            llm_engine.compared.append(kwargs["version"])
 
     monkeypatch.setattr(engine, "find_state", lambda model, is_dropped: State(()))
     monkeypatch.setattr(engine, "load_weights", load)
@@ -110,6 +113,43 @@ def test_memory_comes_back_in_the_order_in_which_it_is_needed(rollout, llm_engin
         assert len(completions) == 2
     awake = ["wake ['weights']", "restore", "load 0", "wake ['kv_cache']", *RESET]
     assert llm_engine.calls == [*awake, *RESET, *RESET, "sleep"] * 2
+
+
+def test_what_is_left_on_the_gpu_is_measured_with_vllm_awake(rollout, llm_engine, monkeypatch):
+    left = iter([30, 5, 20])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 << 30)
+
+    def mem_get_info():
+        assert llm_engine.resident == {"weights", "kv_cache"}
+        return next(left) << 30, 80 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for version in (0, 0):  # a validation, and the samples of the step
+        with rollout.awake(handle_of({}), version=version):
+            pass
+    assert rollout.pop_metrics() == {"rollout/retried_requests": Sum(0.0), "perf/gpu_memory_free_gb": Min(7.0)}
+    assert rollout.pop_metrics() == {"rollout/retried_requests": Sum(0.0)}
+    with rollout.awake(handle_of({}), version=1):
+        pass
+    assert rollout.pop_metrics()["perf/gpu_memory_free_gb"] == Min(22.0)
+
+
+@pytest.mark.parametrize(("freq", "compared"), [(4, [0, 2, 4]), (0, [])])
+def test_the_first_weights_of_a_restarted_engine_are_compared_at_any_version(
+    tiny_model, llm_engine, monkeypatch, freq, compared
+):
+    monkeypatch.setattr(engine, "stop_llm_engine", lambda stopped: llm_engine.resident.update({"weights", "kv_cache"}))
+    folder = tiny_model("qwen2")
+    settings = make_vllm_settings(folder, device="cuda", weight_check_freq=freq)
+    rollout = VllmEngine(settings, load_processors(str(folder)))
+    for version in (0, 1, 2, 3, 4):
+        if version == 2:
+            rollout.restart()
+        with rollout.awake(handle_of({}), version=version):
+            pass
+    assert llm_engine.compared == compared
 
 
 def test_vllm_computes_with_one_thread_beside_a_gpu(rollout, llm_engine, several_threads):

@@ -157,6 +157,32 @@ def test_three_in_a_row_end_the_run_with_the_cause_and_the_checkpoint_to_go_on_f
     assert SKIPPED_GRAD_NORM not in lines_of(tmp_path)[1]
 
 
+@pytest.mark.parametrize(
+    ("minibatches", "skipped", "norms"),
+    [
+        (1, (1, 2, 3), (None,)),  # a rare batch, in all epochs
+        (1, (2, 3), (1.0, None)),
+        (2, (1, 3, 5), (None, 1.0, 1.0, 1.0)),
+        (2, (1, 2, 3, 4), (None, None, 1.0, 1.0)),
+    ],
+)
+def test_a_minibatch_counts_once_in_a_step_with_several_epochs(parts, tmp_path, minibatches, skipped, norms):
+    plan = plan_of(steps=1)
+    plan = replace(plan, epochs_per_step=3, prompts_per_update=plan.prompts_per_step // minibatches)
+    with open_run(parts, tmp_path, plan=plan) as run:
+        progress = train(skipping(run, *skipped), None)
+    assert progress.recent_updates.norms == norms
+    assert lines_of(tmp_path)[1]["actor/nonfinite_updates"] == len(skipped)
+
+
+def test_minibatches_of_other_steps_count_with_several_epochs_too(parts, tmp_path):
+    plan = plan_of(steps=6)
+    plan = replace(plan, epochs_per_step=3, prompts_per_update=plan.prompts_per_step)
+    with open_run(parts, tmp_path, plan=plan) as run, pytest.raises(NotFiniteError, match="3 updates in a row"):
+        train(skipping(run, *range(1, 19)), None)
+    assert sorted(lines_of(tmp_path)) == [1, 2]
+
+
 def test_the_row_goes_on_in_a_resumed_run(parts, tmp_path):
     with open_run(parts, tmp_path, **SAVING) as run:
         asked = iter([False, True])

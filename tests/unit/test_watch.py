@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -12,10 +14,10 @@ from trigon.build.watchers import make_watch_settings
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config, WatchConfig
 from trigon.metrics import Max, Mean
-from trigon.watch.memory import HOST, KINDS, LEAST_STEPS, WARM_UP_STEPS, MemoryGrowth
+from trigon.watch.memory import HOST, KINDS, LEAST_STEPS, WARM_UP_STEPS, WORKER, Growth, MemoryGrowth
 from trigon.watch.rules import WatcherName
 from trigon.watch.slope import fit_slope
-from trigon.watch.watch import MEMORY, Watch
+from trigon.watch.watch import MEMORY, Watch, WatchSettings
 
 HEALTHY = {
     "actor/pg_loss": -0.01,
@@ -86,9 +88,16 @@ START = 12
 """Healthy steps before the failing ones: the rules that compare need ten."""
 
 
-def open_watch(*, total_steps: int = 10_000, n: int = 4, rollout: dict | None = None, **watch) -> Watch:
-    config = Config(trainer={"watch": watch, "max_steps": total_steps}, worker={"rollout": {"n": n, **(rollout or {})}})
-    return Watch(make_watch_settings(config, make_plan(config, num_train_prompts=1000)))
+def settings_of(
+    *, total_steps: int = 10_000, n: int = 4, rollout: dict | None = None, num_workers: int = 1, **watch
+) -> WatchSettings:
+    trainer = {"watch": watch, "max_steps": total_steps, "n_gpus_per_node": num_workers}
+    config = Config(trainer=trainer, worker={"rollout": {"n": n, **(rollout or {})}})
+    return make_watch_settings(config, make_plan(config, num_train_prompts=1000))
+
+
+def open_watch(**settings) -> Watch:
+    return Watch(settings_of(**settings))
 
 
 def observe(watch: Watch, step: int, numbers: dict[str, float]):
@@ -307,9 +316,81 @@ def test_every_kind_of_memory_is_watched():
         memory = MemoryGrowth()
         for step in range(1, 40):
             memory.add(step, {kind.used[0]: 0.5 * step, kind.left: 20.0 - 0.5 * step})
-        growth, is_near = memory.find(steps_to_stop=5, total_steps=1000)
+        growth, must_stop = memory.find(steps_to_stop=5, total_steps=1000)
         assert growth.kind is kind
-        assert is_near
+        assert must_stop is (kind.name != "Ray's object store")  # whose objects go to disk
+
+
+def test_an_object_store_that_fills_warns_and_hides_no_other_memory():
+    [store] = [kind for kind in KINDS if not kind.ends_run]
+    watch, said = open_watch(), {}
+    for step in range(1, 120):
+        used = {store.used[0]: Max(0.5 * step), store.left: Max(max(20 - 0.5 * step, 0.0))}
+        if step > 60:
+            used |= {HOST.used[0]: Max((step - 60) / 3), HOST.left: Max(20 - (step - 60) / 3)}
+        said[step] = watch.observe(step, {**{key: Mean(value) for key, value in HEALTHY.items()}, **used})
+    first = next(watched for watched in said.values() if watched.new)
+    assert "objects are written to disk" in first.new[0].text
+    assert not first.new[0].stops
+    stop = next(watched for watched in said.values() if watched.stop is not None).stop
+    assert "host memory grows" in stop.text
+
+
+def test_the_memory_that_a_save_needs_has_to_be_left_when_the_run_stops():
+    """2 GiB more at each step, of 50; at its end 5 GiB more are left than the least of a step."""
+
+    def stop_step(**settings) -> tuple[int, Growth]:
+        memory = MemoryGrowth(**settings)
+        for step in range(1, 60):
+            left = 50.0 - 2.0 * step
+            memory.add(step, {HOST.used[0]: 2.0 * step, HOST.left: left}, left_now_gb=left + 5.0)
+            found = memory.find(steps_to_stop=5, total_steps=10_000)
+            if found is not None and found[1]:
+                return step, found[0]
+        raise AssertionError
+
+    step, growth = stop_step(save_gb=20.0)
+    assert 0 < 55.0 - 2.0 * step - 20.0 <= 10.0
+    assert growth.steps_left == pytest.approx((55.0 - 2.0 * step - 20.0) / 2.0)
+    assert f"{55.0 - 2.0 * step:.2f} GiB are left, of which a save takes 20.00 GiB: at this" in growth.describe()
+    without, growth = stop_step()
+    assert 50.0 - 2.0 * without == 10.0
+    assert "a save" not in growth.describe()
+    # A save that fits into the room between the least of a step and its end changes nothing.
+    assert stop_step(save_gb=4.0)[0] == without
+
+
+def test_the_copies_of_a_save_in_progress_are_not_subtracted_again():
+    def stop_step(saving: bool) -> int:
+        watch = Watch(replace(settings_of(), save_gb=10.0), SimpleNamespace(measure=dict, left_gb=25.0))
+        for step in range(1, 60):
+            watch.begin_step(saving=saving)
+            memory = {WORKER: Max(float(step)), HOST.left: Max(25.0 - step)}
+            if watch.observe(step, memory).stop is not None:
+                return step
+        raise AssertionError
+
+    assert stop_step(saving=True) == 20  # 5 steps before nothing is left
+    assert stop_step(saving=False) == 13  # the first step that can stop, since 15 steps later it is too late
+
+
+def test_workers_that_grow_alike_reach_the_limit_of_their_machine_together():
+    def stop(workers: int) -> tuple[int, str]:
+        watch = open_watch(num_workers=workers)
+        for step in range(1, 200):
+            memory = {WORKER: Max(0.125 * step), HOST.left: Max(20.0 - 0.125 * workers * step)}
+            watched = watch.observe(step, memory)
+            if watched.stop is not None:
+                return step, watched.stop.text
+        raise AssertionError
+
+    step, text = stop(8)
+    assert 20.0 - step == 5.0  # 1 GiB at each step
+    assert "host memory grows by 1.02e+03 MiB per step" in text
+    assert "perf/memory_worker_gb by 128 in each of 8 workers" in text
+    step, text = stop(1)
+    assert 20.0 - 0.125 * step == 5 * 0.125
+    assert "in each of" not in text
 
 
 def test_the_memory_of_workers_is_in_the_metrics_of_the_step():

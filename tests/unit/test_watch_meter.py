@@ -7,9 +7,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
 
+from trigon.build.watchers import open_watchers
+from trigon.config.plan import make_plan
+from trigon.config.schema import Config
+from trigon.distributed.cluster import object_store_metrics
 from trigon.metrics import Max, Min
 from trigon.system.host_memory import count_usable_bytes
 from trigon.watch.meter import MemoryMeter, measure_worker
@@ -49,6 +55,7 @@ def test_the_least_that_was_left_in_a_step_is_what_counts(monkeypatch):
     with MemoryMeter() as meter:
         meter._read_free()
         assert meter.measure()["perf/memory_free_gb"] == Min(3.0)
+        assert meter.left_gb == 6.0  # now
         assert meter.measure()["perf/memory_free_gb"] == Min(6.0)
 
 
@@ -65,6 +72,30 @@ def test_a_thread_reads_what_is_left_and_ends_with_the_meter(monkeypatch):
     with MemoryMeter():
         assert seen.wait(10)
     assert all(thread.name != "memory" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.RaySystemError("Ray has failed"), RuntimeError("Failed to connect to GCS")]
+)
+def test_a_ray_that_does_not_answer_ends_no_step(monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"object_store_memory": 4 << 30})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"object_store_memory": 3 << 30})
+    assert object_store_metrics() == {"perf/object_store_used_gb": Max(1.0), "perf/object_store_free_gb": Min(3.0)}
+    monkeypatch.setattr(ray, "available_resources", fail)
+    assert object_store_metrics() == {}
+
+
+@pytest.mark.parametrize("level", ["off", "warn", "stop"])
+def test_ray_is_asked_only_where_memory_is_watched(monkeypatch, level):
+    monkeypatch.setattr("trigon.distributed.cluster.object_store_metrics", lambda: {"asked": Max(1.0)})
+    config = Config(trainer={"watch": {"memory": level}, "max_steps": 3})
+    workers = SimpleNamespace(local_process_ids=list)
+    plan = make_plan(config, num_train_prompts=1000)
+    with open_watchers(config, plan, SimpleNamespace(process_ids=()), workers, save_bytes=0) as watch:
+        assert ("asked" in watch.observe(1, {}).metrics) is (level != "off")
 
 
 def test_of_several_workers_the_largest_counts_and_the_least_that_is_left():

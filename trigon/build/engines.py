@@ -182,8 +182,21 @@ def check_space(config: Config, store: CheckpointStore, sizes: Sequence[Sizes]) 
     """
     if config.trainer.val_only:
         return
-    has_lora = config.worker.actor.model.lora.rank > 0
     copies = len(sizes) // workers_per_copy(config)
-    weights = sum(each.gradient_bytes if has_lora else each.weight_bytes for each in sizes)
-    optimizer = 0 if config.trainer.save_model_only else sum(each.optimizer_bytes for each in sizes)
-    store.check_space((weights + optimizer) // copies)
+    store.check_space(sum(saved_bytes(config, each) for each in sizes) // copies)
+
+
+def staged_bytes(config: Config, sizes: Sequence[Sizes]) -> int:
+    """Return the host memory into which a save copies the state, on the machine that needs most.
+
+    sizes: of each rank's part. The ranks of a machine follow each other.
+    """
+    per_machine = config.trainer.n_gpus_per_node
+    staged = [saved_bytes(config, each) for each in sizes]
+    return max(sum(staged[first : first + per_machine]) for first in range(0, len(staged), per_machine))
+
+
+def saved_bytes(config: Config, size: Sizes) -> int:
+    """Return what a rank saves: weights or adapters, and the optimizer states."""
+    weights = size.gradient_bytes if config.worker.actor.model.lora.rank > 0 else size.weight_bytes
+    return weights + (0 if config.trainer.save_model_only else size.optimizer_bytes)

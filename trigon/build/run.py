@@ -16,7 +16,7 @@ from typing import Any
 
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
-from trigon.build.engines import Engines, open_engines, save_state
+from trigon.build.engines import Engines, open_engines, save_state, staged_bytes
 from trigon.build.hangs import open_hang_watch
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
@@ -178,7 +178,9 @@ def run_training(
             grace=Grace() if grace is None else grace,
             hooks=objects.hooks,
         )
-        run = replace(run, watch=stack.enter_context(open_watchers(config, plan, rewards, worker_group)))
+        save_bytes = staged_bytes(config, engines.sizes)
+        watchers = open_watchers(config, plan, rewards, worker_group, save_bytes=save_bytes)
+        run = replace(run, watch=stack.enter_context(watchers))
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()

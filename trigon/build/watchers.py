@@ -19,20 +19,31 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_watchers(config: Config, plan: Plan, rewards: RewardPool, worker_group: WorkerGroup | None) -> Iterator[Watch]:
-    """Yield the watchers, which measure the memory of all processes of the run in the context."""
-    with open_meter(rewards, worker_group) as meter:
-        yield Watch(make_watch_settings(config, plan), meter)
+def open_watchers(
+    config: Config, plan: Plan, rewards: RewardPool, worker_group: WorkerGroup | None, *, save_bytes: int
+) -> Iterator[Watch]:
+    """Yield the watchers, which measure the memory of all processes of the run in the context.
+
+    save_bytes: host memory into which a save copies the state, on one machine.
+    """
+    asks_ray = config.trainer.watch.memory != "off"
+    with open_meter(rewards, worker_group, asks_ray=asks_ray) as meter:
+        yield Watch(make_watch_settings(config, plan, save_bytes=save_bytes), meter)
 
 
-def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None) -> MemoryMeter:
-    """Return what measures the memory of all processes of the run, until it is closed."""
+def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None, *, asks_ray: bool) -> MemoryMeter:
+    """Return what measures the memory of all processes of the run, until it is closed.
+
+    asks_ray: Ray's object store is measured too, by a request to Ray in each step.
+    """
 
     def reward_workers() -> Sequence[int]:
         return rewards.process_ids
 
     if worker_group is None:
         return MemoryMeter(reward_workers=reward_workers)
+    if not asks_ray:
+        return MemoryMeter(reward_workers=reward_workers, workers=worker_group.local_process_ids)
     from trigon.distributed.cluster import object_store_metrics
 
     return MemoryMeter(
@@ -40,8 +51,8 @@ def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None) -> MemoryM
     )
 
 
-def make_watch_settings(config: Config, plan: Plan) -> WatchSettings:
-    """Return what the run's watchers are told."""
+def make_watch_settings(config: Config, plan: Plan, *, save_bytes: int = 0) -> WatchSettings:
+    """Return what the run's watchers are told. save_bytes: as for open_watchers."""
     watch, rollout = config.trainer.watch, config.worker.rollout
     return WatchSettings(
         levels={
@@ -73,4 +84,6 @@ def make_watch_settings(config: Config, plan: Plan) -> WatchSettings:
         ),
         memory_steps=watch.memory_steps,
         total_steps=plan.total_steps,
+        num_workers=config.trainer.n_gpus_per_node,
+        save_gb=save_bytes / 2**30,
     )

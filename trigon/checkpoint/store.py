@@ -12,8 +12,7 @@
 A save is written to a temporary folder, flushed, hashed and renamed; then the tracker is written,
 and only then are old checkpoints removed. With background=True, everything after the copies were
 taken runs in a thread. Which checkpoint is the latest or the best is read from the folders
-themselves. One run at a time writes to a root: its run folder holds a lock. This module depends on
-neither tensors nor engines.
+themselves. One run at a time writes to a root: its run folder holds a lock. No tensors, no engines.
 """
 
 from __future__ import annotations
@@ -179,6 +178,11 @@ class CheckpointStore:
         elif error is not None:
             raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error!r}") from error
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background is in progress."""
+        return self._pending is not None and not self._pending[1].done()
+
     def check(self) -> None:
         """Raise what wait would raise if the save in the background has ended; does not block."""
         if self._pending is not None and self._pending[1].done():
@@ -234,9 +238,7 @@ class CheckpointStore:
         this step, and a later resume could take the wrong one.
         """
         self.wait()
-        for later, folder in sorted(self._folders().items()):
-            if later <= step:
-                continue
+        for folder in [folder for later, folder in sorted(self._folders().items()) if later > step]:
             moved_folder = self._root / "set_aside"
             moved_folder.mkdir(exist_ok=True)
             sync_to_disk(self._root)

@@ -761,7 +761,8 @@ class TrainerConfig(Section):
 
     max_skipped_updates: int = Field(default=3, ge=0, le=1000)
     """Updates in a row whose gradients are not finite after which the run stops; it also stops if
-    more than half of the last 20 are. 0: never. Trigon only."""
+    more than half of the last 20 are. A minibatch counts once per step, whatever ppo_epochs is.
+    0: never. Trigon only."""
 
     worker_timeout_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds of a call to the workers, and of any part of a step without progress.

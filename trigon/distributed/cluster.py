@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -167,10 +167,17 @@ def has_gpus() -> bool:
 
 
 def object_store_metrics() -> Metrics:
-    """Return what Ray's object stores hold, and what is free in them, on all nodes, in GiB."""
+    """Return what Ray's object stores hold, and what is free in them, on all nodes, in GiB.
+
+    {} if Ray does not answer: a measurement is no reason to end a run, and where Ray has failed the
+    next call of a worker says so.
+    """
     name = "object_store_memory"
-    total = ray.cluster_resources().get(name, 0.0)
-    free = ray.available_resources().get(name, 0.0)  # absent where nothing is free
+    try:
+        total = ray.cluster_resources().get(name, 0.0)
+        free = ray.available_resources().get(name, 0.0)  # absent where nothing is free
+    except (RayError, RuntimeError, ConnectionError):  # RuntimeError: from Ray's C++ core
+        return {}
     return {
         "perf/object_store_used_gb": Max((total - free) / 2**30),
         "perf/object_store_free_gb": Min(free / 2**30),

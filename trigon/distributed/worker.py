@@ -250,9 +250,14 @@ class Worker:
         rollout.restart()
 
     def pop_rollout_metrics(self) -> Metrics:
-        """Return the counts of the rollout engine; none for all but the first rank of a replica."""
+        """Return the counts and the memory of the rollout engine.
+
+        Memory alone for all but the first rank of a replica: they count the same requests.
+        """
         metrics = self._require_engines.rollout.pop_metrics()
-        return metrics if self._require_engines.replica_rank == 0 else {}
+        if self._require_engines.replica_rank == 0:
+            return metrics
+        return {name: metric for name, metric in metrics.items() if name.startswith("perf/")}
 
     # -- training --
 

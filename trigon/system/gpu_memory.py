@@ -24,18 +24,28 @@ def gpu_memory_metrics() -> Metrics:
 def gpu_memory_now() -> Metrics:
     """Return the GPU memory of tensors now, and what further ones may take.
 
-    {} in a process that uses no GPU. What torch's allocator keeps for later counts as free.
+    {} in a process that uses no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {"perf/gpu_memory_allocated_gb": Max(torch.cuda.memory_allocated() / 2**30), **gpu_memory_left()}
+
+
+def gpu_memory_left() -> Metrics:
+    """Return the GPU memory that further tensors may take now; {} in a process that uses no GPU.
+
+    What torch's allocator keeps for later counts as free. So does vLLM's share while vLLM sleeps:
+    to be measured while it is awake too. Of several measurements the least counts.
     """
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     free, _ = torch.cuda.mem_get_info()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    return {
-        "perf/gpu_memory_allocated_gb": Max(allocated / 2**30),
-        "perf/gpu_memory_free_gb": Min((free + reserved - allocated) / 2**30),
-    }
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return {"perf/gpu_memory_free_gb": Min((free + kept) / 2**30)}
 
 
 def require_free_memory(fraction: float) -> None:

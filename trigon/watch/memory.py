@@ -46,18 +46,23 @@ CONFIDENCE = 0.99
 class MemoryKind:
     """A kind of memory with a limit. used, left: their metrics, in GiB.
 
-    used: their sum counts. consequence: what happens at the limit.
+    used: their sum counts. consequence: what happens at the limit. ends_run: it is the end of the
+    run, so that stopping before is better.
     """
 
     name: str
     used: tuple[str, ...]
     left: str
     consequence: str
+    ends_run: bool = True
 
+
+WORKER = "perf/memory_worker_gb"
+"""The memory of the largest worker of a worker group."""
 
 HOST = MemoryKind(
     "host memory",
-    ("perf/memory_driver_gb", "perf/memory_reward_workers_gb", "perf/memory_children_gb", "perf/memory_worker_gb"),
+    ("perf/memory_driver_gb", "perf/memory_reward_workers_gb", "perf/memory_children_gb", WORKER),
     "perf/memory_free_gb",
     "the kernel kills the run",
 )
@@ -80,6 +85,7 @@ KINDS: tuple[MemoryKind, ...] = (
         ("perf/object_store_used_gb",),
         "perf/object_store_free_gb",
         "objects are written to disk",
+        ends_run=False,
     ),
 )
 
@@ -89,8 +95,9 @@ class Growth:
     """Memory that grows.
 
     first_step, last_step: of the slope. gb_per_step: the slope. left_gb: what was left in the last
-    step. growing: the metrics that grow, the fastest first, with GiB per step. is_lasting: it grows
-    all over the window.
+    step, and save_gb: what a save takes of that; 0 if the limit is reached without one. growing:
+    the metrics that grow, the fastest first, with GiB per step. is_lasting: it grows all over the
+    window. num_workers: of a machine.
     """
 
     kind: MemoryKind
@@ -100,41 +107,62 @@ class Growth:
     left_gb: float
     growing: tuple[tuple[str, float], ...]
     is_lasting: bool
+    save_gb: float
+    num_workers: int
 
     @property
     def steps_left(self) -> float:
-        """Steps until nothing is left."""
-        return self.left_gb / self.gb_per_step
+        """Steps until nothing is left; 0 if a save has no room now."""
+        return max(self.left_gb - self.save_gb, 0.0) / self.gb_per_step
 
     def describe(self) -> str:
         """Return what grows, how fast, and when it reaches the limit."""
-        parts = ", ".join(f"{key} by {1024 * slope:.3g}" for key, slope in self.growing)
+        parts = ", ".join(
+            f"{key} by {1024 * slope:.3g}"
+            + (f" in each of {self.num_workers} workers" if key == WORKER and self.num_workers > 1 else "")
+            for key, slope in self.growing
+        )
+        save = f", of which a save takes {self.save_gb:.2f} GiB" if self.save_gb else ""
         return (
             f"{self.kind.name} grows by {1024 * self.gb_per_step:.3g} MiB per step since step {self.first_step} "
-            f"({parts} MiB), and {self.left_gb:.2f} GiB are left: at this rate {self.kind.consequence} in "
+            f"({parts} MiB), and {self.left_gb:.2f} GiB are left{save}: at this rate {self.kind.consequence} in "
             f"{self.steps_left:,.0f} steps"
         )
 
 
 class MemoryGrowth:
-    """The memory of the latest steps, of each kind."""
+    """The memory of the latest steps, of each kind.
 
-    def __init__(self) -> None:
+    num_workers: of a worker group on one machine: they grow alike, and their metric is that of the
+    largest. save_gb: host memory into which a save copies weights and optimizer states, on one
+    machine. A run that is stopped saves, so that much has to be left.
+    """
+
+    def __init__(self, *, num_workers: int = 1, save_gb: float = 0.0) -> None:
+        self._num_workers = num_workers
+        self._save_gb = save_gb
+        self._left_now: float | None = None
         self._num_seen = 0
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=WINDOW_STEPS)
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember the memory of a step."""
+    def add(self, step: int, metrics: Mapping[str, float], *, left_now_gb: float | None = None) -> None:
+        """Remember the memory of a step.
+
+        left_now_gb: host memory left at its end, where a save would be; more than the least of the
+        step. None: it is not known, or what a save in progress has copied is missing in it.
+        """
+        self._left_now = left_now_gb
         self._num_seen += 1
         if self._num_seen > WARM_UP_STEPS:
             keys = {key for kind in KINDS for key in (*kind.used, kind.left)}
             self._steps.append((step, {key: metrics[key] for key in keys if key in metrics}))
 
     def find(self, *, steps_to_stop: int, total_steps: int) -> tuple[Growth, bool] | None:
-        """Return the growth that reaches its limit first, and whether it does at once.
+        """Return the growth that reaches its limit first, and whether it has to stop the run.
 
-        At once: within steps_to_stop steps. Growth that reaches no limit before the last step is
-        none. total_steps: the number of the run's last step.
+        It has to if the limit ends the run, and is reached within steps_to_stop steps. Growth that
+        reaches no limit before the last step is none. total_steps: the number of the run's last
+        step.
         """
         found: list[tuple[Growth, bool]] = []
         for kind in KINDS:
@@ -144,12 +172,12 @@ class MemoryGrowth:
             is_near = growth.steps_left <= steps_to_stop
             reaches_limit = growth.last_step + growth.steps_left < total_steps
             if is_near or (reaches_limit and growth.is_lasting and len(self._steps) >= LEAST_STEPS_TO_WARN):
-                found.append((growth, is_near))
-        return min(found, key=lambda each: each[0].steps_left, default=None)
+                found.append((growth, is_near and kind.ends_run))
+        return min(found, key=lambda each: (not each[0].kind.ends_run, each[0].steps_left), default=None)
 
     def _growth(self, kind: MemoryKind) -> Growth | None:
         points = [
-            (step, sum(metrics.get(key, 0.0) for key in kind.used), metrics[kind.left])
+            (step, sum(metrics.get(key, 0.0) * self._count(key) for key in kind.used), metrics[kind.left])
             for step, metrics in self._steps
             if isfinite(metrics.get(kind.left, float("nan")))
         ]
@@ -171,7 +199,25 @@ class MemoryGrowth:
                 if part.low > 0:
                     parts.append((key, part.value))
         growing = tuple(sorted(parts, key=lambda part: -part[1]))
-        return Growth(kind, first, steps[-1], rate, left[-1], growing, is_lasting=len(slopes) > 1 and slopes[1][1] > 0)
+        limits = [(left[-1], 0.0)]
+        if kind is HOST and self._left_now is not None:
+            limits.append((self._left_now, self._save_gb))
+        left_gb, save_gb = min(limits, key=lambda limit: limit[0] - limit[1])
+        return Growth(
+            kind,
+            first,
+            steps[-1],
+            rate,
+            left_gb,
+            growing,
+            is_lasting=len(slopes) > 1 and slopes[1][1] > 0,
+            save_gb=save_gb,
+            num_workers=self._num_workers,
+        )
+
+    def _count(self, key: str) -> int:
+        """Return how many processes of a machine have the memory of this metric."""
+        return self._num_workers if key == WORKER else 1
 
 
 def _certain_slope(steps: Sequence[int], used: Sequence[float], *, parts: int = 1) -> float:

@@ -38,6 +38,7 @@ class MemoryMeter:
 
     reward_workers: their process ids now. workers: those of the worker group on this machine, which
     measure themselves. object_store: metrics of Ray's object store.
+    left_gb: what was left at the last measure(), in GiB; None: not known.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class MemoryMeter:
         self._reward_workers = reward_workers
         self._workers = workers
         self._object_store = object_store
+        self.left_gb: float | None = None
         self._closed = threading.Event()
         self._least_free: int | None = None
         self._lock = threading.Lock()
@@ -59,7 +61,8 @@ class MemoryMeter:
 
     def measure(self) -> dict[str, Metric]:
         """Return the memory now, and the least that was left since the last call. In GiB."""
-        self._read_free()
+        now = self._read_free()
+        self.left_gb = None if now is None else now / 2**30
         with self._lock:
             free, self._least_free = self._least_free, None
         driver, rewards = os.getpid(), set(self._reward_workers())
@@ -91,11 +94,12 @@ class MemoryMeter:
     ) -> None:
         self.close()
 
-    def _read_free(self) -> None:
+    def _read_free(self) -> int | None:
         free = count_usable_bytes()
         with self._lock:
             if free is not None:
                 self._least_free = free if self._least_free is None else min(self._least_free, free)
+        return free
 
     def _read_until_closed(self) -> None:
         while not self._closed.wait(SECONDS):

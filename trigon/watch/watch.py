@@ -16,7 +16,7 @@ from trigon.metrics import Max, Metric, Metrics, values
 from trigon.names import WatchLevel
 from trigon.resuming import SameCommand
 from trigon.watch.history import History
-from trigon.watch.memory import Growth, MemoryGrowth
+from trigon.watch.memory import HOST, Growth, MemoryGrowth, MemoryKind
 from trigon.watch.meter import MemoryMeter
 from trigon.watch.rules import REMEMBERED, RULES, VALIDATIONS, Rule, Thresholds, WatcherName
 
@@ -85,12 +85,17 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """The levels by watcher, the thresholds, and the steps that memory must last for."""
+    """The levels by watcher, the thresholds, and the steps that memory must last for.
+
+    num_workers, save_gb: see MemoryGrowth.
+    """
 
     levels: Mapping[WatcherName, WatchLevel]
     thresholds: Thresholds
     memory_steps: int
     total_steps: int
+    num_workers: int
+    save_gb: float
 
 
 @dataclass(slots=True)
@@ -139,7 +144,14 @@ class Watch:
         self._episodes: dict[str, Episode] = {}
         self._validations = BestValidation()
         self._memory = MemoryGrowth()
-        self._warned_of_memory = False
+        if settings is not None:
+            self._memory = MemoryGrowth(num_workers=settings.num_workers, save_gb=settings.save_gb)
+        self._holds_save = False
+        self._warned_of: set[MemoryKind] = set()
+
+    def begin_step(self, *, saving: bool) -> None:
+        """Take note that a step begins. saving: with copies of a save in progress in memory."""
+        self._holds_save = saving
 
     def validation(self, step: int, metrics: Metrics) -> None:
         """Take the validation before training as the first one."""
@@ -159,7 +171,7 @@ class Watch:
         alarms += self._watch_validation(step, numbers)
         self._history.add(numbers)
         # A worker's part of the memory is in the metrics of the updates.
-        alarms += self._watch_memory(step, {**numbers, **values(_least(metrics, measured))})
+        alarms += self._watch_memory(step, {**numbers, **values(_least(metrics, measured))}, self._left_now(numbers))
         on = {MEMORY if alarm.watcher == "memory" else f"watch/{alarm.watcher}": Max(1.0) for alarm, _ in alarms}
         stopping = [alarm for alarm, _ in alarms if alarm.stops]
         return Watched(
@@ -229,17 +241,30 @@ class Watch:
         stops = self._level(watcher) == "stop"
         return [(Alarm(watcher, episode.first_step, f"{seen}. {text}", stops, saves=False), raised)]
 
-    def _watch_memory(self, step: int, numbers: Mapping[str, float]) -> list[tuple[Alarm, bool]]:
+    def _left_now(self, numbers: Mapping[str, float]) -> float | None:
+        """Return the host memory left after the updates, on the machine that has least.
+
+        None while a save is in progress, whose copies the next save frees first.
+        """
+        if self._holds_save:
+            return None
+        own = None if self._meter is None else self._meter.left_gb
+        return min((left for left in (own, numbers.get(HOST.left)) if left is not None), default=None)
+
+    def _watch_memory(
+        self, step: int, numbers: Mapping[str, float], left_now_gb: float | None
+    ) -> list[tuple[Alarm, bool]]:
         assert self._settings is not None
         if self._level("memory") == "off":
             return []
-        self._memory.add(step, numbers)
+        self._memory.add(step, numbers, left_now_gb=left_now_gb)
         found = self._memory.find(steps_to_stop=self._settings.memory_steps, total_steps=self._settings.total_steps)
         if found is None:
             return []
-        growth, is_near = found
-        is_new, self._warned_of_memory = not self._warned_of_memory, True
-        stops = is_near and self._level("memory") == "stop"
+        growth, must_stop = found
+        is_new = growth.kind not in self._warned_of
+        self._warned_of.add(growth.kind)
+        stops = must_stop and self._level("memory") == "stop"
         return [(Alarm("memory", growth.first_step, _memory_text(growth), stops, saves=True), is_new or stops)]
 
     def _level(self, watcher: WatcherName) -> WatchLevel:

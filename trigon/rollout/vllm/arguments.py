@@ -81,9 +81,12 @@ class VllmSettings:
     async_scheduling: bool | None = None
     weight_check_freq: int = 1
 
-    def checks_weights(self, version: int) -> bool:
-        """Return whether the weights of this version are compared by checksum."""
-        return self.weight_check_freq > 0 and version % self.weight_check_freq == 0
+    def checks_weights(self, version: int, *, restarted: bool = False) -> bool:
+        """Return whether the weights of this version are compared by checksum.
+
+        restarted: they are the first ones of an engine that was started anew after a failure.
+        """
+        return self.weight_check_freq > 0 and (restarted or version % self.weight_check_freq == 0)
 
 
 def engine_arguments(

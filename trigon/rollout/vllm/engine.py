@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trigon.errors import EngineError, RolloutError
-from trigon.metrics import Metrics, Sum
+from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.seeds import sample_seed
@@ -22,6 +22,7 @@ from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_inpu
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
+from trigon.system.gpu_memory import gpu_memory_left
 from trigon.system.network import loopback_variables
 from trigon.system.temporary import private_folder
 from trigon.system.variables import set_variables
@@ -60,6 +61,8 @@ class VllmEngine:
         self._closed = False
         self._unusable_because = ""  # empty while the engine can be used
         self._num_retried = 0  # since the last pop_metrics
+        self._restarted = False  # and has loaded no weights since then
+        self._memory_left: Metrics = {}  # the least while awake, since the last pop_metrics
         names = checkpoint_names(settings.model_folder)
         self._expected_names = canonical_names(names, processors)
         self._arguments = engine_arguments(settings, processors, checkpoint_names=names)
@@ -109,6 +112,7 @@ class VllmEngine:
         except Exception as error:  # vLLM raises errors of many types
             raise RolloutError(f"vLLM could not be started anew: {type(error).__name__}: {error}") from error
         self._unusable_because = ""
+        self._restarted = True
         self._sleep()
         if is_frozen:
             gc.freeze()
@@ -156,6 +160,7 @@ class VllmEngine:
             self._load(weights, version)
         if on_gpu:
             self._wake_up("kv_cache")
+            self._memory_left = merge(self._memory_left, gpu_memory_left())
         self._reset_caches()
         self._awake = True
         try:
@@ -258,7 +263,8 @@ class VllmEngine:
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine."""
         retried, self._num_retried = self._num_retried, 0
-        return {"rollout/retried_requests": Sum(float(retried))}
+        left, self._memory_left = self._memory_left, {}
+        return {"rollout/retried_requests": Sum(float(retried)), **left}
 
     def close(self) -> None:
         """Free everything, vLLM's torch.distributed process group included. May be called twice."""
@@ -307,8 +313,9 @@ class VllmEngine:
             expected_names=self._expected_names,
             device=self._settings.device,
             version=version,
-            check_values=self._settings.checks_weights(version),
+            check_values=self._settings.checks_weights(version, restarted=self._restarted),
         )
+        self._restarted = False
         self._version = version
         self._unusable_because = ""
 
