@@ -18,7 +18,7 @@ from typing import Any
 from trigon.errors import CheckpointError
 from trigon.json_files import read_json_object, write_json
 from trigon.system.cpus import count_usable_cpus
-from trigon.system.disk import sync_to_disk
+from trigon.system.disk import DAMAGED_FILE_SYSTEM, sync_to_disk
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -28,7 +28,7 @@ WITH_EXPORTS = ("actor/huggingface", "actor/lora_adapter")
 """Folders to which an export may add files, and of which a run loads nothing."""
 
 _MAX_HASHING_THREADS = 8
-_DAMAGED_DISK = (errno.EIO, errno.EUCLEAN)
+_DAMAGED_DISK = (errno.EIO, *DAMAGED_FILE_SYSTEM)
 
 
 def start_hashing_threads() -> ThreadPool:

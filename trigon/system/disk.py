@@ -8,6 +8,9 @@ import re
 import shutil
 from pathlib import Path
 
+DAMAGED_FILE_SYSTEM = (errno.EUCLEAN,) if hasattr(errno, "EUCLEAN") else ()
+"""The errno by which Linux reports a damaged file system; empty on systems without it."""
+
 _FAULTS = {
     errno.EDQUOT: ("the quota of this user is used up", "Make room, or ask for more"),
     errno.EFBIG: ("a file would be larger than allowed", "Raise the limit: see `ulimit -f`"),
@@ -20,7 +23,7 @@ _FAULTS = {
     errno.ENOENT: ("it does not exist", "A folder was moved or deleted: put it back"),
     errno.ENOTDIR: ("it is not in a folder", "A folder was replaced by a file: put it back"),
     errno.EIO: ("the disk reports an error", "Look at `dmesg`: it may be failing"),
-    errno.EUCLEAN: ("the file system is damaged", "Have it repaired"),
+    **dict.fromkeys(DAMAGED_FILE_SYSTEM, ("the file system is damaged", "Have it repaired")),
     errno.ESTALE: ("the file server no longer knows the file", "Mount the file system again"),
     errno.ETIMEDOUT: ("the file server does not answer", "Look at the server and the network"),
     errno.EHOSTDOWN: ("the file server does not answer", "Look at the server and the network"),
