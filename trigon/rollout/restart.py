@@ -92,7 +92,7 @@ class RestartingEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine. on_group is called once for each prompt, whatever fails."""
@@ -101,12 +101,12 @@ class RestartingEngine:
         while True:
             num_done = 0  # by this attempt
 
-            def report_progress(num_more: int) -> None:
+            def report_progress(num_more: int | None) -> None:
                 nonlocal num_done, num_reported
-                num_done += num_more
-                if on_progress is not None and num_done > num_reported:
-                    on_progress(num_done - num_reported)
-                num_reported = max(num_reported, num_done)
+                num_done += num_more or 0
+                num_new, num_reported = max(num_done - num_reported, 0), max(num_reported, num_done)
+                if on_progress is not None:
+                    on_progress(None if num_more is None else num_new)
 
             def report_group(index: int, completions: Sequence[Completion]) -> None:
                 if index not in finished:
