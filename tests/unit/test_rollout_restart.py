@@ -7,9 +7,12 @@ from contextlib import contextmanager
 import pytest
 
 from support.rollout import NO_WEIGHTS
+from trigon.build.hangs import EXPORT, SLOW_SECONDS, limit_of
+from trigon.config.schema import Config
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values
-from trigon.rollout.restart import RestartingEngine
+from trigon.rollout.restart import RESTART, RestartingEngine
+from trigon.system.watchdog import FOLLOWS
 from trigon.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.faults
@@ -118,6 +121,30 @@ def test_a_second_failure_ends_the_run(failures, message):
         sample(restarting)
     assert str(caught.value).startswith(message)
     assert engine.events.count("restart") == 1
+
+
+def test_the_restart_is_a_phase_of_its_own_with_the_limits_of_a_start():
+    engine = FailingEngine("sample 1")
+
+    @contextmanager
+    def phase(name):
+        engine.events.append(f"begin {name}")
+        yield
+        engine.events.append(f"end {name}")
+
+    restarting = RestartingEngine(engine, warn=lambda text: None, phase=phase)
+    with restarting.awake(NO_WEIGHTS, version=4):
+        sample(restarting)
+    begin = engine.events.index(f"begin {RESTART}")
+    assert engine.events[begin - 1 : begin + 4] == [
+        *("asleep", f"begin {RESTART}", "restart", f"end {RESTART}", "load 4"),
+    ]
+    config = Config.model_validate({"trainer": {"worker_timeout_seconds": 60.0}})
+    assert limit_of(config, False, RESTART) == limit_of(config, False, "start rollout engine") == SLOW_SECONDS
+    assert limit_of(config, True, RESTART) == SLOW_SECONDS  # what it reads is on the disk by then
+    assert limit_of(config, False, "gen") == 60.0
+    assert limit_of(config, False, EXPORT) is None
+    assert limit_of(config, False, f"{FOLLOWS}{EXPORT}") == 60.0
 
 
 def test_other_errors_do_not_start_it_anew():

@@ -84,7 +84,7 @@ def open_engines(
     with report.phase("start rollout engine"):
         rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos)
         if isinstance(rollout, RestartableEngine):
-            rollout = RestartingEngine(rollout, warn=report.warn, before_restart=trainer.offload)
+            rollout = RestartingEngine(rollout, warn=report.warn, phase=report.phase, before_restart=trainer.offload)
         stack.callback(rollout.close)
     tracer = LocalTracer(resolve_run_folder(config) / FOLDER, rank=None)
 

@@ -163,7 +163,7 @@ def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Repo
     rollout = config.worker.rollout
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=rollout.tensor_parallel_size)
     if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
-        return RestartingEngine(engine, warn=report.warn)
+        return RestartingEngine(engine, warn=report.warn, phase=report.phase)
     return engine
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,9 @@ from trigon.errors import RolloutError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.rollout.protocol import OnGroup, RolloutEngine
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
+
+RESTART = "restart rollout engine"
+"""The name of the phase in which an engine is started anew."""
 
 
 @runtime_checkable
@@ -52,15 +55,19 @@ class RestartingEngine:
         engine: RestartableEngine,
         *,
         warn: Callable[[str], None],
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
         before_restart: Callable[[], object] | None = None,
     ) -> None:
         """Wrap an engine.
 
-        warn: called with a message when it is started anew. before_restart: frees device memory
+        warn: called with a message when it is started anew. phase: the context in which that is
+        done, made with its name: it takes as long as a start, and not as long as sampling or a
+        weight sync may take. before_restart: frees device memory
         that the engine needs to start, such as the trainer's; None where the engine does it.
         """
         self._engine = engine
         self._warn = warn
+        self._phase = phase
         self._before_restart = before_restart
         self._contexts: list[_Awake] = []  # outermost first
         self._restarted = False
@@ -154,10 +161,11 @@ class RestartingEngine:
         release_frames(error)
         for context in reversed(contexts):
             context.stack.close()
-        if self._before_restart is not None:
-            self._before_restart()
         try:
-            self._engine.restart()
+            with self._phase(RESTART):
+                if self._before_restart is not None:
+                    self._before_restart()
+                self._engine.restart()
             for context in contexts:
                 self._enter(context)
         except RolloutError as again:
