@@ -21,7 +21,7 @@ def test_a_sigterm_during_rays_start_is_handled_by_the_run_and_not_by_ray(monkey
         signal.signal(signal.SIGTERM, lambda number, frame: received.append("ray"))
         os.kill(os.getpid(), signal.SIGTERM)
         if fails:
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("no answer")
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(cluster.ray, "init", start)

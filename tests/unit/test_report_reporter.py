@@ -162,10 +162,13 @@ def test_all_but_waiting_is_progress_for_the_watchdog_and_the_check_is_called_ea
             self.beats += 1
 
     watch, checks = CountingWatch(), []
-    with Reporter(folder, Console(stream=stream), watch=watch) as report:
-        with report.checking(lambda: checks.append(watch.beats)), report.phase("gen", total=2) as advance:
-            for k in (None, 0, 0, None, 1):
-                advance(k)
+    with (
+        Reporter(folder, Console(stream=stream), watch=watch) as report,
+        report.checking(lambda: checks.append(watch.beats)),
+        report.phase("gen", total=2) as advance,
+    ):
+        for k in (None, 0, 0, None, 1):
+            advance(k)
     assert checks == [0, 0, 1, 2, 2, 3]  # the first as the phase begins
 
 
