@@ -221,7 +221,8 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
     if is_due(step, run.intervals.validate_every) or is_due(step, run.intervals.save_every):
         return_freed_memory()
     if alarm is not None:
-        run.store.wait()  # a save in progress may be the checkpoint that is named
+        with run.report.phase("save_checkpoint"):
+            run.store.wait()  # a save in progress may be the checkpoint that is named
         saved = run.store.newest_complete(before=alarm.first_step)
         raise WatchError(describe_stop(step, alarm, saved, run.same_command))
     return stopping
@@ -246,7 +247,8 @@ def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> No
 
     prompts: the state of the prompt stream before the step that is left.
     """
-    run.store.wait()
+    with run.report.phase("save_checkpoint"):
+        run.store.wait()
     run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
     if progress.step > run.grace.saved_step:
         save(run, progress, prompts, stopping=True)

@@ -309,6 +309,9 @@ class LocalWeights(WeightsHandle):
 class Phase(Protocol):
     """Marks a phase of a step, to show its progress and measure its wall-clock time."""
 
-    def __call__(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
-        """Return a context that yields advance(k), to be called when k more of total are done."""
+    def __call__(self, name: str, *, total: int | None = None) -> AbstractContextManager[Callable[[int | None], None]]:
+        """Return a context that yields advance(k), to be called when k more of total are done.
+
+        k: 0 if something was done that does not count; None while the caller only waits.
+        """
         ...

@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "a checkpoint appears when it is complete",
         "checkpoint/store.py",
-        "            write_manifest(temporary, hashing)\n            os.rename(temporary, final)",
-        "            os.rename(temporary, final)\n            write_manifest(final, hashing)",
+        "            write_manifest(temporary, hashing, self._on_progress)\n            os.rename(temporary, final)",
+        "            os.rename(temporary, final)\n            write_manifest(final, hashing, self._on_progress)",
         "invariants/test_checkpoint_killed.py",
         "no_best-foreground",
     ),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from trigon.checkpoint.manifest import replacing_files
 from trigon.checkpoint.store import CheckpointStore, open_checkpoint
 from trigon.errors import CheckpointError
+from trigon.system import disk
 
 
 def writer(value, *, optimizer=True):
@@ -489,3 +491,41 @@ def test_a_save_in_the_background_needs_no_thread_that_is_not_running_yet(tmp_pa
     store.wait()
     monkeypatch.undo()
     assert store.latest(resumable=False).step == 1
+
+
+@pytest.mark.faults
+def test_each_file_that_is_flushed_hashed_and_verified_is_told_of(tmp_path):
+    told = []
+    store = CheckpointStore(tmp_path, keep=-1, on_progress=lambda: told.append(threading.get_ident()))
+    store.save(5, write=writer(5), progress={}, score=None)
+    assert len(told) == 2 * 5
+    told.clear()
+    saved = store.latest()
+    assert len(told) == 5
+    told.clear()
+    open_checkpoint(saved.folder, resumable=True, on_progress=lambda: told.append(0))
+    assert len(told) == 5
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_slow_write_is_told_of_as_long_as_its_files_grow(tmp_path, monkeypatch, grows):
+    monkeypatch.setattr(disk, "GROWTH_SECONDS", 0.01)
+    told, during = [], []
+
+    def write(actor):
+        writer(5)(actor)
+
+        def finish():
+            time.sleep(0.1)
+            told.clear()
+            with (actor / "large").open("wb", buffering=0) as file:
+                for _ in range(20):
+                    time.sleep(0.02)
+                    file.write(b"1" * grows)
+            during.extend(told)
+
+        return finish
+
+    CheckpointStore(tmp_path, keep=-1, on_progress=lambda: told.append(1)).save(5, write=write, progress={}, score=None)
+    assert (len(during) > 2) == grows

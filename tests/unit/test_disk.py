@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import resource
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -309,3 +310,10 @@ def test_faults_are_found_in_errors_and_in_their_texts(tmp_path, error, number):
     assert fault_number(error) == number
     if number is not None:
         assert os.strerror(number) in describe_fault(error, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["system/disk.py", "checkpoint/manifest.py"])
+def test_a_system_without_the_number_of_a_damaged_file_system_can_import_it(monkeypatch, module):
+    monkeypatch.delattr(errno, "EUCLEAN", raising=False)  # macOS has none
+    names = runpy.run_path(str(Path(__file__).parents[2] / "trigon" / module))
+    assert None not in names.get("_FAULTS", names.get("_DAMAGED_DISK"))

@@ -103,6 +103,8 @@ def test_a_stop_without_an_earlier_checkpoint_says_so(parts, tmp_path):
         pytest.raises(WatchError, match="There is no checkpoint from before step 1"),
     ):
         train(run, None)
+    # Where a save in progress is waited for, with the watchdog's limit of a save.
+    assert run.report.phases[-1] == "save_checkpoint"
     assert saved_steps(tmp_path) == []
 
 

@@ -11,6 +11,7 @@ from trigon.metrics import Max, Mean, Sum
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
+from trigon.system.watchdog import HangWatch
 from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score
 
 
@@ -151,6 +152,24 @@ def test_a_nested_phase_is_timed_with_the_outer_phase(folder, stream, clock):
     report.step(0, 1, {})
     assert folder.read_metrics()[0].metrics["timing_s/validation"] == 2.0
     assert "timing_s/gen" not in folder.read_metrics()[0].metrics
+
+
+def test_all_but_waiting_is_progress_for_the_watchdog_and_the_check_is_called_each_time(folder, stream):
+    class CountingWatch(HangWatch):
+        beats = 0
+
+        def beat(self):
+            self.beats += 1
+
+    watch, checks = CountingWatch(), []
+    with (
+        Reporter(folder, Console(stream=stream), watch=watch) as report,
+        report.checking(lambda: checks.append(watch.beats)),
+        report.phase("gen", total=2) as advance,
+    ):
+        for k in (None, 0, 0, None, 1):
+            advance(k)
+    assert checks == [0, 0, 1, 2, 2, 3]  # the first as the phase begins
 
 
 def test_a_phase_that_raises_is_timed_and_its_error_is_raised(folder, stream, clock):

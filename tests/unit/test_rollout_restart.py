@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from support.rollout import NO_WEIGHTS
+from trigon.build.hangs import EXPORT, SLOW_SECONDS, limit_of
+from trigon.config.schema import Config
 from trigon.errors import EngineError, RolloutError
 from trigon.metrics import Sum, values
 from trigon.resuming import SAME_COMMAND, SameCommand
-from trigon.rollout.restart import RestartingEngine
+from trigon.rollout.restart import RESTART, RestartingEngine
+from trigon.system.watchdog import FOLLOWS
 from trigon.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.faults
@@ -89,7 +92,7 @@ def test_a_failure_while_sampling_wakes_a_new_engine_and_reports_each_group_once
     assert engine.events[8:] == ["sample 1", "sample 2", "asleep"]
     assert [row[0].token_ids for row in rows] == [(0,), (1,), (2,)]
     assert [row[0].text for row in rows] == ["start 0", "start 1", "start 1"]  # as reported
-    assert done == [2, 2, 2]
+    assert done == [2, 0, 2, 2]  # the first prompt of the new engine was counted before
     assert groups == list(enumerate(rows))
     assert len(warnings) == 1
     assert values(restarting.pop_metrics()) == {"rollout/engine_restarts": 1.0, "rollout/retried_requests": 0.0}
@@ -140,6 +143,30 @@ def test_the_last_failure_says_which_command_goes_on(same_command, text):
     with pytest.raises(RolloutError) as caught, engine.awake(NO_WEIGHTS, version=4):
         sample(engine)
     assert f"To go on from the last checkpoint, {text}" in str(caught.value)
+
+
+def test_the_restart_is_a_phase_of_its_own_with_the_limits_of_a_start():
+    engine = FailingEngine("sample 1")
+
+    @contextmanager
+    def phase(name):
+        engine.events.append(f"begin {name}")
+        yield
+        engine.events.append(f"end {name}")
+
+    restarting = RestartingEngine(engine, warn=lambda text: None, same_command=SAME_COMMAND, phase=phase)
+    with restarting.awake(NO_WEIGHTS, version=4):
+        sample(restarting)
+    begin = engine.events.index(f"begin {RESTART}")
+    assert engine.events[begin - 1 : begin + 4] == [
+        *("asleep", f"begin {RESTART}", "restart", f"end {RESTART}", "load 4"),
+    ]
+    config = Config.model_validate({"trainer": {"worker_timeout_seconds": 60.0}})
+    assert limit_of(config, False, RESTART) == limit_of(config, False, "start rollout engine") == SLOW_SECONDS
+    assert limit_of(config, True, RESTART) == SLOW_SECONDS  # what it reads is on the disk by then
+    assert limit_of(config, False, "gen") == 60.0
+    assert limit_of(config, False, EXPORT) is None
+    assert limit_of(config, False, f"{FOLLOWS}{EXPORT}") == 60.0
 
 
 def test_other_errors_do_not_start_it_anew():

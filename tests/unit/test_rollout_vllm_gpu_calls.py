@@ -2,12 +2,13 @@
 
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from support.rollout import handle_of, make_vllm_settings
-from trigon.errors import EngineError
+from trigon.errors import EngineError, WorkerError
 from trigon.metrics import Min, Sum
 from trigon.models.load import load_processors
 from trigon.rollout.vllm import VllmEngine, engine, process
@@ -220,3 +221,24 @@ def test_triton_multiplies_float32_in_float32(monkeypatch, dtype, setting, expec
     process.start_llm_engine({"tensor_parallel_size": 1, "dtype": dtype}, device="cuda", architectures=())
     triton = pytest.importorskip("triton")
     assert triton.knobs.language.fp32_default == expected
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("where", ["step", "restart"])
+def test_the_error_of_the_watchdog_ends_the_run_and_starts_no_engine_anew(rollout, llm_engine, monkeypatch, where):
+    hang = WorkerError("gen made no progress")
+    interrupted = Mock(side_effect=hang)
+    if where == "step":
+        monkeypatch.setattr(llm_engine, "step", interrupted)
+        monkeypatch.setattr(llm_engine, "abort_request", Mock(side_effect=AssertionError("vLLM is not called again")))
+        with pytest.raises(WorkerError) as caught, rollout.awake(handle_of({}), version=0):
+            rollout.generate([Prompt("train:0", (1, 2, 3), None, "", None, {}, ())], SAMPLING, step=1)
+    else:
+        monkeypatch.setattr(engine, "stop_llm_engine", lambda engine: None)
+        monkeypatch.setattr(engine, "start_llm_engine", interrupted)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        with pytest.raises(WorkerError) as caught:
+            rollout.restart()
+    assert caught.value is hang
+    with pytest.raises(EngineError, match="cannot be used"), rollout.awake(handle_of({}), version=0):
+        pass

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from support.processes import descendants, is_running, wait_until
+from trigon.system.watchdog import FOLLOWS, START, Watchdog
+from trigon.system.watchdog_process import read_record
 
 pytestmark = [
     pytest.mark.faults,
@@ -146,6 +148,24 @@ def test_progress_keeps_a_run_alive(tmp_path):
         output, error = process.communicate(timeout=60)
     assert (process.returncode, output, error) == (0, "ended\n", "")
     assert not (tmp_path / "hang_stacks.txt").exists()
+
+
+def test_progress_from_another_thread_brings_back_no_phase_that_has_ended(tmp_path):
+    limits = {START: 60.0, "gen": 5.0, f"{FOLLOWS}gen": 7.0}
+    with Watchdog(tmp_path, limits.get, option="the_option=2", unwind_seconds=3.0) as watchdog:
+        write = watchdog._write
+
+        def late_write(name):  # as if the phase ended between reading its name and writing it
+            with watchdog._lock:
+                watchdog._name, watchdog._limit = f"{FOLLOWS}gen", 7.0
+            write(name)
+
+        with watchdog.phase("gen"):
+            watchdog._write = late_write
+            watchdog.beat()
+            watchdog._write = write
+            record = read_record(watchdog._memory)
+    assert (record.name, record.limit) == (f"{FOLLOWS}gen", 7.0)
 
 
 def test_a_driver_that_is_stopped_for_a_while_does_not_hang(tmp_path):

@@ -93,6 +93,7 @@ def open_engines(
                 rollout,
                 warn=report.warn,
                 same_command=resolve_same_command(config),
+                phase=report.phase,
                 before_restart=trainer.offload,
             )
         stack.callback(rollout.close)

@@ -11,13 +11,17 @@ from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, 
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
+from trigon.rollout.restart import RESTART
 from trigon.system.watchdog import FOLLOWS, START, HangWatch, Watchdog
 
 SLOW_SECONDS = 3600.0
 """The least limit of the start, of loading and of saving, as of the calls of workers."""
 
 _STARTING = (START, "scan ", "load model", "start rollout engine", "measure memory")
-_SLOW = (*_STARTING, "save_checkpoint")
+_SLOW = (*_STARTING, RESTART, "save_checkpoint")
+
+EXPORT = "export"
+"""The phase of the export after the last step. It has no limit, since it reports no progress."""
 
 _WORKERS_SECONDS = 60.0  # longer than the deadlines of calls, whose errors name the rank
 _MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
@@ -41,8 +45,11 @@ def open_hang_watch(config: Config, folder: Path, console: Console) -> HangWatch
 def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
     """Return the seconds without progress after which a phase hangs; None: no limit.
 
-    What follows a phase has the limit of the phase. reads_hub: a download has no limit.
+    What follows a phase has the limit of the phase; of an export, that of a step. reads_hub: a
+    download has no limit.
     """
+    if name == EXPORT:
+        return None
     name = name.removeprefix(FOLLOWS)
     if reads_hub and name.startswith(_STARTING):
         return None

@@ -17,7 +17,7 @@ from typing import Any
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state, staged_bytes
-from trigon.build.hangs import open_hang_watch
+from trigon.build.hangs import EXPORT, open_hang_watch
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
 from trigon.build.models import choose_device, choose_kernel, device_type
@@ -35,6 +35,7 @@ from trigon.build.origin import KEY, Origin
 from trigon.build.watchers import open_watchers
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
+from trigon.checkpoint.manifest import OnProgress, no_progress
 from trigon.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from trigon.config.checks import find_device_warnings
 from trigon.config.defaults import (
@@ -112,8 +113,8 @@ def run_training(
             use_hang_watch(hang_watch)
         for warning in warnings:
             console.warn(warning)
-        store = open_store(config, folder, console)
-        checkpoint = choose_checkpoint(config, store)
+        store = open_store(config, folder, console, hang_watch.beat)
+        checkpoint = choose_checkpoint(config, store, hang_watch.beat)
         origin = Origin(config, checkpoint, console.print)
         origin.add_options(objects.reward)
         announce_downloads(config, console)
@@ -189,7 +190,8 @@ def run_training(
         last = last_checkpoint(folder, checkpoint, progress.step)
         exported = None
         if export_to is not None and last is not None and not stopped:
-            exported = export_checkpoint(last, export_to, dtype=None)
+            with hang_watch.phase(EXPORT):
+                exported = export_checkpoint(last, export_to, dtype=None)
         next_steps = suggest_next_steps(config, folder.path, last, exported, stopped=stopped)
         report.summary(exported=exported, next_steps=next_steps)
         return RunOutcome(folder.path, progress.step, stopped, last, exported)
@@ -291,8 +293,10 @@ def open_console(config: Config) -> Console:
     return Console(progress=not config.worker.rollout.disable_tqdm, step_lines="console" in config.trainer.logger)
 
 
-def open_store(config: Config, folder: RunFolder, console: Console) -> CheckpointStore:
-    """Return the store of the checkpoints in the run folder."""
+def open_store(
+    config: Config, folder: RunFolder, console: Console, on_progress: OnProgress = no_progress
+) -> CheckpointStore:
+    """Return the store of the checkpoints in the run folder. on_progress: see CheckpointStore."""
     trainer = config.trainer
     return CheckpointStore(
         folder.path,
@@ -300,20 +304,25 @@ def open_store(config: Config, folder: RunFolder, console: Console) -> Checkpoin
         background=trainer.save_in_background,
         warn=console.warn,
         check_actor=require_finite_files,
+        on_progress=on_progress,
     )
 
 
-def choose_checkpoint(config: Config, store: CheckpointStore) -> Checkpoint | None:
+def choose_checkpoint(
+    config: Config, store: CheckpointStore, on_progress: OnProgress = no_progress
+) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None to start from the beginning.
 
     It is trainer.load_checkpoint_path, or the last one of the run folder with find_last_checkpoint.
+    on_progress: called for each file that is verified.
     Raises: CheckpointError, also if it belongs to a run with LoRA and this one has none, or the
     other way round.
     """
     trainer = config.trainer
     checkpoint: Checkpoint | None
     if trainer.load_checkpoint_path is not None:
-        checkpoint = open_checkpoint(Path(trainer.load_checkpoint_path), resumable=not trainer.val_only)
+        path = Path(trainer.load_checkpoint_path)
+        checkpoint = open_checkpoint(path, resumable=not trainer.val_only, on_progress=on_progress)
         require_finite_files(checkpoint.actor)
     else:
         checkpoint = store.latest(resumable=not trainer.val_only) if trainer.find_last_checkpoint else None

@@ -164,7 +164,7 @@ def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Repo
     rollout = config.worker.rollout
     engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=rollout.tensor_parallel_size)
     if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
-        return RestartingEngine(engine, warn=report.warn, same_command=resolve_same_command(config))
+        return RestartingEngine(engine, warn=report.warn, same_command=resolve_same_command(config), phase=report.phase)
     return engine
 
 

@@ -1,7 +1,10 @@
-"""Says in words why a checkpoint or an export could not be written."""
+"""Says in words why a checkpoint could not be written, and removes what was written of it."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trigon.errors import DiskError, EngineError
@@ -17,3 +20,17 @@ def disk_error(error: BaseException, path: Path, final: Path) -> DiskError | Non
     if isinstance(error, DiskError | EngineError) or fault_number(error) is None:
         return None
     return DiskError(f"{final} could not be saved: {describe_fault(error, path)}. Earlier checkpoints are intact")
+
+
+@contextmanager
+def removed_on_failure(temporary: Path, final: Path) -> Iterator[None]:
+    """Remove the temporary folder if the context fails, and explain the fault of a disk."""
+    try:
+        yield
+    except BaseException as error:
+        # Described first: afterwards the disk may have room.
+        fault = disk_error(error, temporary, final)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if fault is not None:
+            raise fault from error
+        raise

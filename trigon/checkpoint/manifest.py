@@ -18,7 +18,7 @@ from typing import Any
 from trigon.errors import CheckpointError
 from trigon.json_files import read_json_object, write_json
 from trigon.system.cpus import count_usable_cpus
-from trigon.system.disk import sync_to_disk
+from trigon.system.disk import DAMAGED_FILE_SYSTEM, sync_to_disk
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -28,7 +28,15 @@ WITH_EXPORTS = ("actor/huggingface", "actor/lora_adapter")
 """Folders to which an export may add files, and of which a run loads nothing."""
 
 _MAX_HASHING_THREADS = 8
-_DAMAGED_DISK = (errno.EIO, errno.EUCLEAN)
+_DAMAGED_DISK = (errno.EIO, *DAMAGED_FILE_SYSTEM)
+
+
+OnProgress = Callable[[], object]
+"""Called, from any thread, for each file that was written or read."""
+
+
+def no_progress() -> None:
+    """Be told of progress, and do nothing."""
 
 
 def start_hashing_threads() -> ThreadPool:
@@ -36,7 +44,7 @@ def start_hashing_threads() -> ThreadPool:
     return ThreadPool(min(_MAX_HASHING_THREADS, count_usable_cpus()))
 
 
-def write_manifest(folder: Path, threads: ThreadPool) -> None:
+def write_manifest(folder: Path, threads: ThreadPool, on_progress: OnProgress = no_progress) -> None:
     """Flush all files and folders of a checkpoint to the disk, and write its manifest.
 
     threads: started before, since none can be started once the main thread has ended (Python 3.12),
@@ -47,13 +55,16 @@ def write_manifest(folder: Path, threads: ThreadPool) -> None:
     assert any(folder / "actor" in path.parents for path in files), "the train engine wrote nothing"
     for path in files:
         sync_to_disk(path)
+        on_progress()
     names = (path.relative_to(folder).as_posix() for path in files)
-    _write(folder, dict(zip(names, _hash_files(files, threads), strict=True)))
+    _write(folder, dict(zip(names, _hash_files(files, threads, on_progress), strict=True)))
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_to_disk(inner)
 
 
-def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: True) -> None:
+def verify_files(
+    folder: Path, *, include: Callable[[str], bool] = lambda name: True, on_progress: OnProgress = no_progress
+) -> None:
     """Raise CheckpointError unless all files of the manifest have their sizes and hashes.
 
     A file that engines would load and the manifest does not have is an error too: tensors are read
@@ -61,12 +72,12 @@ def verify_files(folder: Path, *, include: Callable[[str], bool] = lambda name: 
     whether to verify it; hashing reads it entirely.
     """
     with _unreadable_is_damaged(folder):
-        _verify_files(folder, read_manifest(folder), include)
+        _verify_files(folder, read_manifest(folder), include, on_progress)
 
 
-def verify_checkpoint(folder: Path, *, optimizer: bool) -> None:
+def verify_checkpoint(folder: Path, *, optimizer: bool, on_progress: OnProgress = no_progress) -> None:
     """Raise CheckpointError for a damaged file, those of the optimizer only on request."""
-    verify_files(folder, include=lambda name: optimizer or not is_optimizer(name))
+    verify_files(folder, include=lambda name: optimizer or not is_optimizer(name), on_progress=on_progress)
 
 
 def is_optimizer(name: str) -> bool:
@@ -74,7 +85,12 @@ def is_optimizer(name: str) -> bool:
     return name.startswith("actor/optimizer")  # a folder, or the one file of a small engine
 
 
-def _verify_files(folder: Path, manifest: Mapping[str, Mapping[str, Any]], include: Callable[[str], bool]) -> None:
+def _verify_files(
+    folder: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    include: Callable[[str], bool],
+    on_progress: OnProgress,
+) -> None:
     found = (*_files_below(folder, "actor"), *(path.name for path in folder.glob("*.safetensors")))
     added = [name for name in found if name not in manifest and include(name)]
     if added:
@@ -91,7 +107,7 @@ def _verify_files(folder: Path, manifest: Mapping[str, Mapping[str, Any]], inclu
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, but {entry['bytes']:,} were saved")
     paths = [folder / name for name in entries]
     with start_hashing_threads() as threads:
-        hashes = _hash_files(paths, threads)
+        hashes = _hash_files(paths, threads, on_progress)
     for path, actual, saved in zip(paths, hashes, entries.values(), strict=True):
         if actual["sha256"] != saved["sha256"]:
             raise CheckpointError(f"{path} has other contents than were saved (SHA-256 differs)")
@@ -209,5 +225,10 @@ def _hash_file(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def _hash_files(paths: Sequence[Path], threads: ThreadPool) -> list[dict[str, Any]]:
-    return threads.map(_hash_file, paths, chunksize=1)
+def _hash_files(paths: Sequence[Path], threads: ThreadPool, on_progress: OnProgress) -> list[dict[str, Any]]:
+    def hash_file(path: Path) -> dict[str, Any]:
+        entry = _hash_file(path)
+        on_progress()
+        return entry
+
+    return threads.map(hash_file, paths, chunksize=1)

@@ -32,11 +32,13 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from trigon.checkpoint.faults import disk_error
+from trigon.checkpoint.faults import removed_on_failure
 from trigon.checkpoint.manifest import (
     MANIFEST,
     PROGRESS,
+    OnProgress,
     is_optimizer,
+    no_progress,
     read_manifest,
     start_hashing_threads,
     total_bytes,
@@ -46,7 +48,7 @@ from trigon.checkpoint.manifest import (
 from trigon.checkpoint.progress import is_complete, read_progress
 from trigon.errors import CheckpointError, DiskError
 from trigon.json_files import write_json
-from trigon.system.disk import free_bytes, sync_to_disk
+from trigon.system.disk import free_bytes, sync_to_disk, told_while_growing
 
 TRACKER = "checkpoint_tracker.json"
 
@@ -91,6 +93,8 @@ class CheckpointStore:
     warn: called with a message for a damaged checkpoint, a fallback to an earlier one, and a
     folder that could not be removed. check_actor: raises CheckpointError for an actor folder whose
     content cannot be used although its files are as they were written; None: not asked.
+    on_progress: called, from any thread, for each file that was flushed or hashed, and while the
+    files of a save grow.
     save_seconds: how long the longest save took, until its checkpoint was complete; None: no save.
     published_step: of the last checkpoint that this object has saved completely; 0: none.
     """
@@ -103,12 +107,14 @@ class CheckpointStore:
         background: bool = False,
         warn: Callable[[str], None] = warnings.warn,
         check_actor: Callable[[Path], None] | None = None,
+        on_progress: OnProgress = no_progress,
     ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._warn = warn
         self._check_actor = check_actor
+        self._on_progress = on_progress
         self._pending: tuple[int, Future[None], bool] | None = None  # in the background: step, save, required
         self._save_started = 0.0
         self.save_seconds: float | None = None
@@ -144,7 +150,7 @@ class CheckpointStore:
         self._save_started = time.monotonic()
         temporary = self._root / f"{_SAVING}{final.name}"
         state = {"step": step, "val_reward_score": score if score is not None and isfinite(score) else None}
-        with self._remove_on_failure(temporary, final):
+        with removed_on_failure(temporary, final):
             self._root.mkdir(parents=True, exist_ok=True)
             for prefix in (_SAVING, _REMOVING):
                 for stale in self._root.glob(f"{prefix}*"):
@@ -269,10 +275,11 @@ class CheckpointStore:
     def _publish(self, temporary: Path, final: Path, finish: Finish | None, hashing: ThreadPool) -> None:
         """Finish the temporary folder, make it a checkpoint, and end the hashing threads."""
         step = int(final.name.rpartition("_")[2])
-        with hashing, self._remove_on_failure(temporary, final):
+        with hashing, removed_on_failure(temporary, final):
             if finish is not None:
-                finish()
-            write_manifest(temporary, hashing)
+                with told_while_growing(temporary, hashing, self._on_progress):
+                    finish()
+            write_manifest(temporary, hashing, self._on_progress)
             os.rename(temporary, final)
             sync_to_disk(self._root)
         try:
@@ -282,19 +289,6 @@ class CheckpointStore:
         self.save_seconds = max(time.monotonic() - self._save_started, self.save_seconds or 0.0)
         self.published_step = step
         self._remove_old(newest=step)
-
-    @contextmanager
-    def _remove_on_failure(self, temporary: Path, final: Path) -> Iterator[None]:
-        """Remove the temporary folder if the context fails, and explain the fault of a disk."""
-        try:
-            yield
-        except BaseException as error:
-            # Described first: afterwards the disk may have room.
-            fault = disk_error(error, temporary, final)
-            shutil.rmtree(temporary, ignore_errors=True)
-            if fault is not None:
-                raise fault from error
-            raise
 
     def _warn_not_saved(self, step: int, error: DiskError) -> None:
         """Warn that a run goes on without the checkpoint of this step."""
@@ -335,7 +329,9 @@ class CheckpointStore:
         problems = []
         for step in steps:
             try:
-                verify_checkpoint(self._root / f"global_step_{step}", optimizer=resumable)
+                verify_checkpoint(
+                    self._root / f"global_step_{step}", optimizer=resumable, on_progress=self._on_progress
+                )
                 if self._check_actor is not None:
                     self._check_actor(self._root / f"global_step_{step}" / "actor")
             except CheckpointError as error:
@@ -404,7 +400,9 @@ def find_checkpoints(root: Path) -> list[Path]:
     return [folder for _, folder in sorted(CheckpointStore(root, keep=-1)._complete_folders().items())]
 
 
-def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, resumable: bool, verify: bool = True, on_progress: OnProgress = no_progress
+) -> Checkpoint:
     """Return the checkpoint in a folder that the user named, after verifying all its files.
 
     Args:
@@ -412,7 +410,7 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
             which EasyR1's commands name.
         resumable: whether a run continues from it. If not, its optimizer state is neither required
             nor verified.
-        verify: False if the hashes were compared already.
+        verify: False if the hashes were compared already. on_progress: see verify_checkpoint.
     Raises: CheckpointError if it is missing or damaged, if its name says another step than its
     content, or if it lacks what a resume needs.
     """
@@ -431,7 +429,7 @@ def open_checkpoint(folder: Path, *, resumable: bool, verify: bool = True) -> Ch
     manifest = read_manifest(folder)
     if verify:
         try:
-            verify_checkpoint(folder, optimizer=resumable)
+            verify_checkpoint(folder, optimizer=resumable, on_progress=on_progress)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Restore this file, or name another checkpoint") from error
     if resumable and not any(is_optimizer(file) for file in manifest):

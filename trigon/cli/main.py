@@ -52,12 +52,9 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done, 1: failed with a TrigonError, 130: interrupted by Ctrl-C. 2: wrong usage, that is the
-    arguments, or the configuration (ConfigError); arguments that a parser rejects end the process.
-    `trigon train` adds those of other signals; see EXIT_SIGNAL.
     0: done, 1: failed with a TrigonError or the fault of a disk, 130: interrupted by Ctrl-C. 2:
     wrong usage, that is the arguments, or the configuration (ConfigError); arguments that a parser
-    rejects end the process. `trigon train` adds EXIT_STOPPED.
+    rejects end the process. `trigon train` adds those of other signals (cli/train.py, EXIT_SIGNAL).
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))

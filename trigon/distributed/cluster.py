@@ -103,13 +103,19 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
             # Ray's processes and the workers keep them blocked: only the driver acts on a signal
             # that all processes of a job get. Ray itself does the same with SIGINT.
             with set_variables(local.variables), termination_blocked():
-                ray.init(
-                    address=address,
-                    logging_level="ERROR",
-                    log_to_driver=True,
-                    job_config=_job_config(),
-                    **local.options,
-                )
+                try:
+                    ray.init(
+                        address=address,
+                        logging_level="ERROR",
+                        log_to_driver=True,
+                        job_config=_job_config(),
+                        **local.options,
+                    )
+                finally:
+                    # ray.init installs its own, which aborts the process. Restored while SIGTERM is
+                    # blocked: one that is pending is delivered when the block ends.
+                    if threading.current_thread() is threading.main_thread():
+                        signal.signal(signal.SIGTERM, sigterm_handler)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"there is no Ray cluster at {address!r}, or it rejects the token of this shell "
@@ -118,8 +124,6 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
                 "docs/multi-node.md"
             ) from error
         try:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs its own, which aborts the process
             if address == "local":
                 check_loopback()
             yield folder.name

@@ -180,7 +180,7 @@ class WorkersRolloutEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine. Finished groups arrive with heartbeats, about a second apart."""
@@ -252,7 +252,7 @@ class _GenerationProgress:
         shares: Sequence[Sequence[int]],
         *,
         replica_size: int,
-        on_progress: Callable[[int], None] | None,
+        on_progress: Callable[[int | None], None] | None,
         on_group: OnGroup | None,
     ) -> None:
         self._worker_group = worker_group
@@ -275,7 +275,8 @@ class _GenerationProgress:
         self._num_samples[rank] = heartbeat.num_samples
         self._num_groups[rank] += len(heartbeat.groups)
         if self._on_progress is not None:
-            self._on_progress(num_finished)
+            # That a worker answers is no progress of its sampling.
+            self._on_progress(num_finished or None)
         for index_in_share, payload in heartbeat.groups:
             index = self._shares[rank][index_in_share]
             [decoded] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))

@@ -226,8 +226,8 @@ class Worker:
         self._generation = progress = _Generation(generation)
         returns_completions = self._require_engines.replica_rank == 0
 
-        def on_progress(num_finished: int) -> None:
-            progress.num_samples += num_finished
+        def on_progress(num_finished: int | None) -> None:
+            progress.num_samples += num_finished or 0
 
         def on_group(index: int, completions: Sequence[Completion]) -> None:
             progress.groups.append((index, encode_completions([completions])))

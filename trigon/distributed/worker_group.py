@@ -10,12 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, TypeVarTuple, overload
 
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from trigon.distributed.cluster import WorkerHandle
 from trigon.distributed.processed_media import ProcessedMedia
@@ -277,14 +278,16 @@ class WorkerGroup:
         """Return the error for workers that missed the deadline, with their stacks."""
         request = HeartbeatRequest(with_stack=True)
         references = {worker.rank: worker.actor.heartbeat.remote(request) for worker in workers}
+        # One wait for all of them: the watchdog of the run gives the driver a minute in total.
+        arrived, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=_GRACE_SECONDS)
         lines = []
         for rank, reference in references.items():
-            try:
-                heartbeat = ray.get(reference, timeout=_GRACE_SECONDS)
-                self._heartbeats[rank] = heartbeat
-                state = f"is in\n{heartbeat.stack}"
-            except (GetTimeoutError, RayActorError, RayTaskError):
-                state = "does not respond: its process is stopped, or blocked outside of Python"
+            state = "does not respond: its process is stopped, or blocked outside of Python"
+            if reference in arrived:
+                with suppress(RayActorError, RayTaskError):
+                    heartbeat = ray.get(reference)
+                    self._heartbeats[rank] = heartbeat
+                    state = f"is in\n{heartbeat.stack}"
             lines.append(f"rank {rank} on {self._describe_host(rank)}{self._describe_memory(rank)} {state}")
         limit = " (trainer.worker_timeout_seconds)" if deadline == self.deadline_seconds else ""
         return WorkerError(

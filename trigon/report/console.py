@@ -62,15 +62,20 @@ _STEP_LINE: tuple[tuple[str, tuple[str, ...]], ...] = (
 class Advance:
     """Advances the progress of a phase: advance(k) when k more are done. From any thread.
 
-    set_total: for a phase whose total was not known when it began.
+    set_total: for a phase whose total was not known when it began. waits: called while the phase
+    only waits, which is no progress.
     """
 
     advance: Callable[[int], None]
     set_total: Callable[[int], None]
+    waits: Callable[[], object] = lambda: None
 
-    def __call__(self, k: int) -> None:
-        """Count k more as done."""
-        self.advance(k)
+    def __call__(self, k: int | None) -> None:
+        """Count k more as done; None: the phase only waits."""
+        if k is None:
+            self.waits()
+        else:
+            self.advance(k)
 
 
 class Console:

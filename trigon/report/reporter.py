@@ -81,18 +81,19 @@ class Reporter:
     def phase(self, name: str, *, total: int | None = None) -> Iterator[Advance]:
         """Show a phase, and yield advance(k), to be called when k more of total are done.
 
+        The watch takes every call for progress, but those with None.
+
         Its wall-clock seconds are added to timing_s/<name> of the step that is reported next. Of
         nested phases only the outermost one is timed.
         """
         from trigon.training.trace import marked  # imports torch
 
-        if self._check is not None:
-            self._check()
+        self._call_check()
         start = self._clock()
         self._depth += 1
         try:
             with self._watch.phase(name), marked(f"phase {name}"), self._console.progress(name, total) as advance:
-                yield Advance(partial(self._advance, advance), advance.set_total)
+                yield Advance(partial(self._advance, advance), advance.set_total, self._call_check)
         finally:
             self._depth -= 1
             if self._depth == 0:
@@ -110,7 +111,10 @@ class Reporter:
     def _advance(self, advance: Advance, k: int) -> None:
         if k:
             advance(k)
-            self._watch.beat()
+        self._watch.beat()  # also for 0, such as a token of completions that take hours
+        self._call_check()
+
+    def _call_check(self) -> None:
         if self._check is not None:
             self._check()
 

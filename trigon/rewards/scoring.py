@@ -90,13 +90,13 @@ class Scoring:
         self._added.put([self._encode(first_index + offset, request, group) for offset, request in enumerate(requests)])
         self._wake_pool()
 
-    def result(self, *, on_progress: Callable[[int], object] | None = None) -> list[Score]:
+    def result(self, *, on_progress: Callable[[int | None], object] | None = None) -> list[Score]:
         """Wait, and return the score of each request that was added, in the order of their indices.
 
         Nothing can be added afterwards. The allowed number of failures is relative to the requests
         that were added.
         on_progress: called several times a second while nothing else happens, with the number of
-        requests scored since the last call; it may raise.
+        requests scored since the last call, None for none; it may raise.
         Raises: as RewardPool.score.
         """
         self._added.put(None)
@@ -104,7 +104,7 @@ class Scoring:
         num_scored = 0
         while on_progress is not None and not wait([self.outcome], timeout=_PROGRESS_SECONDS).done:
             before, num_scored = num_scored, len(self._scores)
-            on_progress(num_scored - before)
+            on_progress(num_scored - before or None)
         return self.outcome.result()
 
     def seconds(self) -> list[float]:

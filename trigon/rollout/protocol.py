@@ -44,7 +44,7 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """Return sampling.n completions for each prompt, in the order of prompts and samples.
@@ -55,8 +55,9 @@ class RolloutEngine(Protocol):
         depend on which other prompts are sampled at the same time. Media placeholder tokens are
         never sampled.
         Args:
-            on_progress: called with the number of newly finished completions, 0 among them, every
-                few tokens or seconds. It may raise, which ends the call.
+            on_progress: called with the number of newly finished completions every few tokens or
+                seconds: 0 after tokens that finish none, None if the engine does not know of any
+                progress. It may raise, which ends the call.
             on_group: called in the calling thread, once for each prompt, as soon as all of its
                 completions are finished or one has failed twice; with the list that is returned.
         Raises: EngineError outside awake(); RolloutError if the engine fails.

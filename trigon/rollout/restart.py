@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,9 @@ from trigon.metrics import Metrics, Sum, merge
 from trigon.resuming import SameCommand
 from trigon.rollout.protocol import OnGroup, RolloutEngine
 from trigon.types import Completion, Prompt, SamplingParams, WeightsHandle
+
+RESTART = "restart rollout engine"
+"""The name of the phase in which an engine is started anew."""
 
 
 @runtime_checkable
@@ -54,17 +57,21 @@ class RestartingEngine:
         *,
         warn: Callable[[str], None],
         same_command: SameCommand,
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
         before_restart: Callable[[], object] | None = None,
     ) -> None:
         """Wrap an engine.
 
         warn: called with a message when it is started anew. same_command: goes on with the run
-        after the second failure. before_restart: frees device memory
+        after the second failure. phase: the context in which it is started anew, made with its
+        name: it takes as long as a start, and not as long as sampling or a weight sync may take.
+        before_restart: frees device memory
         that the engine needs to start, such as the trainer's; None where the engine does it.
         """
         self._engine = engine
         self._warn = warn
         self._same_command = same_command
+        self._phase = phase
         self._before_restart = before_restart
         self._contexts: list[_Awake] = []  # outermost first
         self._restarted = False
@@ -96,7 +103,7 @@ class RestartingEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine. on_group is called once for each prompt, whatever fails."""
@@ -105,12 +112,12 @@ class RestartingEngine:
         while True:
             num_done = 0  # by this attempt
 
-            def report_progress(num_more: int) -> None:
+            def report_progress(num_more: int | None) -> None:
                 nonlocal num_done, num_reported
-                num_done += num_more
-                if on_progress is not None and num_done > num_reported:
-                    on_progress(num_done - num_reported)
-                num_reported = max(num_reported, num_done)
+                num_done += num_more or 0
+                num_new, num_reported = max(num_done - num_reported, 0), max(num_reported, num_done)
+                if on_progress is not None:
+                    on_progress(None if num_more is None else num_new)
 
             def report_group(index: int, completions: Sequence[Completion]) -> None:
                 if index not in finished:
@@ -158,10 +165,11 @@ class RestartingEngine:
         release_frames(error)
         for context in reversed(contexts):
             context.stack.close()
-        if self._before_restart is not None:
-            self._before_restart()
         try:
-            self._engine.restart()
+            with self._phase(RESTART):
+                if self._before_restart is not None:
+                    self._before_restart()
+                self._engine.restart()
             for context in contexts:
                 self._enter(context)
         except RolloutError as again:

@@ -6,7 +6,20 @@ import errno
 import os
 import re
 import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.pool import ThreadPool
+
+GROWTH_SECONDS = 1.0
+"""How often told_while_growing asks for the sizes of files."""
+
+DAMAGED_FILE_SYSTEM = (errno.EUCLEAN,) if hasattr(errno, "EUCLEAN") else ()
+"""The errno by which Linux reports a damaged file system; empty on systems without it."""
 
 _FAULTS = {
     errno.EDQUOT: ("the quota of this user is used up", "Make room, or ask for more"),
@@ -20,7 +33,7 @@ _FAULTS = {
     errno.ENOENT: ("it does not exist", "A folder was moved or deleted: put it back"),
     errno.ENOTDIR: ("it is not in a folder", "A folder was replaced by a file: put it back"),
     errno.EIO: ("the disk reports an error", "Look at `dmesg`: it may be failing"),
-    errno.EUCLEAN: ("the file system is damaged", "Have it repaired"),
+    **dict.fromkeys(DAMAGED_FILE_SYSTEM, ("the file system is damaged", "Have it repaired")),
     errno.ESTALE: ("the file server no longer knows the file", "Mount the file system again"),
     errno.ETIMEDOUT: ("the file server does not answer", "Look at the server and the network"),
     errno.EHOSTDOWN: ("the file server does not answer", "Look at the server and the network"),
@@ -70,6 +83,43 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def told_while_growing(folder: Path, threads: ThreadPool, on_progress: Callable[[], object]) -> Iterator[None]:
+    """Call on_progress in the context, as long as the files below a folder change in size.
+
+    Of those who write there nothing is known: they may be libraries, or other processes.
+    threads: one of them asks for the sizes every GROWTH_SECONDS.
+    """
+    ended = threading.Event()
+
+    def ask() -> None:
+        before = 0
+        while not ended.wait(GROWTH_SECONDS):
+            now = _bytes_below(folder)
+            if now != before:
+                before = now
+                on_progress()
+
+    asking = threads.apply_async(ask)
+    try:
+        yield
+    finally:
+        ended.set()
+        asking.wait()
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the size of all files below a folder that can be asked for."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except OSError:  # renamed meanwhile; a fault of the disk is raised to the one who writes
+                continue
+    return total
 
 
 def _existing(path: Path) -> Path:

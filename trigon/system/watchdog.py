@@ -61,7 +61,7 @@ class HangWatch:
         yield
 
     def beat(self) -> None:
-        """Say that the run gets further."""
+        """Say that the run gets further. From any thread."""
 
     def end_within(self, seconds: float, *, status: int) -> None:
         """Kill all processes of the run, unless it has ended within so many seconds."""
@@ -136,7 +136,7 @@ class Watchdog(HangWatch):
 
     def beat(self) -> None:
         """See HangWatch."""
-        self._write(self._name)
+        self._write(None)
 
     def end_within(self, seconds: float, *, status: int) -> None:
         """See HangWatch. Later phases do not change it."""
@@ -165,8 +165,11 @@ class Watchdog(HangWatch):
         self._limit = seconds
         self._write("the end of the run")
 
-    def _write(self, name: str) -> None:
+    def _write(self, name: str | None) -> None:
+        """Tell the watching process what the run does. name: None: the same as before."""
         with self._lock:
+            # Another thread may say so: it must not bring back a phase that has just ended.
+            name = self._name if name is None else name
             if self._name != name and not self._status:
                 self._limit = self._limit_of(name) or 0.0
             self._name = name if not self._status else "the end of the run"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from trigon.errors import EngineError, RolloutError
+from trigon.errors import EngineError, RolloutError, WorkerError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
 from trigon.rollout.protocol import OnGroup, require_local_weights
@@ -109,6 +109,8 @@ class VllmEngine:
             torch.cuda.empty_cache()
         try:
             self._start()
+        except WorkerError:  # of the watchdog: the run is to end
+            raise
         except Exception as error:  # vLLM raises errors of many types
             raise RolloutError(f"vLLM could not be started anew: {type(error).__name__}: {error}") from error
         self._unusable_because = ""
@@ -280,9 +282,15 @@ class VllmEngine:
             self._resources.close()
 
     def _step(self) -> list[Any]:
-        """Return the outputs of vLLM's next step. Raises: RolloutError."""
+        """Return the outputs of vLLM's next step.
+
+        Raises: RolloutError; the WorkerError of the watchdog passes, since it ends the run.
+        """
         try:
             outputs: list[Any] = self._llm_engine.step()
+        except WorkerError:  # of the watchdog: the run is to end, without further calls of vLLM
+            self._unusable_because = "it was interrupted while it sampled"
+            raise
         except Exception as error:  # of its kernels, its scheduler or its executor
             self._unusable_because = "it failed while it sampled"
             raise RolloutError(f"vLLM failed while it sampled: {type(error).__name__}: {error}") from error
