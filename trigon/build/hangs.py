@@ -6,8 +6,8 @@ import os
 from functools import partial
 from pathlib import Path
 
+from trigon.build.hub import hub_names
 from trigon.config.defaults import resolve_same_command
-from trigon.config.paths import DATASET_SUFFIXES, is_python_object, local_path, split_dataset
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
@@ -35,7 +35,7 @@ def open_hang_watch(config: Config, folder: Path, console: Console) -> HangWatch
     limit = config.trainer.worker_timeout_seconds
     return Watchdog(
         folder,
-        partial(limit_of, config, reads_hub(config)),
+        partial(limit_of, config, bool(hub_names(config))),
         option="trainer.worker_timeout_seconds",
         unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
         same_command=resolve_same_command(config),
@@ -56,15 +56,3 @@ def limit_of(config: Config, reads_hub: bool, name: str) -> float | None:
     limit = config.trainer.worker_timeout_seconds
     limit = max(limit, SLOW_SECONDS) if name.startswith(_SLOW) else limit
     return limit + (_WORKERS_SECONDS if num_workers(config) > 1 else 0.0)
-
-
-def reads_hub(config: Config) -> bool:
-    """Return whether the model or a dataset is not in a local folder, and may be downloaded."""
-    model, data = config.worker.actor.model, config.data
-    models = [path for path in (model.model_path, model.tokenizer_path) if path and local_path(path) is None]
-    datasets = [
-        location
-        for location, _ in map(split_dataset, (*data.train_files, *data.val_files))
-        if local_path(location, suffixes=DATASET_SUFFIXES) is None and not is_python_object(location)
-    ]
-    return bool(models or datasets)

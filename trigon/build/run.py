@@ -18,6 +18,7 @@ from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state, staged_bytes
 from trigon.build.hangs import EXPORT, open_hang_watch
+from trigon.build.hub import announce_downloads
 from trigon.build.memory_check import check_memory, find_hardware
 from trigon.build.memory_table import Hardware
 from trigon.build.models import choose_device, choose_kernel, device_type
@@ -46,7 +47,7 @@ from trigon.config.defaults import (
 )
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.paths import DATASET_SUFFIXES, expand_path, is_python_object, local_path, split_dataset
+from trigon.config.paths import expand_path
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
@@ -56,7 +57,6 @@ from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
 from trigon.grace import Grace
 from trigon.loop import train
-from trigon.models.hub import hub_endpoint, uses_modelscope
 from trigon.models.load import Processors, model_folder
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
@@ -213,26 +213,6 @@ def check_environment(config: Config) -> None:
 def check_run_memory(config: Config, console: Console, hardware: Hardware) -> None:
     """Raise ConfigError if the run does not fit into the memory that is there. See check_memory."""
     check_memory(config, hardware, warn=console.warn)
-
-
-def announce_downloads(config: Config, console: Console) -> None:
-    """Say which hub models and datasets are read from, before the first attempt to reach a hub.
-
-    A client that cannot reach its hub tries again for half a minute, without a word.
-    """
-    model, data = config.worker.actor.model, config.data
-    models = [path for path in (model.model_path, model.tokenizer_path) if path and local_path(path) is None]
-    datasets = [
-        location
-        for location, _ in map(split_dataset, (*data.train_files, *data.val_files))
-        if local_path(location, suffixes=DATASET_SUFFIXES) is None and not is_python_object(location)
-    ]
-    names = list(dict.fromkeys((*models, *datasets)))
-    if names and not uses_modelscope():
-        console.print(
-            f"reading {', '.join(names)} from {hub_endpoint()}, or from the local cache; if that cannot be reached, "
-            "set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use the cache only"
-        )
 
 
 def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console: Console) -> None:
