@@ -654,8 +654,8 @@ class WorkerConfig(Section):
 class WatchConfig(Section):
     """Watchers: what in a run's numbers means that it fails.
 
-    Each is off, warn (once per episode) or stop; docs/watchers.md says what each checks, and why its
-    threshold is what it is. Trigon only.
+    Each is off, warn (once per episode) or stop; docs/watchers.md says what each checks, and why
+    its threshold is what it is. Trigon only.
     """
 
     loss: WatchLevel = "warn"
