@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from trigon.build.watchers import open_watchers
+from trigon.build.watchers import make_watch_settings, open_watchers
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
 from trigon.distributed.cluster import object_store_metrics
@@ -96,6 +96,12 @@ def test_ray_is_asked_only_where_memory_is_watched(monkeypatch, level):
     plan = make_plan(config, num_train_prompts=1000)
     with open_watchers(config, plan, SimpleNamespace(process_ids=()), workers, save_bytes=0) as watch:
         assert ("asked" in watch.observe(1, {}).metrics) is (level != "off")
+
+
+def test_the_watchers_are_told_what_a_save_copies_on_a_machine():
+    config = Config(trainer={"n_gpus_per_node": 4, "max_steps": 3})
+    settings = make_watch_settings(config, make_plan(config, num_train_prompts=1000), save_bytes=3 << 30)
+    assert (settings.save_gb, settings.num_workers) == (3.0, 4)
 
 
 def test_of_several_workers_the_largest_counts_and_the_least_that_is_left():
