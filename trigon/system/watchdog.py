@@ -17,13 +17,14 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from trigon.errors import WorkerError
+from trigon.system.processes import Started
 from trigon.system.signals import termination_blocked
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog_process import RECORD_BYTES, Record, write_record
@@ -38,8 +39,8 @@ _CLOSE_SECONDS = 10.0  # more than dump_stacks takes
 _STDERR = 2  # file descriptor
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 10  # raises the error in the main thread
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from trigon.system.watchdog_process import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))"
+    "import json, sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from trigon.system.watchdog_process import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), json.loads(sys.argv[5]))"
 )
 
 
@@ -63,7 +64,7 @@ class HangWatch:
         """Say that the run gets further. From any thread."""
 
     def end_within(self, seconds: float, *, status: int) -> None:
-        """Kill all processes of the run, unless it has ended within so many seconds."""
+        """Kill all processes of the run, this one too, unless it ends within so many seconds."""
 
     def close(self) -> None:
         """End the watching."""
@@ -74,10 +75,18 @@ class Watchdog(HangWatch):
 
     folder: of the run. limit_of: for the name of a phase, the seconds without progress after which
     the run hangs; None: no limit. unwind_seconds: how long the run may take to end after the error.
+    others: processes below this one that are not the run's: neither they nor those below them are
+    killed.
     """
 
     def __init__(
-        self, folder: Path, limit_of: Callable[[str], float | None], *, option: str, unwind_seconds: float
+        self,
+        folder: Path,
+        limit_of: Callable[[str], float | None],
+        *,
+        option: str,
+        unwind_seconds: float,
+        others: Sequence[Started] = (),
     ) -> None:
         """Start the watching process. option: the name of the limit's option, for the error."""
         self._limit_of = limit_of
@@ -97,6 +106,7 @@ class Watchdog(HangWatch):
         os.ftruncate(memory, RECORD_BYTES)
         self._memory = mmap.mmap(memory, RECORD_BYTES)
         arguments = [str(memory), str(os.getpid()), str(folder.absolute() / FILE), str(unwind_seconds)]
+        arguments.append(json.dumps(others))
         with termination_blocked():
             # Without `site` it starts faster; an editable installation is then found by its folder.
             paths = "\n".join([*sys.path, str(Path(__file__).parents[2])])
