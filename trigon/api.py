@@ -176,7 +176,7 @@ def train(
 
     outcome = start_run(
         given.loaded,
-        stop=StopSignals(),
+        stop=StopSignals(owns_process=False),
         export_to=None if export_to is None else Path(export_to),
         loggers=given.loggers,
         objects=RunObjects(sources=sources, reward=given.reward, hooks=Hooks(on_step, on_rollouts)),

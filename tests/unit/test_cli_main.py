@@ -5,15 +5,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from trigon import __version__
+from trigon import __version__, api
 from trigon.build import start
 from trigon.build.start import StopSignals, read_path
 from trigon.cli.main import COMMANDS, main
+from trigon.config.schema import Config
 from trigon.system.signals import Terminated
+from trigon.system.watchdog import HangWatch
 
 COMPLETE = [
     "data.train_files=hiyouga/geometry3k@train",
@@ -249,6 +252,36 @@ def test_the_first_signal_during_the_steps_is_a_request_and_the_second_ends_them
             signal.raise_signal(number)
         signal.raise_signal(number)  # does not interrupt the end of the run's processes
     assert [signal.getsignal(each) for each in STOPS] == before
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("owns_process", [True, False])
+def test_only_a_process_of_the_run_is_killed_some_time_after_a_second_ctrl_c(monkeypatch, number, owns_process):
+    monkeypatch.setattr(start, "REPEAT_SECONDS", 0.0)
+    ends = []
+
+    class Watch(HangWatch):
+        def end_within(self, seconds, *, status):
+            ends.append((seconds, status))
+
+    stop = StopSignals(owns_process=owns_process)
+    stop.use_hang_watch(Watch())
+    with stop.handled(), stop.deferred():
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    kills = owns_process or number != signal.SIGINT
+    assert ends == ([(start.AT_ONCE_SECONDS, 128 + number)] if kills else [])
+
+
+def test_a_run_from_python_does_not_own_its_process(monkeypatch, tmp_path):
+    given = []
+    outcome = SimpleNamespace(folder=tmp_path, step=0, stopped=True, checkpoint=None, exported=None)
+    monkeypatch.setattr(api, "start_run", lambda loaded, *, stop, **options: given.append(stop) or outcome)
+    read = SimpleNamespace(data={}, loaded=SimpleNamespace(config=Config()), loggers=(), reward=None)
+    monkeypatch.setattr(api, "read_arguments", lambda **arguments: read)
+    api.train()
+    assert not given[0]._owns_process
 
 
 @pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGTERM", "SIGHUP"), ("SIGHUP", "SIGTERM")])

@@ -26,6 +26,7 @@ DRIVER = """
 import ctypes, subprocess, sys, threading, time
 from pathlib import Path
 from trigon.resuming import SameCommand
+from trigon.system.processes import running_below
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog import Watchdog
 
@@ -63,17 +64,17 @@ def make_progress():
 if __name__ == "__main__":
     code = "import time; from trigon.system.stacks import *; register_stacks(); print(1, flush=True); time.sleep(999)"
     command = [sys.executable, "-c", code]
+    shell = ["sh", "-c", "sleep 998 & echo $!; wait"]
+    other = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    others = [other.pid, int(other.stdout.readline())]
+    before = running_below()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     child.stdout.readline()
     threading.Thread(target=hang_in_python, name="other", daemon=True).start()
-    with Watchdog(
-        Path(sys.argv[1]),
-        lambda name: 2.0,
-        option="the_option=2",
-        unwind_seconds=3.0,
-        same_command=SameCommand(Path("/runs/x"), finds_last=False),
-    ) as watchdog:
-        print(child.pid, flush=True)
+    same_command = SameCommand(Path("/runs/x"), finds_last=False)
+    options = {"option": "the_option=2", "unwind_seconds": 3.0, "same_command": same_command, "others": before}
+    with Watchdog(Path(sys.argv[1]), lambda name: 2.0, **options) as watchdog:
+        print(child.pid, *others, flush=True)
         with watchdog.phase("update_actor"):
             globals()[sys.argv[2]]()
     print("ended", flush=True)
@@ -92,13 +93,16 @@ def started(folder: Path, function: str) -> Iterator[tuple[subprocess.Popen[str]
         text=True,
     ) as process:
         assert process.stdout is not None
-        child = int(process.stdout.readline())
+        child, *others = map(int, process.stdout.readline().split())
         try:
             yield process, child
+            process.wait()
+            assert all(map(is_running, others))  # they ran before, and are not the run's
         finally:
             process.kill()
-            if is_running(child):
-                os.kill(child, signal.SIGKILL)
+            for pid in (child, *others):
+                if is_running(pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("function", ["hang_in_python", "hang_in_a_lock"])

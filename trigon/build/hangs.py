@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from trigon.config.plan import num_workers
 from trigon.config.schema import Config
 from trigon.report.console import Console
 from trigon.rollout.restart import RESTART
+from trigon.system.processes import Started
 from trigon.system.watchdog import FOLLOWS, START, HangWatch, Watchdog
 
 SLOW_SECONDS = 3600.0
@@ -27,8 +29,8 @@ _WORKERS_SECONDS = 60.0  # longer than the deadlines of calls, whose errors name
 _MIN_UNWIND_SECONDS, _MAX_UNWIND_SECONDS = 10.0, 120.0
 
 
-def open_hang_watch(config: Config, folder: Path, console: Console) -> HangWatch:
-    """Start the watchdog of a run. folder: of the run."""
+def open_hang_watch(config: Config, folder: Path, console: Console, others: Sequence[Started] = ()) -> HangWatch:
+    """Start the watchdog of a run. folder: of the run. others: see Watchdog."""
     if not hasattr(os, "memfd_create"):
         console.warn("this system has no memory files: trainer.worker_timeout_seconds is for calls of workers only")
         return HangWatch()
@@ -39,6 +41,7 @@ def open_hang_watch(config: Config, folder: Path, console: Console) -> HangWatch
         option="trainer.worker_timeout_seconds",
         unwind_seconds=min(max(limit, _MIN_UNWIND_SECONDS), _MAX_UNWIND_SECONDS),
         same_command=resolve_same_command(config),
+        others=others,
     )
 
 

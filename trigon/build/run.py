@@ -72,6 +72,7 @@ from trigon.rollout.collect import dummy_requests
 from trigon.run import Hooks, Run
 from trigon.secrets import mask
 from trigon.system.gpu_memory import require_free_memory
+from trigon.system.processes import Started
 from trigon.system.temporary import remove_dead_folders
 from trigon.system.watchdog import HangWatch
 from trigon.training.checkpointing import check_lora_rank, read_updates, require_finite_files
@@ -89,6 +90,7 @@ def run_training(
     objects: RunObjects = NO_OBJECTS,
     grace: Grace | None = None,
     use_hang_watch: Callable[[HangWatch], object] | None = None,
+    others: Sequence[Started] = (),
 ) -> RunOutcome:
     """Train from the beginning or from the last checkpoint, and print a summary.
 
@@ -97,7 +99,7 @@ def run_training(
     last checkpoint is written as a Hugging Face model; None, or a stopped run: not exported.
     logger_environment: settings of the loggers in trainer.logger. loggers: further ones, which
     this function opens. objects: what else the run is given as Python objects. use_hang_watch:
-    called with the watchdog of the run.
+    called with the watchdog of the run, which does not kill others.
     Raises: TrigonError, before the models are loaded where possible.
     """
     check_environment(config)
@@ -108,7 +110,7 @@ def run_training(
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
-        hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console))
+        hang_watch = stack.enter_context(open_hang_watch(config, folder.path, console, others))
         if use_hang_watch is not None:
             use_hang_watch(hang_watch)
         for warning in warnings:

@@ -19,6 +19,7 @@ from trigon.config.load import LoadedConfig
 from trigon.config.schema import Config
 from trigon.grace import Grace
 from trigon.system.garbage import ARENAS_VARIABLE, limit_arenas
+from trigon.system.processes import running_below
 from trigon.system.signals import TERMINATION, Terminated
 from trigon.system.variables import keep_compiled_code
 from trigon.system.watchdog import HangWatch
@@ -46,13 +47,16 @@ class StopSignals:
 
     Within deferred(), the steps of a run, the first signal is a request; otherwise, and at a second
     signal, SIGTERM and SIGHUP raise Terminated, and SIGINT (Ctrl-C) KeyboardInterrupt.
+    owns_process: this process exists for the run, and may be killed after a second Ctrl-C if it
+    does not end; not the kernel of a notebook, where Ctrl-C interrupts a cell.
     received: the first signal; None: there was none. grace: is told of a request.
     """
 
-    def __init__(self, grace: Grace | None = None) -> None:
+    def __init__(self, grace: Grace | None = None, *, owns_process: bool = True) -> None:
         self.received: signal.Signals | None = None
         self.grace = Grace() if grace is None else grace
         self._received_at = 0.0
+        self._owns_process = owns_process
         self._is_deferring = False
         self._ends_at_once = False
         self._watch = HangWatch()
@@ -62,7 +66,10 @@ class StopSignals:
         return self.received is not None
 
     def use_hang_watch(self, watch: HangWatch) -> None:
-        """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal."""
+        """Let a watchdog kill what has not ended AT_ONCE_SECONDS after a second signal.
+
+        After a second Ctrl-C only if the process is the run's.
+        """
         self._watch = watch
 
     @contextmanager
@@ -112,7 +119,8 @@ class StopSignals:
         if self._ends_at_once:
             return  # an error here would interrupt the end of the run's processes
         self._ends_at_once = True
-        self._watch.end_within(AT_ONCE_SECONDS, status=128 + number)
+        if terminates or self._owns_process:
+            self._watch.end_within(AT_ONCE_SECONDS, status=128 + number)
         raise Terminated(signal.Signals(number).name) if terminates else KeyboardInterrupt
 
     def _announce(self) -> None:
@@ -174,6 +182,7 @@ def start_run(
     from trigon.report.loggers.registry import check_logger_objects
 
     check_logger_objects(loggers)
+    others = running_below()  # what this process has started before, such as the cells of a notebook
     share_heaps()
     quiet_torch(loaded)
     keep_compiled_code()
@@ -200,6 +209,7 @@ def start_run(
             defer_interrupts=stop.deferred,
             grace=stop.grace,
             use_hang_watch=stop.use_hang_watch,
+            others=others,
             export_to=export_to,
             objects=NO_OBJECTS if objects is None else objects,
         )

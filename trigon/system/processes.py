@@ -10,8 +10,12 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 PROC = Path("/proc")
+
+Started: TypeAlias = tuple[int, int]
+"""A process, unlike all others on this machine: its id, and when it was started (start_of)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,18 @@ class ProcessTree:
             above = [child for pid in above for child in sorted(self._children.get(pid, ())) if child not in without]
             found += above
         return found
+
+
+def start_of(pid: int, *, proc: Path = PROC) -> int | None:
+    """Return when a process was started, in clock ticks since the machine was; None if it ended."""
+    fields = _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else None
+
+
+def running_below() -> list[Started]:
+    """Return the processes below this one."""
+    found = ((pid, start_of(pid)) for pid in ProcessTree().below(os.getpid()))
+    return [(pid, started) for pid, started in found if started is not None]
 
 
 def count_resident_bytes(pids: Iterable[int], *, proc: Path = PROC) -> int:

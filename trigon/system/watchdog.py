@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from typing import Self
 
 from trigon.errors import WorkerError
 from trigon.resuming import SameCommand
+from trigon.system.processes import Started
 from trigon.system.signals import termination_blocked
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog_process import RECORD_BYTES, Record, write_record
@@ -39,8 +40,8 @@ _CLOSE_SECONDS = 10.0  # more than dump_stacks takes
 _STDERR = 2  # file descriptor
 _SIGNAL = getattr(signal, "SIGRTMIN", 34) + 10  # raises the error in the main thread
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from trigon.system.watchdog_process import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))"
+    "import json, sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from trigon.system.watchdog_process import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), json.loads(sys.argv[5]))"
 )
 
 
@@ -64,7 +65,7 @@ class HangWatch:
         """Say that the run gets further. From any thread."""
 
     def end_within(self, seconds: float, *, status: int) -> None:
-        """Kill all processes of the run, unless it has ended within so many seconds."""
+        """Kill all processes of the run, this one too, unless it ends within so many seconds."""
 
     def close(self) -> None:
         """End the watching."""
@@ -75,6 +76,8 @@ class Watchdog(HangWatch):
 
     folder: of the run. limit_of: for the name of a phase, the seconds without progress after which
     the run hangs; None: no limit. unwind_seconds: how long the run may take to end after the error.
+    others: processes below this one that are not the run's: neither they nor those below them are
+    killed.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Watchdog(HangWatch):
         option: str,
         unwind_seconds: float,
         same_command: SameCommand,
+        others: Sequence[Started] = (),
     ) -> None:
         """Start the watching process.
 
@@ -108,6 +112,7 @@ class Watchdog(HangWatch):
         os.ftruncate(memory, RECORD_BYTES)
         self._memory = mmap.mmap(memory, RECORD_BYTES)
         arguments = [str(memory), str(os.getpid()), str(folder.absolute() / FILE), str(unwind_seconds)]
+        arguments.append(json.dumps(others))
         with termination_blocked():
             # Without `site` it starts faster; an editable installation is then found by its folder.
             paths = "\n".join([*sys.path, str(Path(__file__).parents[2])])

@@ -1,7 +1,7 @@
 """The process that ends a run which hangs: it watches the driver from outside.
 
 A thread of the driver could not: C code that holds the interpreter lock stops all of its threads.
-Imports the standard library and stacks.py only, so that it starts fast and stays small. The
+Imports the standard library and small modules only, so that it starts fast and stays small. The
 driver's side is watchdog.py.
 
     driver                                          this process
@@ -19,11 +19,13 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trigon.system.processes import ProcessTree, Started, start_of
 from trigon.system.signals import outlive_stop_signals
-from trigon.system.stacks import descendants, dump_stacks, is_stopped, name_of
+from trigon.system.stacks import dump_stacks, is_stopped, name_of
 
 RECORD_BYTES = 1024
 _FIELDS = struct.Struct("<QQdii")  # sequence (odd while it is written), beats, limit, status, bytes of the name
@@ -62,11 +64,11 @@ def read_record(memory: mmap.mmap) -> Record | None:
     return Record(name, beats, limit, status)
 
 
-def main(memory_fd: int, driver: int, file: str, unwind_seconds: float) -> None:
+def main(memory_fd: int, driver: int, file: str, unwind_seconds: float, others: Sequence[Started]) -> None:
     """Watch until the driver ends.
 
     file: where stacks are written. unwind_seconds: how long a driver that was told of a hang may
-    take to end by itself.
+    take to end by itself. others: processes below the driver that are not the run's.
     """
     outlive_stop_signals()
     memory = mmap.mmap(memory_fd, RECORD_BYTES)
@@ -81,13 +83,13 @@ def main(memory_fd: int, driver: int, file: str, unwind_seconds: float) -> None:
             continue
         waited += passed
         if record.limit and waited > record.limit:
-            _end(record, driver, Path(file), unwind_seconds)
+            _end(record, driver, Path(file), unwind_seconds, others)
             return
 
 
-def _end(record: Record, driver: int, file: Path, unwind_seconds: float) -> None:
+def _end(record: Record, driver: int, file: Path, unwind_seconds: float, others: Sequence[Started]) -> None:
     """Write the stacks, and let the driver end; kill all processes of the run if it does not."""
-    processes = [pid for pid in descendants([driver]) if pid != os.getpid()]
+    processes = [driver, *_processes_of_run(driver, others)]
     what = f"{record.name} made no progress for {record.limit:g} s"
     if record.status == 0:
         stopped = [f"process {pid} ({name_of(pid)}) is STOPPED" for pid in processes if is_stopped(pid)]
@@ -102,12 +104,17 @@ def _end(record: Record, driver: int, file: Path, unwind_seconds: float) -> None
             return
         what = f"{'; '.join([what, *stopped])}; {where}. It did not end within {unwind_seconds:g} s more"
     os.write(2, f"WorkerError: {what}: killing the run\n".encode())
-    for pid in descendants([driver]):
-        if pid not in (driver, os.getpid()):
-            _kill(pid)
+    for pid in _processes_of_run(driver, others):
+        _kill(pid)
     _send({"exit": record.status or 1})
     if not _driver_closed(_EXIT_SECONDS):
         _kill(driver)
+
+
+def _processes_of_run(driver: int, others: Sequence[Started]) -> list[int]:
+    """Return the processes below the driver, without this one and the others."""
+    running = [pid for pid, started in others if start_of(pid) == started]  # an id may be used again
+    return ProcessTree().below(driver, without=(os.getpid(), *running))
 
 
 def _driver_closed(seconds: float) -> bool:
