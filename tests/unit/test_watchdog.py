@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import descendants, is_running, wait_until
+from trigon.resuming import SAME_COMMAND
 from trigon.system.watchdog import FOLLOWS, START, Watchdog
 from trigon.system.watchdog_process import read_record
 
@@ -156,7 +157,8 @@ def test_progress_keeps_a_run_alive(tmp_path):
 
 def test_progress_from_another_thread_brings_back_no_phase_that_has_ended(tmp_path):
     limits = {START: 60.0, "gen": 5.0, f"{FOLLOWS}gen": 7.0}
-    with Watchdog(tmp_path, limits.get, option="the_option=2", unwind_seconds=3.0) as watchdog:
+    options = {"option": "the_option=2", "unwind_seconds": 3.0, "same_command": SAME_COMMAND}
+    with Watchdog(tmp_path, limits.get, **options) as watchdog:
         write = watchdog._write
 
         def late_write(name):  # as if the phase ended between reading its name and writing it
