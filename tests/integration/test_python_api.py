@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from support.runs import CONFIG, assert_learned, finish, lines, overrides_of, rollouts, start
+from support.runs import CONFIG, assert_learned, finish, lines, overrides_of, restore_sigint, rollouts, start
 
 STEPS = 4
 
@@ -110,7 +110,9 @@ def run_script(made: Path, data: Path, folder: Path, *workers: str) -> None:
     options = {key: yaml.safe_load(text) for key, text in pairs.items() if not key.startswith(given_as_objects)}
     script = f"STEPS, CONFIG, OPTIONS = {STEPS}, {str(CONFIG)!r}, {options!r}\n{SCRIPT}"
     command = [sys.executable, "-", str(made / "model"), str(data), str(folder), *workers]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, input=script, capture_output=True, text=True, timeout=500, check=False, preexec_fn=restore_sigint
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

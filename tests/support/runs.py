@@ -94,6 +94,7 @@ def overrides_of(made: Path, folder: Path, *, steps: int) -> list[str]:
 def restore_sigint() -> None:
     """Make SIGINT end this process again. Runs in a child process before it is executed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def press_ctrl_c(process: subprocess.Popen[str]) -> None:

@@ -10,7 +10,8 @@ import pytest
 from trigon.distributed import cluster
 from trigon.errors import ConfigError
 
-pytestmark = pytest.mark.faults
+# In a process of its own: a signal goes to any thread that has it not blocked, also of xdist.
+pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 
 @pytest.mark.parametrize("fails", [False, True])
