@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from support.hangs import HANGS
 from support.processes import descendants, is_running, wait_until
 from support.runs import CONFIG, finish, log_of, num_lines, overrides_of, start, wait_for
 
@@ -29,26 +30,13 @@ OPTIONS = (
 )
 
 # A run whose rollout engine hangs in the third step.
-SCRIPT = """
-import ctypes, sys, time
+SCRIPT = (
+    HANGS
+    + """
+import sys
 from pathlib import Path
 import trigon
 from trigon.rollout import transformers as module
-
-def lock_twice(library):
-    mutex = ctypes.create_string_buffer(64)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
-
-def hang_in_python():
-    while True:
-        time.sleep(0.01)
-
-def hang_in_c():
-    lock_twice(ctypes.CDLL(None))
-
-def hang_in_c_with_the_interpreter_lock():
-    lock_twice(ctypes.PyDLL(None))
 
 class Engine(module.TransformersEngine):
     def generate(self, prompts, sampling, *, step, on_progress=None, on_group=None):
@@ -60,6 +48,7 @@ module.TransformersEngine = Engine
 from trigon.cli.main import main
 sys.exit(main(["train", *sys.argv[2:]]))
 """
+)
 
 
 @pytest.mark.parametrize(

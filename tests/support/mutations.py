@@ -128,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "an invalid message of a reward process",
         "rewards/pool.py",
-        "except (ValueError, KeyError, IndexError, TypeError, RecursionError):",
+        "except (ValueError, KeyError, IndexError, TypeError):",
         "except ValueError:",
         "integration/test_reward_pool_faults.py",
         "forged or nonsense",

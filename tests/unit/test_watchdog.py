@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.hangs import HANGS
 from support.processes import descendants, is_running, wait_until
 from trigon.resuming import SAME_COMMAND
 from trigon.system.watchdog import FOLLOWS, START, Watchdog
@@ -23,33 +24,20 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files, which Linux has"),
 ]
 
-DRIVER = """
-import ctypes, subprocess, sys, threading, time
+DRIVER = (
+    HANGS
+    + """
+import subprocess, sys, threading
 from pathlib import Path
 from trigon.resuming import SameCommand
 from trigon.system.processes import running_below
 from trigon.system.stacks import register_stacks
 from trigon.system.watchdog import Watchdog
 
-def lock_twice(library):
-    mutex = ctypes.create_string_buffer(64)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
-
-def hang_in_python():
-    while True:
-        time.sleep(0.01)
-
 def hang_in_a_lock():
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
-
-def hang_in_c():
-    lock_twice(ctypes.CDLL(None))
-
-def hang_in_c_with_the_interpreter_lock():
-    lock_twice(ctypes.PyDLL(None))
 
 def hang_after_the_error():
     try:
@@ -81,6 +69,7 @@ if __name__ == "__main__":
     print("ended", flush=True)
     child.kill()
 """
+)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ time limits hold, while the caller is busy.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import selectors
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
+from trigon.json_files import parse_json
 from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm
@@ -332,8 +332,8 @@ class RewardPool:
         lines = worker.process.receive()
         try:
             for line in lines:
-                self._handle_message(worker, json.loads(line), scoring)
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):  # the user's code has written to it
+                self._handle_message(worker, parse_json(line), scoring)
+        except (ValueError, KeyError, IndexError, TypeError):  # the user's code has written to the channel
             worker.process.ended = True
         if worker.process.ended:
             self._replace_worker(worker, scoring, timed_out=False)
