@@ -74,6 +74,7 @@ class Scoring:
         self._seconds: dict[int, float] = {}
         self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
         self._retried: set[int] = set()
+        self._alone: set[int] = set()
 
     # -- for the caller --
 
@@ -204,10 +205,19 @@ class Scoring:
             self._queue.appendleft(chunk[max_size:])
         return chunk[:max_size]
 
-    def requeue(self, indices: Sequence[int], *, singly: bool) -> None:
-        """Put requests back at the front of the queue, as single chunks or as one chunk."""
+    def requeue(self, indices: Sequence[int], *, singly: bool, alone: bool = False) -> None:
+        """Put requests back at the front of the queue, as single chunks or as one chunk.
+
+        alone: their worker may have nothing else from now on.
+        """
+        if alone:
+            self._alone.update(indices)
         singly = singly or not self._has_fixed_chunks
         self._queue.extendleft([[index] for index in reversed(indices)] if singly else [list(indices)])
+
+    def is_alone(self, indices: Sequence[int]) -> bool:
+        """Return whether the worker of these requests may have nothing else."""
+        return not self._alone.isdisjoint(indices)
 
     def retry(self, index: int) -> bool:
         """Put a request back at the front of the queue, once. Returns: False the second time."""
