@@ -6,6 +6,7 @@
     |   `-- BadRow         one row: an unreadable image, a wrong number of markers; skipped, counted
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
     |-- RewardError        the reward function: it cannot be loaded, or fails too often
+    |-- EpisodeError       the environment or a tool: it cannot be loaded, or its processes fail
     |-- EngineError        an engine violated its protocol
     |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
     |   |-- ParityError    rollout engine and trainer have different weights
@@ -44,6 +45,10 @@ class ModelError(TrigonError):
 
 class RewardError(TrigonError):
     """The reward function cannot be used."""
+
+
+class EpisodeError(TrigonError):
+    """The environment or a tool of episodes cannot be used."""
 
 
 class EngineError(TrigonError):
