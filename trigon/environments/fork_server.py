@@ -35,6 +35,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from PIL import Image
+
+from trigon.environments.conversion import to_png
 from trigon.environments.episode import EpisodeLimits, run_episode
 from trigon.environments.python_tool import python
 from trigon.environments.sandbox import find_obstacle
@@ -175,6 +178,7 @@ class ForkServer:
                 )
 
         self._make = make
+        Image.open(io.BytesIO(to_png(Image.new("RGB", (1, 1))))).load()  # or each fork imports Pillow's plugins
         self._left_alone = set(tree.children(os.getpid()))  # what the file started when it was imported
         gc.collect()
         gc.freeze()  # collections would otherwise write to the objects that all forks share
