@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from trigon.distributed.serialization import (
     decode_train,
     encode_completions,
     encode_logprobs,
+    group_parts,
 )
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
@@ -367,8 +368,9 @@ class Worker:
         return prompts if self._require_engines.images is None else self._require_engines.images.process(prompts)
 
     def _load_group_pixels(self, groups: list[Group]) -> list[Group]:
-        prompts = self._load_pixels([group.prompt for group in groups])
-        return [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
+        """Keep the files of a message's groups, and return the groups with their pixels."""
+        self._files.add(group_parts(groups))
+        return groups if self._require_engines.images is None else self._require_engines.images.process_groups(groups)
 
 
 def ray_actor_class(worker_class: type[Worker]) -> Any:

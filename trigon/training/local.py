@@ -33,7 +33,7 @@ from trigon.training.protocol import SKIPPED_GRAD_NORM, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
-from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup, has_media
 
 
 class LocalTrainEngine:
@@ -161,7 +161,7 @@ class LocalTrainEngine:
             # AdamW treats a gradient of zero and no gradient differently: with the former the
             # moments still move the parameter. If all groups of a kind are left out, one idle pass
             # gives the same parameters a gradient.
-            had_image = any(group.prompt.vision is not None for group in groups)
+            had_image = any(has_media(group) for group in groups)
             if not batches or (had_image and not any(shows_image)):
                 shows_image.append(had_image)
         return _UpdatePlan(
