@@ -284,9 +284,13 @@ def run_kwargs(record: RunRecord | None, spec: str) -> dict[str, Any]:
     reward: Any = {} if record is None else record.config()
     for key in ("worker", "reward"):
         reward = reward.get(key) if isinstance(reward, dict) else None
-    if not isinstance(reward, dict) or reward.get("reward_function") != spec:
+    if not isinstance(reward, dict):
         return {}
-    return dict(reward.get("reward_function_kwargs") or {})
+    functions = reward.get("reward_function")
+    if isinstance(functions, list):  # of entries with arguments of their own, see WeightedReward
+        own = [each.get("kwargs") for each in functions if isinstance(each, dict) and each.get("function") == spec]
+        return dict(own[0] or {}) if own else {}
+    return dict(reward.get("reward_function_kwargs") or {}) if functions == spec else {}
 
 
 def name_rewards(rewards: Sequence[str]) -> list[str]:

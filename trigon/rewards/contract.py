@@ -24,6 +24,7 @@ from datetime import date
 from typing import Any, Literal
 
 from trigon.errors import RewardError
+from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import FinishReason
 
@@ -145,10 +146,16 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 def bind_kwargs(
-    function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
+    function: Callable[..., object],
+    contract: RewardContract,
+    kwargs: Mapping[str, Any],
+    *,
+    where: str,
+    option: str = ARGUMENTS,
 ) -> Callable[..., object]:
     """Return the function with kwargs bound.
 
+    option: the name of kwargs in errors.
     Raises: RewardError if it does not accept one of kwargs, or requires one that is missing.
     """
     signature = _signature(function, where=where)
@@ -159,7 +166,7 @@ def bind_kwargs(
     for key in kwargs:
         if key not in accepted and not accepts_any:
             raise RewardError(
-                f"{where} does not accept {key!r} of worker.reward.reward_function_kwargs{_nearest(key, accepted)}; "
+                f"{where} does not accept {key!r} of {option}{_nearest(key, accepted)}; "
                 f"it accepts {', '.join(accepted) or 'none'}"
             )
     positional = (None, None) if contract == "legacy" else (None,)
@@ -167,8 +174,7 @@ def bind_kwargs(
         signature.bind(*positional, **kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{where} cannot be called by the {contract} contract: {error}; "
-            f"set its keyword arguments in worker.reward.reward_function_kwargs"
+            f"{where} cannot be called by the {contract} contract: {error}; set its keyword arguments in {option}"
         ) from error
     return functools.partial(function, **kwargs)
 
