@@ -119,7 +119,7 @@ def score(
         advance = stack.enter_context(console.progress("score", limit))
         is_lossy = False
         remaining = stored if limit is None else islice(stored, limit)
-        while window := list(islice(remaining, WINDOW)):
+        for window in _windows(remaining):
             is_lossy = is_lossy or any(each.row.ground_truth_type not in _PLAIN_TYPES for each in window)
             completions += score_window(window, pools)
             advance(len(window))
@@ -199,6 +199,23 @@ def _read(path: Path, step: int | None, split: str) -> Iterator[_Stored]:
         yield _Stored(str(path), line, step, split, row)
 
 
+def _windows(stored: Iterable[_Stored]) -> Iterator[list[_Stored]]:
+    """Yield windows of about WINDOW rollouts, which split no group."""
+    window: list[_Stored] = []
+    for each in stored:
+        if len(window) >= WINDOW and _place(each) != _place(window[-1]):
+            yield window
+            window = []
+        window.append(each)
+    if window:
+        yield window
+
+
+def _place(stored: _Stored) -> tuple[str, str]:
+    """Return what consecutive rollouts of a group have in common."""
+    return stored.file, stored.row.prompt_id
+
+
 def score_window(window: Sequence[_Stored], pools: Sequence[RewardPool]) -> list[ScoredCompletion]:
     """Return these rollouts with the scores of each pool, which work at the same time."""
     scores: list[list[Score]] = []
@@ -242,7 +259,7 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
     group: list[RewardRequest] = []
     last: tuple[str, str] | None = None
     for stored in window:
-        place = stored.file, stored.row.prompt_id
+        place = _place(stored)
         if group and place != last:
             yield group
             group = []

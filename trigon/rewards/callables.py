@@ -132,7 +132,7 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSourc
 
 
 def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> str | None:
-    """Return "batch", "sequential", or None for the legacy contract, which the signature shows.
+    """Return the name of a contract, or None for the legacy one, which the signature shows.
 
     REWARD_TYPE is that of the function or of its module.
     """

@@ -3,6 +3,7 @@
 Does not depend on files, processes and time limits.
 
     batch        REWARD_TYPE = "batch"       f(reward_inputs: list[dict], **kwargs) -> list[dict]
+    group        REWARD_TYPE = "group"       the same, for all completions of a prompt together
     sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
     legacy       chosen by its signature     f(response, ground_truth, **kwargs) -> dict
 
@@ -28,7 +29,7 @@ from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import FinishReason
 
-RewardContract = Literal["batch", "sequential", "legacy"]
+RewardContract = Literal["batch", "group", "sequential", "legacy"]
 
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
@@ -116,10 +117,10 @@ def detect_contract(
     is not in kwargs.
     Raises: RewardError if REWARD_TYPE is unknown, or the signature fits no contract.
     """
-    if reward_type == "batch" or reward_type == "sequential":
+    if reward_type == "batch" or reward_type == "group" or reward_type == "sequential":
         return reward_type
     if reward_type is not None:
-        raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch" or "sequential"')
+        raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch", "group" or "sequential"')
     parameters = [p for p in _signature(function, where=where).parameters.values() if p.kind in _POSITIONAL]
     names = [parameter.name for parameter in parameters]
     if names[:2] in (["response", "ground_truth"], ["predict_str", "ground_truth"]):
@@ -186,6 +187,11 @@ class WrongLength(RewardError):
 def call_legacy(function: Callable[..., Any], reward_input: Mapping[str, Any]) -> Any:
     """Return what a function of the legacy contract returns for a completion."""
     return function(reward_input["response"], reward_input["ground_truth"])
+
+
+def limit_of_call(contract: RewardContract, num_completions: int, timeout_seconds: float) -> float:
+    """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
+    return timeout_seconds * num_completions if contract == "group" else timeout_seconds
 
 
 def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
