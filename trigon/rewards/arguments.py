@@ -15,16 +15,17 @@ from trigon.errors import RewardError
 from trigon.secrets import ARGUMENTS, masked_names, remember, secrets_in, variable_of
 
 
-def resolve_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_arguments(kwargs: Mapping[str, Any], option: str = ARGUMENTS) -> dict[str, Any]:
     """Return the keyword arguments with the value of its variable in place of each `env:NAME`.
 
+    option: in which they are: those of a reward function, or of an environment.
     Raises: RewardError if a variable is not set, or if a secret is missing, since a run wrote the
     file that the arguments are from.
     """
-    for name in masked_names(ARGUMENTS, kwargs):
+    for name in masked_names(option, kwargs):
         raise RewardError(f"{name} is a secret that the run folder does not have; give it again, or write env:NAME")
-    remember(secrets_in(ARGUMENTS, kwargs))
-    return {key: _resolve(f"{ARGUMENTS}.{key}", value) for key, value in kwargs.items()}
+    remember(secrets_in(option, kwargs))
+    return {key: _resolve(f"{option}.{key}", value) for key, value in kwargs.items()}
 
 
 def _resolve(name: str, value: Any) -> Any:
