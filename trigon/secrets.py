@@ -26,8 +26,14 @@ ARGUMENTS = "worker.reward.reward_function_kwargs"
 ENVIRONMENT_ARGUMENTS = "worker.rollout.environment_kwargs"
 """The same of an environment."""
 
-USER_ARGUMENTS = (ARGUMENTS, ENVIRONMENT_ARGUMENTS)
-"""The options in which `env:NAME` has a meaning, and whose texts are not published."""
+REWARD = "worker.reward.reward_function"
+"""The option that may be a list of reward functions, each with arguments of its own."""
+
+USER_ARGUMENTS = (ARGUMENTS, f"{REWARD}.kwargs", ENVIRONMENT_ARGUMENTS)
+"""The options in which `env:NAME` has a meaning, and whose texts are not published.
+
+The second is that of each function in the list.
+"""
 
 FREE_MAPPINGS = (
     *USER_ARGUMENTS,
@@ -334,6 +340,13 @@ def hide(name: str, value: Any, *, free: bool = False) -> Any:
     """
     if name in USER_ARGUMENTS:
         return _hide_argument("", value)
+    if name == REWARD and isinstance(value, list | tuple):
+        return [
+            {key: hide(f"{name}.{key}", item) for key, item in each.items()}
+            if isinstance(each, Mapping)
+            else hide("", each)
+            for each in value
+        ]
     if _is_secret(name.rpartition(".")[2], free=free) and value is not None and not isinstance(value, bool):
         return HIDDEN
     match value:

@@ -109,7 +109,7 @@ def config_for_workers(config: Config) -> Config:
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
-    reward = config.worker.reward.model_copy(update={"reward_function_kwargs": {}})
+    reward = config.worker.reward.model_copy(update={"reward_function": None, "reward_function_kwargs": {}})
     chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
@@ -208,12 +208,15 @@ def open_worker_engines(
 
     place = DevicePlacement(process_group.device, process_group)
     processors = open_processors(config)
-    trainer, reference = open_models(config, processors, plan, place)
+    images = open_images(config, processors)
+    trainer, reference = open_models(
+        config, processors, plan, place, load_pixels=list if images is None else images.process_groups
+    )
     return WorkerEngines(
         trainer=trainer,
         reference=reference,
         rollout=open_rollout(config, processors, place, trainer, shows_videos=shows_videos),
-        images=open_images(config, processors),
+        images=images,
         replica_rank=process_group.rank % config.worker.rollout.tensor_parallel_size,
     )
 
