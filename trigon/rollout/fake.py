@@ -13,8 +13,9 @@ from typing import Any
 
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
+from trigon.rollout.episodes import run_episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.turns import SampledTurn, TurnRequest
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 CompleteText = Callable[[Prompt, int, int], str]
@@ -70,7 +71,7 @@ class FakeEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine."""
@@ -78,31 +79,25 @@ class FakeEngine:
             raise EngineError(
                 "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
             )
-        completions: list[list[Completion]] = []
-        for prompt in prompts:
-            seeds = [
-                sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample)
-                for sample in range(sampling.n)
-            ]
-            completions.append(
-                [self._complete(self._complete_text(prompt, self._version, seed), sampling) for seed in seeds]
-            )
-            if on_progress is not None:
-                on_progress(sampling.n)
-            if on_group is not None:
-                on_group(len(completions) - 1, completions[-1])
-        return completions
-
-    def _complete(self, text: str, sampling: SamplingParams) -> Completion:
-        token_ids = (*self._encode(text), self._stop_token_id)
-        kept = token_ids[: sampling.max_tokens]
-        assert self._version is not None
-        return Completion(
-            token_ids=kept,
-            sampling_logprobs=(self._token_logprob if sampling.temperature > 0 else 0.0,) * len(kept),
-            finish_reason="stop" if len(kept) == len(token_ids) else "length",
-            text=self._decode(kept),
+        turns = _FakeTurns(self._turn, self._version, sampling)
+        return run_episodes(
+            turns,
+            prompts,
+            sampling,
+            step=step,
             policy_version=self._version,
+            on_progress=on_progress,
+            on_group=on_group,
+        )
+
+    def _turn(self, request: TurnRequest, version: int, sampling: SamplingParams) -> SampledTurn:
+        token_ids = (*self._encode(self._complete_text(request.prompt, version, request.seed)), self._stop_token_id)
+        kept = token_ids[: request.max_tokens]
+        return SampledTurn(
+            token_ids=kept,
+            logprobs=(self._token_logprob if sampling.temperature > 0 else 0.0,) * len(kept),
+            text=self._decode(kept),
+            finish_reason="stop" if len(kept) == len(token_ids) else "length",
         )
 
     def pop_metrics(self) -> Metrics:
@@ -112,3 +107,31 @@ class FakeEngine:
     def close(self) -> None:
         """See RolloutEngine."""
         self._version, self._awake = None, False
+
+
+class _FakeTurns:
+    """Satisfies TurnEngine; each step ends all turns of a prompt."""
+
+    def __init__(
+        self,
+        sample: Callable[[TurnRequest, int, SamplingParams], SampledTurn],
+        version: int,
+        sampling: SamplingParams,
+    ) -> None:
+        self._sample, self._version, self._sampling = sample, version, sampling
+        self._pending: list[TurnRequest] = []
+
+    def submit(self, request: TurnRequest) -> None:
+        """See TurnEngine."""
+        self._pending.append(request)
+
+    def step(self) -> list[tuple[str, SampledTurn | None]]:
+        """See TurnEngine."""
+        prompt = self._pending[0].prompt
+        batch = [request for request in self._pending if request.prompt is prompt]
+        self._pending = [request for request in self._pending if request.prompt is not prompt]
+        return [(request.name, self._sample(request, self._version, self._sampling)) for request in batch]
+
+    def abort(self) -> None:
+        """See TurnEngine."""
+        self._pending.clear()

@@ -7,7 +7,7 @@ Does not depend on trainers or rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,8 +20,9 @@ from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import completion_positions, positions_of
 from trigon.models.tiles import to_tiles
+from trigon.rollout.episodes import run_episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.turns import SampledTurn, TurnRequest
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
 
 
@@ -102,7 +103,7 @@ class TransformersEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine.
@@ -121,14 +122,17 @@ class TransformersEngine:
                     f"{sampling.max_tokens} need {needed} tokens, but worker.rollout.max_model_len is "
                     f"{self._max_model_len}. Raise it, or shorten either."
                 )
-        completions: list[list[Completion]] = []
-        for prompt in prompts:
-            completions.append(self._complete(prompt, sampling, step=step, on_progress=on_progress))
-            if on_progress is not None:
-                on_progress(sampling.n)
-            if on_group is not None:
-                on_group(len(completions) - 1, completions[-1])
-        return completions
+        assert self._version is not None
+        turns = _TransformersTurns(lambda batch: self._sample(batch, sampling))
+        return run_episodes(
+            turns,
+            prompts,
+            sampling,
+            step=step,
+            policy_version=self._version,
+            on_progress=on_progress,
+            on_group=on_group,
+        )
 
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine. No request is ever submitted again."""
@@ -139,47 +143,39 @@ class TransformersEngine:
         self._awake = False
         del self._model
 
-    def _complete(
-        self, prompt: Prompt, sampling: SamplingParams, *, step: int, on_progress: Callable[[int], None] | None
-    ) -> list[Completion]:
+    def _sample(
+        self, batch: Sequence[TurnRequest], sampling: SamplingParams
+    ) -> Generator[None, None, list[SampledTurn]]:
+        """Sample turns of the same context together; yield after each token."""
         from transformers import DynamicCache
 
-        family, hf_config, n = self._processors.family, self._processors.hf_config, sampling.n
-        draws = torch.stack(
-            [
-                _uniforms(
-                    sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
-                    sampling.max_tokens,
-                )
-                for sample in range(n)
-            ]
-        ).to(self._device)
+        family, hf_config, first = self._processors.family, self._processors.hf_config, batch[0]
+        draws = torch.stack([_uniforms(request.seed, first.max_tokens) for request in batch]).to(self._device)
         stop = torch.tensor(
             () if sampling.ignore_eos else self._processors.stop_token_ids, dtype=torch.int64, device=self._device
         )
-        ids = torch.tensor(prompt.token_ids)
-        vision = prompt.pixels()
-        positions = positions_of(family, hf_config)(prompt)
-        completion_position_ids = completion_positions(positions, sampling.max_tokens)
+        ids = torch.tensor(first.token_ids)
+        vision = first.prompt.pixels()
+        positions = positions_of(family, hf_config)(first.prompt)
+        completion_position_ids = completion_positions(positions, first.max_tokens)
 
         cache = DynamicCache()
-        logits = self._forward(ids[None], positions, cache, vision)[:, -1].expand(n, -1)
-        cache.batch_repeat_interleave(n)
+        logits = self._forward(ids[None], positions, cache, vision)[:, -1].expand(len(batch), -1)
+        cache.batch_repeat_interleave(len(batch))
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
-        running = torch.ones(n, dtype=torch.bool, device=self._device)
-        for index in range(sampling.max_tokens):
-            if on_progress is not None:
-                on_progress(0)
+        running = torch.ones(len(batch), dtype=torch.bool, device=self._device)
+        for index in range(first.max_tokens):
+            yield
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
             tokens.append(token)
             logprobs.append(logprob)
             running &= ~torch.isin(token, stop)
-            if index + 1 == sampling.max_tokens or not running.any():
+            if index + 1 == first.max_tokens or not running.any():
                 break
             logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, None)[:, -1]
         return [
-            self._completion(ids, row_logprobs, set(stop.tolist()))
+            self._turn(ids, row_logprobs, set(stop.tolist()))
             for ids, row_logprobs in zip(
                 torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True
             )
@@ -214,17 +210,48 @@ class TransformersEngine:
         logits: Tensor = output.logits
         return logits
 
-    def _completion(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+    def _turn(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> SampledTurn:
         """Return a row of samples, cut after its first stop token."""
         end = next((index + 1 for index, token in enumerate(token_ids) if token in stop), None)
-        assert self._version is not None
-        return Completion(
+        return SampledTurn(
             token_ids=tuple(token_ids[:end]),
-            sampling_logprobs=tuple(logprobs[:end]),
-            finish_reason="length" if end is None else "stop",
+            logprobs=tuple(logprobs[:end]),
             text=self._processors.tokenizer.decode(token_ids[:end], skip_special_tokens=self._skip_special_tokens),
-            policy_version=self._version,
+            finish_reason="length" if end is None else "stop",
         )
+
+
+class _TransformersTurns:
+    """Satisfies TurnEngine: samples the turns of one context at a time, one token in each step."""
+
+    def __init__(self, sample: Callable[[Sequence[TurnRequest]], Generator[None, None, list[SampledTurn]]]) -> None:
+        self._sample = sample
+        self._pending: list[TurnRequest] = []
+        self._batch: list[TurnRequest] = []
+        self._sampling: Generator[None, None, list[SampledTurn]] | None = None  # of the batch
+
+    def submit(self, request: TurnRequest) -> None:
+        """See TurnEngine."""
+        self._pending.append(request)
+
+    def step(self) -> list[tuple[str, SampledTurn | None]]:
+        """See TurnEngine."""
+        if self._sampling is None:
+            first = self._pending[0]
+            self._batch = [request for request in self._pending if request.same_context(first)]
+            self._pending = [request for request in self._pending if not request.same_context(first)]
+            self._sampling = self._sample(self._batch)
+        try:
+            next(self._sampling)
+        except StopIteration as ended:
+            self._sampling = None
+            return [(request.name, turn) for request, turn in zip(self._batch, ended.value, strict=True)]
+        return []
+
+    def abort(self) -> None:
+        """See TurnEngine."""
+        self._pending.clear()
+        self._sampling = None
 
 
 def draw(
