@@ -8,32 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
-from trigon.rollout.episodes import run_episodes
+from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.turns import SampledTurn, TurnRequest
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 CompleteText = Callable[[Prompt, int, int], str]
-"""(prompt, policy version, seed of the sample) -> text of the completion."""
+"""(prompt, policy version, seed of the turn) -> text of the turn."""
 
 
 class FakeEngine:
     """Returns the text of `complete`, cut at max_tokens. Satisfies RolloutEngine."""
 
     def __init__(
-        self, *, tokenizer: Any, stop_token_id: int, complete: CompleteText, token_logprob: float = -1.0
+        self,
+        *,
+        tokenizer: Any,
+        stop_token_id: int,
+        complete: CompleteText,
+        token_logprob: float = -1.0,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
         """Create the engine.
 
         Args:
-            stop_token_id: ends every completion that is not cut.
-            complete: returns the text of a completion.
+            stop_token_id: ends every turn that is not cut.
+            complete: returns the text of a turn. The token ids of the prompt that it gets are all
+                those before the turn.
             token_logprob: log-probability of every token.
+            episodes: None: completions of one turn.
         """
         # Texts repeat, and a lookup takes a hundredth of the time of the tokenizer.
         self._encode = lru_cache(4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
@@ -41,6 +51,9 @@ class FakeEngine:
         self._stop_token_id = stop_token_id
         self._complete_text = complete
         self._token_logprob = token_logprob
+        self._episodes = Episodes(
+            episodes, decode=lambda token_ids: str(tokenizer.decode(token_ids)), end_token_id=stop_token_id, on_cpu=True
+        )
         self._version: int | None = None
         self._awake = False
 
@@ -80,10 +93,11 @@ class FakeEngine:
                 "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
             )
         turns = _FakeTurns(self._turn, self._version, sampling)
-        return run_episodes(
+        return self._episodes.run(
             turns,
-            prompts,
+            self._episodes.with_pixels(prompts),
             sampling,
+            unprocessed=prompts,
             step=step,
             policy_version=self._version,
             on_progress=on_progress,
@@ -91,7 +105,8 @@ class FakeEngine:
         )
 
     def _turn(self, request: TurnRequest, version: int, sampling: SamplingParams) -> SampledTurn:
-        token_ids = (*self._encode(self._complete_text(request.prompt, version, request.seed)), self._stop_token_id)
+        so_far = replace(request.prompt, token_ids=request.token_ids)
+        token_ids = (*self._encode(self._complete_text(so_far, version, request.seed)), self._stop_token_id)
         kept = token_ids[: request.max_tokens]
         return SampledTurn(
             token_ids=kept,
@@ -102,7 +117,7 @@ class FakeEngine:
 
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine. No request is ever submitted again."""
-        return {}
+        return self._episodes.pop_metrics()
 
     def close(self) -> None:
         """See RolloutEngine."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ import torch
 from trigon.errors import EngineError, RolloutError, WorkerError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
-from trigon.rollout.episodes import run_episodes
+from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
 from trigon.rollout.vllm.inputs import check_prompt, check_sampling
@@ -37,13 +39,28 @@ class VllmEngine:
     log-probabilities, bit for bit, on one machine.
     """
 
-    def __init__(self, settings: VllmSettings, processors: Processors) -> None:
+    def __init__(self, settings: VllmSettings, processors: Processors, episodes: EpisodeSettings | None = None) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
-        Raises: EngineError if vLLM is not installed, built for another device or does not start, or
-        if the model folder has no safetensors.
+        episodes: None: completions of one turn. With episodes prefixes are always cached, so that a
+        turn computes its observation only.
+        Raises: EngineError if vLLM is not installed, built for another device or does not start, if
+        the model folder has no safetensors, and for episodes with tensor parallelism.
         """
+        if episodes is not None:
+            if (settings.tensor_parallel_size or 1) > 1:
+                raise EngineError(
+                    f"Episodes need worker.rollout.tensor_parallel_size=1, not {settings.tensor_parallel_size}: the "
+                    "ranks of a copy of the model would each run environments, and get other observations."
+                )
+            settings = replace(settings, enable_prefix_caching=True)
         self._settings = settings
+        self._episodes = Episodes(
+            episodes,
+            decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
+            end_token_id=processors.stop_token_ids[0],
+            on_cpu=settings.device == "cpu",
+        )
         self._processors = processors
         self._encoder_tokens = batched_tokens(settings)
         # vLLM always compiles one small function of its sampler, which takes 5 seconds on the CPU.
@@ -189,6 +206,7 @@ class VllmEngine:
             )
         assert self._version is not None
         check_sampling(sampling)
+        unprocessed, prompts = prompts, self._episodes.with_pixels(prompts)
         for prompt in prompts:
             check_prompt(prompt, sampling, self._settings, self._processors, encoder_tokens=self._encoder_tokens)
 
@@ -208,10 +226,11 @@ class VllmEngine:
             torch.compiler.set_stance(self._compile_stance),
         ):
             try:
-                return run_episodes(
+                return self._episodes.run(
                     turns,
                     prompts,
                     sampling,
+                    unprocessed=unprocessed,
                     step=step,
                     policy_version=self._version,
                     on_progress=on_progress,
@@ -226,7 +245,7 @@ class VllmEngine:
         """See RolloutEngine."""
         retried, self._num_retried = self._num_retried, 0
         left, self._memory_left = self._memory_left, {}
-        return {"rollout/retried_requests": Sum(float(retried)), **left}
+        return {"rollout/retried_requests": Sum(float(retried)), **left, **self._episodes.pop_metrics()}
 
     def close(self) -> None:
         """Free everything, vLLM's torch.distributed process group included. May be called twice."""
