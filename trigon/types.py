@@ -100,8 +100,7 @@ class Prompt:
 
     def pixels(self) -> Vision | None:
         """Return the processed media, None for a text-only prompt. They must be processed."""
-        assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are not processed yet"
-        return self.vision
+        return pixels_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +184,11 @@ class Completion:
         return tuple((turn.start, turn.end) for turn in self.turns)
 
     @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The S sampled tokens."""
+        return tuple(token for turn in self.turns for token in self.token_ids[turn.start : turn.end])
+
+    @property
     def num_sampled(self) -> int:
         """S, the number of sampled tokens."""
         return sum(turn.end - turn.start for turn in self.turns)
@@ -251,12 +255,34 @@ class TrainSequence:
             object.__setattr__(self, "sampled", ((0, len(self.token_ids)),))
 
 
+def pixels_of(part: Prompt | Completion | TrainSequence) -> Vision | None:
+    """Return the processed media of a prompt, or of what a completion observed.
+
+    None without media. They must be processed.
+    """
+    name = part.prompt_id if isinstance(part, Prompt) else "a completion"
+    assert not isinstance(part.vision, EncodedMedia), f"{name}: its media are not processed yet"
+    return part.vision
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainGroup:
     """A prompt with the training data of its completions."""
 
     prompt: Prompt
     sequences: tuple[TrainSequence, ...]
+
+
+def parts_of(group: RolloutGroup | TrainGroup) -> tuple[Prompt | Completion | TrainSequence, ...]:
+    """Return the prompt of a group and its completions, each of which may have media."""
+    if isinstance(group, RolloutGroup):
+        return group.prompt, *(rollout.completion for rollout in group.rollouts)
+    return group.prompt, *group.sequences
+
+
+def has_media(group: RolloutGroup | TrainGroup) -> bool:
+    """Return whether the prompt of a group or one of its completions has images or videos."""
+    return any(part.vision is not None for part in parts_of(group))
 
 
 @dataclass(frozen=True, slots=True)

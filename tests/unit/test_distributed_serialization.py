@@ -223,7 +223,7 @@ def test_a_message_is_little_larger_than_its_payload():
     train = TrainGroup(one, (sequence(length, old=True, ref=True),) * num_sequences)
 
     assert len(encode_prompts([one] * num_sequences)) <= num_sequences * (prompt_bytes + 100) + 50
-    assert len(encode_completions([[completion] * num_sequences])) <= num_sequences * (8 * length + 200 + 24) + 50
-    assert len(encode_rollouts([group])) <= prompt_bytes + num_sequences * (4 * length + 8) + 200
-    assert len(encode_train([train])) <= prompt_bytes + num_sequences * (24 * length + 32) + 200
+    assert len(encode_completions([[completion] * num_sequences])) <= num_sequences * (8 * length + 200 + 56) + 50
+    assert len(encode_rollouts([group])) <= prompt_bytes + num_sequences * (4 * length + 24) + 200
+    assert len(encode_train([train])) <= prompt_bytes + num_sequences * (24 * length + 48) + 200
     assert len(encode_logprobs([[torch.zeros(length)] * num_sequences])) <= num_sequences * (4 * length + 4) + 50

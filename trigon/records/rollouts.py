@@ -34,7 +34,7 @@ _NAME = re.compile(r"(step|filtered|validation)_(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """The tokens of a completion. All lists have one entry per token.
+    """The sampled tokens of a completion. All lists have one entry per token.
 
     ids: token ids. texts: each token decoded; their concatenation is the completion with its
     special tokens, except that a character of several tokens is in the last of them.
@@ -57,7 +57,7 @@ class RolloutRow:
 
     Texts are raw: pass them through terminal.sanitize before printing them.
     sample: index within the group. reward: Score.overall; parts, outcome and error are those of
-    Score. num_tokens: of the completion. images: the source of each image. ground_truth: as in the
+    Score. num_tokens: sampled ones. images: the source of each image. ground_truth: as in the
     dataset; ground_truth_type: its Python type, which JSON may not keep.
     row: the columns of the dataset's row without images and videos, as passed to the reward
     function.
@@ -120,7 +120,7 @@ def rollout_rows(
             outcome=rollout.score.outcome,
             error=rollout.score.error,
             finish_reason=rollout.completion.finish_reason,
-            num_tokens=len(rollout.completion.token_ids),
+            num_tokens=rollout.completion.num_sampled,
             policy_version=rollout.completion.policy_version,
             images=group.prompt.image_refs,
             ground_truth=group.prompt.ground_truth,
@@ -157,7 +157,7 @@ def with_tokens(
         if sequence is not None and sequence.old_logprobs is not None:
             old = sequence.old_logprobs
         tokens = TokenRecord(
-            ids=rollout.completion.token_ids,
+            ids=rollout.completion.sampled_ids,
             texts=(),
             sampling_logprobs=_rounded(rollout.completion.sampling_logprobs),
             advantages=_rounded(sequence.advantages.tolist()) if sequence is not None and _trains(sequence) else None,
