@@ -71,10 +71,13 @@ class Episodes:
         if self._settings is None:
             return list(prompts)
         load = self._settings.load_pixels
-        return [
-            replace(prompt, vision=load(prompt.vision)) if isinstance(prompt.vision, EncodedMedia) else prompt
-            for prompt in prompts
-        ]
+
+        def load_prompt(prompt: Prompt) -> Prompt:
+            encoded = prompt.vision
+            return replace(prompt, vision=load(encoded)) if isinstance(encoded, EncodedMedia) else prompt
+
+        with ThreadPoolExecutor(_NUM_LOADERS, "prompts") as loaders:
+            return list(loaders.map(load_prompt, prompts))
 
     def run(
         self,
@@ -241,7 +244,7 @@ class _Run:
                 self._wait_for(episode)
 
     def _submit(self) -> None:
-        """Submit the next turns; turn by turn, once all episodes are ready for theirs."""
+        """Submit the next turns; turn by turn, once all episodes are ready."""
         if not self._ready or (self._rules.turn_by_turn and not self._is_between_turns):
             return
         most = self._rules.sampling.max_tokens
