@@ -1,5 +1,6 @@
 """Reward functions given as Python objects: what travels to the reward workers, errors, weights."""
 
+import asyncio
 import functools
 import sys
 import textwrap
@@ -170,12 +171,26 @@ def test_what_is_no_reward_is_an_error(reward, message):
         reward_source(reward, kwargs={})
 
 
-def test_an_async_function_is_an_error():
+def test_async_functions_and_objects_travel_alone_and_in_sums():
     async def judge(completion):
-        return 1.0
+        await asyncio.sleep(0)
+        return len(completion["response"])
 
-    with pytest.raises(RewardError, match="'judge' is async"):
-        reward_source(judge, kwargs={})
+    class Judge:
+        async def __call__(self, response, ground_truth):
+            return {"overall": len(response), "same": response == ground_truth}
+
+    async def all_of_them(reward_inputs):
+        return [1.0 for _ in reward_inputs]
+
+    assert parts_of(judge, "4", "four") == [{"overall": 1}, {"overall": 4}]
+    assert parts_of(Judge(), "4", "four") == [{"overall": 1, "same": 1}, {"overall": 4, "same": 0}]
+    assert parts_of(all_of_them, "4") == [{"overall": 1}]
+    mixed = [judge, (Judge(), 0.5), (all_of_them, 2), (lambda response, ground_truth: len(response), 10)]
+    first, second = parts_of(mixed, "4", "four")
+    assert first == {"overall": 13.5, "judge": 1, "Judge": 1, "Judge/same": 1, "all_of_them": 1, "lambda": 1}
+    assert second == {"overall": 48, "judge": 4, "Judge": 4, "Judge/same": 0, "all_of_them": 1, "lambda": 4}
+    assert parts_of([judge, (Judge(), 0.5)], "four") == [{"overall": 6, "judge": 4, "Judge": 4, "Judge/same": 0}]
 
 
 def test_keyword_arguments_of_several_functions_are_an_error():

@@ -120,13 +120,9 @@ def test_signatures_that_fit_no_contract_are_an_error():
         detect_contract(no_arguments, None, {}, where="f")
 
 
-def test_unknown_reward_types_and_async_functions_are_an_error():
-    async def judge(reward_inputs): ...
-
+def test_an_unknown_reward_type_is_an_error():
     with pytest.raises(RewardError, match="REWARD_TYPE is 'function'; it must be"):
         detect_contract(single_argument, "function", {}, where="f")
-    with pytest.raises(RewardError, match="is async"):
-        detect_contract(judge, "batch", {}, where="f")
 
 
 def test_keyword_arguments_are_bound():

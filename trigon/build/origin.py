@@ -30,7 +30,7 @@ from trigon.errors import CheckpointError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.code import code_digests
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
-from trigon.secrets import HIDDEN, hide
+from trigon.secrets import HIDDEN, hide, without_secrets
 
 KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""
@@ -165,10 +165,12 @@ class Origin:
             raise RewardError(f"{REWARD}={option.reward_function}: its code cannot be read: {error}") from error
         self._contents[REWARD] = {"code": digests}
         self._given[REWARD] = option.reward_function
-        # Hashed, since they may contain keys of services; these may change, and are left out.
+        # Hashed, since they may be private. Keys of services may change, and are left out.
+        kwargs = option.reward_function_kwargs
+        compared = without_secrets(kwargs)
         self._contents[ARGUMENTS] = {
-            str(key): [text_digest(repr(value))]
-            for key, value in option.reward_function_kwargs.items()
+            str(key): [text_digest(repr(compared[key]))]
+            for key, value in kwargs.items()
             if not isinstance(value, str) or hide(str(key), value, free=True) != HIDDEN
         }
         self._given[ARGUMENTS] = ""

@@ -236,6 +236,7 @@ def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool
         num_workers=reward.num_cpus,
         timeout_seconds=reward.timeout_seconds,
         max_failed_fraction=reward.max_failed_fraction,
+        concurrency=reward.concurrency,
         passed_variables=reward.env,
         confinement=Confinement(
             level=reward.confinement,

@@ -634,6 +634,10 @@ class RewardConfig(Section):
     num_cpus: int = Field(default=1, ge=1, le=4096)
     """Reward workers (processes). Raising it scores more completions at a time."""
 
+    concurrency: int = Field(default=16, ge=1, le=512)
+    """Completions that each reward worker scores at a time, if the function is `async def`.
+    Trigon only."""
+
     timeout_seconds: float = Field(default=10.0, gt=0, le=MAX_SECONDS)
     """Maximum seconds to score a completion; then its reward worker is killed.
     The completion is skipped. Trigon only."""

@@ -138,8 +138,6 @@ def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: 
 
 def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function has one required argument without a known name or an annotation."""
-    if inspect.iscoroutinefunction(function):
-        return False
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -6,8 +6,9 @@ Does not depend on files, processes and time limits.
     sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
     legacy       chosen by its signature     f(response, ground_truth, **kwargs) -> dict
 
-A reward_input has the fields of RewardRequest; a returned dict is {"overall": reward, any other
-name: number}. A number stands for {"overall": number}. EasyR1's name of response is predict_str.
+Each may be an `async def`. A reward_input has the fields of RewardRequest; a returned dict is
+{"overall": reward, any other name: number}. A number stands for {"overall": number}. EasyR1's name
+of response is predict_str.
 """
 
 from __future__ import annotations
@@ -70,6 +71,18 @@ class RewardRequest:
     row: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedFunction:
+    """A reward function with its arguments bound, as reward workers call it.
+
+    is_async: whether a call returns a coroutine.
+    """
+
+    call: Callable[..., Any]
+    contract: RewardContract
+    is_async: bool
+
+
 def encode_request(request: RewardRequest) -> tuple[str, tuple[str, ...]]:
     """Return the request as one line of JSON, and the columns of its row that are omitted.
 
@@ -100,11 +113,8 @@ def detect_contract(
     argument named reward_input, or annotated as a dict, means sequential; one named reward_inputs,
     or annotated as a list, means batch, and so does a function with a single required argument that
     is not in kwargs.
-    Raises: RewardError if REWARD_TYPE is unknown, the function is async, or the signature fits no
-    contract.
+    Raises: RewardError if REWARD_TYPE is unknown, or the signature fits no contract.
     """
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"{where} is async; make it a plain function that calls asyncio.run")
     if reward_type == "batch" or reward_type == "sequential":
         return reward_type
     if reward_type is not None:
@@ -124,6 +134,14 @@ def detect_contract(
         f"{where} takes ({', '.join(names)}), which fits no contract: give it one argument for the completions and set "
         'REWARD_TYPE = "batch" or "sequential" in its file, or name its two arguments (response, ground_truth)'
     )
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Return whether a function, or the __call__ of an object, is an `async def`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    call = getattr(type(function), "__call__", None)  # noqa: B004 - it is not called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def bind_kwargs(
@@ -159,7 +177,7 @@ class WrongLength(RewardError):
     """A batch function returned no list, or one of another length than its argument."""
 
 
-def call_legacy(function: Callable[..., object], reward_input: Mapping[str, Any]) -> object:
+def call_legacy(function: Callable[..., Any], reward_input: Mapping[str, Any]) -> Any:
     """Return what a function of the legacy contract returns for a completion."""
     return function(reward_input["response"], reward_input["ground_truth"])
 
@@ -181,6 +199,9 @@ def read_scores(returned: object) -> dict[str, float]:
     """
     if _is_number(returned):
         returned = {"overall": returned}
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise RewardError("returned a coroutine; declare the function itself with `async def`")
     if not isinstance(returned, Mapping):
         raise RewardError(f"returned {_short_repr(returned)}, expected a number, or a dict with 'overall'")
     if "overall" not in returned:

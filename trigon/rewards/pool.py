@@ -6,7 +6,8 @@ scores.
 Completions are sent in chunks. Functions of the sequential and legacy contracts return scores one
 by one, so when their worker hangs or exits, the completion that caused it is known, and the rest of
 the chunk goes to another worker. Batch functions return scores for a whole chunk; when that fails,
-its completions are sent again one by one.
+its completions are sent again one by one. A worker with an async function has several chunks at a
+time; when it hangs or exits, each of them is sent again alone, to find the one that caused it.
 
 During a scoring, a thread of the pool communicates with the workers. So scoring continues, and its
 time limits hold, while the caller is busy.
@@ -17,24 +18,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import selectors
 import signal
-import socket
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from trigon.errors import RewardError
 from trigon.json_files import parse_json
+from trigon.rewards.calls import BLOCKED_SECONDS
 from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
 from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm
-from trigon.rewards.pooled_worker import PooledWorker
+from trigon.rewards.pooled_worker import LOAD_SECONDS, PooledChunk, PooledWorker, PooledWorkers
 from trigon.rewards.process import (
-    ChildProcess,
     check_passed_variables,
     describe_exit,
     explain_withheld,
@@ -42,20 +42,15 @@ from trigon.rewards.process import (
 )
 from trigon.rewards.scoring import Scoring
 from trigon.rewards.setup import make_setup
+from trigon.rewards.timeouts import Timeouts
 from trigon.secrets import scrub
-from trigon.system.signals import termination_blocked
 from trigon.types import Score
-
-LOAD_SECONDS = 300.0
-"""Time limit for loading a reward function's file, with all its imports."""
 
 MAX_CHUNK_SIZE = 32
 """Maximum number of completions that are sent to a worker at a time."""
 
-MIN_TIMEOUTS_TO_STOP = 5
-"""The run stops after this many timeouts in a row, unless all are of one group. With more than two
-workers it is twice their number, because a short outage can make all of them time out at once.
-"""
+DEFAULT_CONCURRENCY = 16
+"""Chunks that a worker has at a time, if the function is async."""
 
 _GRACE_SECONDS = 0.1
 """How long a worker lives after its time limit, to print its stack."""
@@ -77,6 +72,7 @@ class RewardPool:
         num_workers: int,
         timeout_seconds: float,
         max_failed_fraction: float,
+        concurrency: int = DEFAULT_CONCURRENCY,
         passed_variables: Sequence[str] = (),
         confinement: Confinement = DEFAULT,
     ) -> None:
@@ -86,35 +82,34 @@ class RewardPool:
         function, or several functions with their weights. kwargs: keyword arguments of a single
         function.
         timeout_seconds: time limit for each completion. max_failed_fraction: the fraction of the
-        completions of one scoring that may fail. passed_variables: environment variables that the
-        workers get besides those of environment.ALLOWED. confinement: of the workers; the folders
-        of the functions are always readable.
+        completions of one scoring that may fail. concurrency: completions, or lists of them for the
+        batch contract, that a worker scores at a time if the function is async.
+        passed_variables: environment variables that the workers get besides those of
+        environment.ALLOWED. confinement: of the workers; the folders of the functions are always
+        readable.
         Raises: RewardError if there is no such file, if one of the variables is not set, also of
         `env:NAME` in kwargs, or if JSON cannot represent kwargs.
         """
-        setup = make_setup(reward, kwargs, timeout_seconds=timeout_seconds)
+        setup = make_setup(reward, kwargs, timeout_seconds=timeout_seconds, concurrency=concurrency)
         self._setup, self._name, self._where = setup.message, setup.name, setup.where
         check_passed_variables(passed_variables)
         warn_of_withheld_variables(setup.files, passed_variables)
         self._confinement = confinement.with_readable(str(Path(file).parent) for file in setup.files)
+        self._workers = PooledWorkers(setup.message, confinement=self._confinement, passed_variables=passed_variables)
         self._has_warned = False
         self._env = tuple(passed_variables)
         self._timeout_seconds = timeout_seconds
         self._max_failed_fraction = max_failed_fraction
         self._num_workers = num_workers
+        self._concurrency = concurrency
+        self._is_async = False  # until the function is loaded
         self._max_chunk_size = MAX_CHUNK_SIZE
         self._lock = threading.Lock()
         self._warned_columns: set[str] = set()
-        self._timeouts: list[object] = []  # the groups of the completions that timed out since the last other result
+        self._timeouts = Timeouts()
         self._fatal_error = ""
-        self._selector = selectors.DefaultSelector()
-        self._wake_sender, self._wake_receiver = socket.socketpair()  # ends a select() of the pool's thread
-        for end in (self._wake_sender, self._wake_receiver):
-            end.setblocking(False)
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._workers: list[PooledWorker] = []
         for number in range(num_workers):
-            self._start_worker(number)
+            self._workers.start(number)
 
     def ready(self) -> None:
         """Wait until a worker has loaded the function.
@@ -181,7 +176,7 @@ class RewardPool:
                 fixed_chunk_size=chunk_size if is_batch else None,
                 max_failed_fraction=max_failed_fraction,
                 name=self._name,
-                wake_pool=self._wake,
+                wake_pool=self._workers.wake,
                 warn_omitted=self._warn_omitted,
             )
             thread = threading.Thread(target=self._run, args=(scoring,), name="rewards", daemon=True)
@@ -191,24 +186,18 @@ class RewardPool:
             finally:
                 scoring.cancel()
                 thread.join()
-                for worker in [worker for worker in self._workers if worker.pending]:  # only after an error
-                    self._kill_worker(worker)
-                    self._start_worker(worker.number)
+                for worker in [worker for worker in self._workers if worker.chunks]:  # only after an error
+                    self._workers.kill(worker)
+                    self._workers.start(worker.number)
 
     @property
     def process_ids(self) -> tuple[int, ...]:
         """The process ids of the workers now. May be read in any thread."""
-        return tuple(worker.process.pid for worker in list(self._workers))
+        return self._workers.process_ids
 
     def close(self) -> None:
         """Kill all workers and the processes that they started. The pool is then unusable."""
-        for worker in self._workers:
-            self._unregister(worker)
-            worker.process.kill()
-        self._workers.clear()
-        self._selector.close()
-        self._wake_sender.close()
-        self._wake_receiver.close()
+        self._workers.close()
         self._fatal_error = "the reward pool is closed"
 
     def _contract(self) -> RewardContract:
@@ -231,69 +220,37 @@ class RewardPool:
             if scoring.is_complete:
                 scoring.outcome.set_result(scoring.ordered_scores())
 
-    def _wake(self) -> None:
-        """End the current or next select() of the pool's thread."""
-        with contextlib.suppress(BlockingIOError):  # the buffer is full, so select() will return
-            self._wake_sender.send(b"!")
-
     def _chunk_size(self, num_items: int) -> int:
         """Return a quarter of a worker's share, so that no worker is idle for long at the end."""
         return max(1, min(self._max_chunk_size, -(-num_items // (4 * self._num_workers))))
 
-    def _start_worker(self, number: int) -> None:
-        with termination_blocked():  # until the worker has its handlers
-            process = ChildProcess(f"reward {number}", confinement=self._confinement, passed_variables=self._env)
-        worker = PooledWorker(number, process)
-        self._workers.append(worker)
-        self._selector.register(worker.process.channel, selectors.EVENT_READ, (worker, "result"))
-        self._selector.register(worker.process.output, selectors.EVENT_READ, (worker, "output"))
-        worker.deadline = time.monotonic() + LOAD_SECONDS
-        self._send(worker, self._setup, timeout_seconds=LOAD_SECONDS)  # if it has exited, _wait() detects that
-
-    def _unregister(self, worker: PooledWorker) -> None:
-        for stream in (worker.process.channel, worker.process.output):
-            if stream in self._selector.get_map():
-                self._selector.unregister(stream)
-
-    def _kill_worker(self, worker: PooledWorker) -> int:
-        """Kill a worker and return its exit code, as ChildProcess.kill does."""
-        self._unregister(worker)
-        self._workers.remove(worker)
-        return worker.process.kill()
-
-    def _send(self, worker: PooledWorker, line: str, *, timeout_seconds: float) -> bool:
-        """Send a line. Returns: False if the worker has exited.
-
-        If the worker does not read the line, it is replaced at its deadline.
-        """
-        try:
-            worker.process.send(line, timeout_seconds=timeout_seconds)
-        except ConnectionError:
-            return False
-        except TimeoutError:
-            return True
-        return True
-
     def _send_chunks(self, scoring: Scoring) -> None:
-        """Send a chunk to each idle worker."""
-        for worker in list(self._workers):
-            if worker.contract is None or worker.pending:
-                continue
+        """Send chunks to the workers that can take one, first to those with the fewest."""
+        while can_take := [w for w in self._workers if w.can_take_chunk(concurrency=self._concurrency)]:
+            worker = min(can_take, key=lambda each: len(each.chunks))
             # The chunks of batch functions are fixed, unless chunks of that size have timed out.
+            # Calls of async functions have time limits of their own, so none may wait for another.
             is_batch = worker.contract == "batch"
             max_size = self._max_chunk_size if is_batch else self._chunk_size(scoring.num_queued)
-            indices = scoring.next_chunk(max_size=max_size)
+            indices = scoring.next_chunk(max_size=1 if worker.is_async and not is_batch else max_size)
             if not indices:
                 return
-            worker.pending.extend(indices)
-            worker.chunk_id, worker.num_results = secrets.token_hex(8), 0
-            line = f'{{"chunk": "{worker.chunk_id}", "requests": {scoring.encode_chunk(indices)}}}'
-            worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
-            if not self._send(worker, line, timeout_seconds=self._timeout_seconds):
-                # The worker had exited while it was idle: these completions are not the cause.
-                scoring.requeue(worker.pending, singly=False)
-                self._kill_worker(worker)
-                self._start_worker(worker.number)
+            is_alone = scoring.is_alone(indices)
+            if is_alone and worker.chunks:  # when the worker with the fewest has none
+                scoring.requeue(indices, singly=False)
+                return
+            chunk = PooledChunk(deque(indices), time.monotonic() + self._limit_of(worker), is_alone)
+            chunk_id = secrets.token_hex(8)
+            worker.chunks[chunk_id] = chunk
+            line = f'{{"chunk": "{chunk_id}", "requests": {scoring.encode_chunk(indices)}}}'
+            if not self._workers.send(worker, line, timeout_seconds=self._timeout_seconds):
+                # The worker had exited before: these completions are not the cause.
+                scoring.requeue(worker.chunks.pop(chunk_id).pending, singly=False)
+                self._replace_worker(worker, scoring, timed_out=False)
+
+    def _limit_of(self, worker: PooledWorker) -> float:
+        """Return how many seconds a worker may take for a result before it is killed."""
+        return self._timeout_seconds + (BLOCKED_SECONDS if worker.is_async else _GRACE_SECONDS)
 
     def _warn_omitted(self, columns: Sequence[str]) -> None:
         for column in set(columns) - self._warned_columns:
@@ -309,23 +266,13 @@ class RewardPool:
         if self._fatal_error:
             raise RewardError(self._fatal_error)
         now = time.monotonic()
-        deadlines = [worker.deadline for worker in self._workers if worker.is_busy]
-        for key, _ in self._selector.select(max(0.0, min(deadlines) - now) if deadlines else None):
-            if key.fileobj is self._wake_receiver:
-                self._wake_receiver.recv(4096)
-                continue
-            worker, stream = key.data
-            if worker not in self._workers:
-                continue  # killed while an earlier event was handled
-            if stream == "output":
-                if not worker.process.log_output():
-                    self._selector.unregister(worker.process.output)
-            else:
-                self._receive(worker, scoring)
+        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
+        for worker in self._workers.wait(max(0.0, min(deadlines) - now) if deadlines else None):
+            self._receive(worker, scoring)
         if scoring is not None:
             scoring.process_added()
         # `now` was read before select(): a result that arrived in time counts if read late.
-        for worker in [worker for worker in self._workers if worker.is_busy and worker.deadline <= now]:
+        for worker in [w for w in self._workers if w.deadline is not None and w.deadline <= now]:
             self._replace_worker(worker, scoring, timed_out=True)
 
     def _receive(self, worker: PooledWorker, scoring: Scoring | None) -> None:
@@ -349,20 +296,23 @@ class RewardPool:
                 self._fatal_error = explain_withheld(scrub(str(message["load_error"])), self._env)
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
+            worker.is_async = self._is_async = bool(message["is_async"])
             return
         # The user's code runs in the process that sends results, so it could send forged ones. It
-        # does not know the random id of the chunk.
-        is_valid = (message["chunk"], message["number"]) == (worker.chunk_id, worker.num_results)
-        if scoring is None or not worker.pending or not is_valid:
+        # does not know the random id of a chunk.
+        chunk_id = message["chunk"]
+        chunk = worker.chunks[chunk_id]
+        if scoring is None or message["number"] != chunk.num_results:
             raise ValueError("unexpected message from a reward worker")
-        worker.num_results += 1
+        chunk.num_results += 1
+        timed_out = message.get("timed_out") is True
         if "retry_singly" in message:
-            scoring.set_chunk_error(worker.pending, scrub(str(message["error"])))
-            scoring.requeue(worker.pending, singly=True)
-            worker.pending.clear()
+            scoring.set_chunk_error(chunk.pending, scrub(str(message["error"])))
+            self._retry_singly(worker.chunks.pop(chunk_id), scoring, timed_out=timed_out)
             return
-        self._timeouts.clear()
-        index = worker.pending[0]
+        if not timed_out:
+            self._timeouts.clear()
+        index = chunk.pending[0]
         scoring.set_seconds(index, float(message["seconds"]))
         error, traceback = scrub(str(message.get("error", ""))), scrub(str(message.get("traceback", "")))
         if not error:
@@ -370,10 +320,21 @@ class RewardPool:
                 scoring.succeed(index, read_scores(message["scores"]))
             except RewardError as invalid:
                 error = str(invalid)
-        worker.pending.popleft()
-        worker.deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
-        if error:
+        chunk.pending.popleft()
+        chunk.deadline = time.monotonic() + self._limit_of(worker)
+        if not chunk.pending:
+            del worker.chunks[chunk_id]
+        if timed_out:
+            scoring.fail(index, "timeout", error, traceback)
+            self._count_timeout(scoring.group_of(index), traceback)
+        elif error:
             scoring.fail(index, "failed", explain_withheld(error, self._env), traceback)
+
+    def _retry_singly(self, chunk: PooledChunk, scoring: Scoring, *, timed_out: bool) -> None:
+        """Send the completions of a batch function's list again one by one."""
+        scoring.requeue(chunk.pending, singly=True)
+        if timed_out:  # nothing may hang: a chunk of this size may just take too long
+            self._max_chunk_size = max(1, self._max_chunk_size // 2)
 
     def _check_confinement(self, message: dict[str, Any]) -> None:
         """Warn once of what is not confined here. Raises: RewardError if that is not acceptable."""
@@ -388,7 +349,7 @@ class RewardPool:
 
     def _replace_worker(self, worker: PooledWorker, scoring: Scoring | None, *, timed_out: bool) -> None:
         """Replace a worker that hangs or has exited, and fail or retry its completions."""
-        code = self._kill_worker(worker)
+        code = self._workers.kill(worker)
         output = scrub(worker.process.tail)
         exit_text = worker.process.exceeded or describe_exit(code)
         # Any other code: it had exited just before.
@@ -397,21 +358,24 @@ class RewardPool:
             ending = f"took more than {LOAD_SECONDS:g} s and was killed" if timed_out else exit_text
             self._fatal_error = f"{self._where}: its worker {ending} while loading\n{output}"
             raise RewardError(self._fatal_error)
-        self._start_worker(worker.number)
-        if scoring is None or not worker.pending:
+        self._workers.start(worker.number)
+        if scoring is None or not worker.chunks:
             return
-        if worker.contract == "batch" and len(worker.pending) > 1:
-            scoring.requeue(worker.pending, singly=True)
-            if timed_out:  # nothing may hang: a chunk of this size may just take too long
-                self._max_chunk_size = max(1, self._max_chunk_size // 2)
+        if len(worker.chunks) > 1:
+            for each in reversed(worker.chunks.values()):
+                scoring.requeue(each.pending, singly=False, alone=True)
             return
-        failed_index = worker.pending.popleft()
-        scoring.requeue(worker.pending, singly=True)
+        [chunk] = worker.chunks.values()
+        if worker.contract == "batch" and len(chunk.pending) > 1:
+            self._retry_singly(chunk, scoring, timed_out=timed_out)
+            return
+        failed_index = chunk.pending.popleft()
+        scoring.requeue(chunk.pending, singly=True)
         if timed_out:
             error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
             scoring.set_seconds(failed_index, self._timeout_seconds)
             scoring.fail(failed_index, "timeout", error, output)
-            self._stop_if_hanging(scoring.group_of(failed_index), output)
+            self._count_timeout(scoring.group_of(failed_index), output)
         else:
             self._timeouts.clear()
             was_killed = code == -signal.SIGKILL and not worker.process.exceeded
@@ -419,19 +383,13 @@ class RewardPool:
                 return
             scoring.fail(failed_index, "failed", f"its worker {exit_text}", output)
 
-    def _stop_if_hanging(self, group: object, output: str) -> None:
-        """Count a timeout.
-
-        The completions of a group are alike: a function may hang for all of them and for no others.
-        Raises: RewardError after too many timeouts in a row, unless all are of one group.
-        """
-        self._timeouts.append(group)
-        if len(self._timeouts) < max(MIN_TIMEOUTS_TO_STOP, 2 * self._num_workers) or len(set(self._timeouts)) == 1:
-            return
-        num_timeouts = len(self._timeouts)
-        self._timeouts.clear()
-        raise RewardError(
-            f"{self._name} timed out for {num_timeouts} completions in a row (no score within "
-            f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. Correct "
-            f"it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
-        )
+    def _count_timeout(self, group: object, output: str) -> None:
+        """Count a timeout. Raises: RewardError after too many in a row."""
+        num_calls = self._num_workers * (self._concurrency if self._is_async else 1)
+        num_timeouts = self._timeouts.add(group, num_calls=num_calls)
+        if num_timeouts is not None:
+            raise RewardError(
+                f"{self._name} timed out for {num_timeouts} completions in a row (no score within "
+                f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. "
+                f"Correct it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
+            )

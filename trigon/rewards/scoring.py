@@ -74,20 +74,27 @@ class Scoring:
         self._seconds: dict[int, float] = {}
         self._chunk_errors: dict[int, str] = {}  # of requests that are scored again alone
         self._retried: set[int] = set()
+        self._alone: set[int] = set()
 
     # -- for the caller --
 
-    def add(self, first_index: int, requests: Sequence[RewardRequest]) -> None:
+    def add(self, first_index: int, requests: Sequence[RewardRequest | None]) -> None:
         """Add the requests of a group, with consecutive indices from first_index.
 
-        Each index may be added once.
+        Each index may be added once; None is left out.
 
         Raises: RewardError if more than max_failed_fraction of num_completions have failed so far.
         """
         if self.outcome.done():
             self.outcome.result()
         group = object()
-        self._added.put([self._encode(first_index + offset, request, group) for offset, request in enumerate(requests)])
+        self._added.put(
+            [
+                self._encode(first_index + offset, request, group)
+                for offset, request in enumerate(requests)
+                if request is not None
+            ]
+        )
         self._wake_pool()
 
     def result(self, *, on_progress: Callable[[int | None], object] | None = None) -> list[Score]:
@@ -198,10 +205,19 @@ class Scoring:
             self._queue.appendleft(chunk[max_size:])
         return chunk[:max_size]
 
-    def requeue(self, indices: Sequence[int], *, singly: bool) -> None:
-        """Put requests back at the front of the queue, as single chunks or as one chunk."""
+    def requeue(self, indices: Sequence[int], *, singly: bool, alone: bool = False) -> None:
+        """Put requests back at the front of the queue, as single chunks or as one chunk.
+
+        alone: their worker may have nothing else from now on.
+        """
+        if alone:
+            self._alone.update(indices)
         singly = singly or not self._has_fixed_chunks
         self._queue.extendleft([[index] for index in reversed(indices)] if singly else [list(indices)])
+
+    def is_alone(self, indices: Sequence[int]) -> bool:
+        """Return whether the worker of these requests may have nothing else."""
+        return not self._alone.isdisjoint(indices)
 
     def retry(self, index: int) -> bool:
         """Put a request back at the front of the queue, once. Returns: False the second time."""

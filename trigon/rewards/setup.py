@@ -28,7 +28,11 @@ class RewardSetup:
 
 
 def make_setup(
-    reward: str | RewardSource | Sequence[RewardTerm], kwargs: Mapping[str, Any], *, timeout_seconds: float
+    reward: str | RewardSource | Sequence[RewardTerm],
+    kwargs: Mapping[str, Any],
+    *,
+    timeout_seconds: float,
+    concurrency: int,
 ) -> RewardSetup:
     """Return the setup of a reward. Args: as of RewardPool.
 
@@ -36,7 +40,12 @@ def make_setup(
     or if JSON cannot represent kwargs.
     """
     source = find_source(reward) if isinstance(reward, str) else reward
-    setup: dict[str, Any] = {"source": None, "terms": [], "timeout_seconds": timeout_seconds}
+    setup: dict[str, Any] = {
+        "source": None,
+        "terms": [],
+        "timeout_seconds": timeout_seconds,
+        "concurrency": concurrency,
+    }
     if isinstance(source, RewardSource):
         sources = [source]
         setup["source"] = asdict(source)

@@ -5,41 +5,61 @@ Runs in reward workers. Does not depend on where the functions come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, assert_never
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, TypeVar, assert_never
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardContract, call_legacy, check_length, read_scores
+from trigon.rewards.contract import LoadedFunction, RewardContract, call_legacy, check_length, read_scores
 from trigon.rewards.load import RewardTerm
 
-LoadedTerm = tuple[RewardTerm, Callable[..., object], RewardContract]
+LoadedTerm = tuple[RewardTerm, LoadedFunction]
 
 RewardInput = Mapping[str, Any]
 
+T = TypeVar("T")
 
-def weighted_sum(terms: Sequence[LoadedTerm]) -> tuple[Callable[..., object], RewardContract]:
-    """Return a function that sums the rewards of all terms, and its contract.
 
-    It is sequential, unless one of the functions scores several completions at a time. Its parts
-    are "overall", the weighted sum; by the name of each term its reward, without the weight; and
-    its other parts with that name before them: "accuracy", "accuracy/steps".
+def weighted_sum(terms: Sequence[LoadedTerm], *, concurrency: int) -> LoadedFunction:
+    """Return a function that sums the rewards of all terms.
+
+    It is sequential, unless one of the functions scores several completions at a time, and async if
+    one of them is: these then run at the same time. Its parts are "overall", the weighted sum; by
+    the name of each term its reward, without the weight; and its other parts with that name before
+    them: "accuracy", "accuracy/steps".
+    concurrency: calls of async functions at a time, where a list of completions is scored.
     """
+    contract: RewardContract = "batch" if any(function.contract == "batch" for _, function in terms) else "sequential"
+    if not any(function.is_async for _, function in terms):
 
-    def score_one(reward_input: RewardInput) -> dict[str, float]:
-        return _sum(
-            [(term, _scores(term, function, contract, [reward_input])[0]) for term, function, contract in terms]
-        )
+        def score_all(reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
+            return _sum_all(terms, [_scores(term, function, reward_inputs) for term, function in terms])
 
-    def score_all(reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
-        by_term = [_scores(term, function, contract, reward_inputs) for term, function, contract in terms]
-        return [
-            _sum([(term, scores[index]) for (term, *_), scores in zip(terms, by_term, strict=True)])
-            for index in range(len(reward_inputs))
-        ]
+        return LoadedFunction(score_all if contract == "batch" else _for_one(score_all), contract, is_async=False)
+    import asyncio  # here, since other functions do not need it
 
-    if any(contract == "batch" for _, _, contract in terms):
-        return score_all, "batch"
-    return score_one, "sequential"
+    limit = asyncio.Semaphore(concurrency) if contract == "batch" else nullcontext()
+
+    async def score_all_async(reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
+        scores = await _gather([_scores_async(term, function, reward_inputs, limit) for term, function in terms])
+        return _sum_all(terms, scores)
+
+    async def score_one_async(reward_input: RewardInput) -> dict[str, float]:
+        return (await score_all_async([reward_input]))[0]
+
+    return LoadedFunction(score_all_async if contract == "batch" else score_one_async, contract, is_async=True)
+
+
+def _for_one(score_all: Callable[[list[RewardInput]], list[dict[str, float]]]) -> Callable[..., dict[str, float]]:
+    return lambda reward_input: score_all([reward_input])[0]
+
+
+def _sum_all(terms: Sequence[LoadedTerm], scores: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """Return the sum for each completion. scores: of each term, for each completion."""
+    return [
+        _sum([(term, each) for (term, _), each in zip(terms, of_completion, strict=True)])
+        for of_completion in zip(*scores, strict=True)
+    ]
 
 
 def _sum(scores: Sequence[tuple[RewardTerm, Mapping[str, float]]]) -> dict[str, float]:
@@ -50,20 +70,56 @@ def _sum(scores: Sequence[tuple[RewardTerm, Mapping[str, float]]]) -> dict[str, 
     return parts
 
 
-def _scores(
-    term: RewardTerm, function: Callable[..., object], contract: RewardContract, reward_inputs: list[RewardInput]
-) -> list[dict[str, float]]:
+def _scores(term: RewardTerm, function: LoadedFunction, reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
     """Return the scores of completions by one function. Raises: RewardError that names it."""
-    returned: Sequence[object]
-    match contract:
+    match function.contract:
         case "batch":
-            returned = check_length(function(reward_inputs), len(reward_inputs))
+            return _read(term, check_length(function.call(reward_inputs), len(reward_inputs)))
         case "sequential":
-            returned = [function(reward_input) for reward_input in reward_inputs]
+            return _read(term, [function.call(reward_input) for reward_input in reward_inputs])
         case "legacy":
-            returned = [call_legacy(function, reward_input) for reward_input in reward_inputs]
+            return _read(term, [call_legacy(function.call, reward_input) for reward_input in reward_inputs])
         case _:
-            assert_never(contract)
+            assert_never(function.contract)
+
+
+async def _scores_async(
+    term: RewardTerm,
+    function: LoadedFunction,
+    reward_inputs: list[RewardInput],
+    limit: AbstractAsyncContextManager[None],
+) -> list[dict[str, float]]:
+    """Return the same where some functions are async. limit: entered for each of their calls."""
+    if not function.is_async:
+        return _scores(term, function, reward_inputs)
+
+    async def call(reward_input: RewardInput) -> object:
+        async with limit:
+            is_legacy = function.contract == "legacy"
+            return await (call_legacy(function.call, reward_input) if is_legacy else function.call(reward_input))
+
+    match function.contract:
+        case "batch":
+            async with limit:
+                return _read(term, check_length(await function.call(reward_inputs), len(reward_inputs)))
+        case "sequential" | "legacy":
+            return _read(term, await _gather([call(reward_input) for reward_input in reward_inputs]))
+        case _:
+            assert_never(function.contract)
+
+
+async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of calls that run at the same time. Raises: the error of the first one."""
+    import asyncio
+
+    results = await asyncio.gather(*calls, return_exceptions=True)  # all of them, so that the error is always the same
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _read(term: RewardTerm, returned: Sequence[object]) -> list[dict[str, float]]:
     try:
         return [read_scores(value) for value in returned]
     except RewardError as error:

@@ -1,0 +1,207 @@
+"""Async reward functions with real processes: concurrency, time limits, and single failures."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from trigon.errors import RewardError
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.pool import RewardPool
+
+# Behaves as a completion says. Returns how many calls ran at a time when it started.
+ASYNC = """
+import asyncio, os, time
+
+REWARD_TYPE = "sequential"
+running = 0
+
+async def main(reward_input):
+    global running
+    running += 1
+    at_a_time = running
+    try:
+        return {"overall": await behave(reward_input["response"]), "at_a_time": at_a_time, "pid": os.getpid()}
+    finally:
+        running -= 1
+
+async def behave(response):
+    match response.split():
+        case ["sleep", seconds]:
+            await asyncio.sleep(float(seconds))
+            return float(seconds)
+        case ["block"]:
+            time.sleep(1000)
+        case ["exit"]:
+            os._exit(3)
+        case ["leave"]:
+            raise SystemExit(4)
+        case ["raise"]:
+            raise KeyError("no such step")
+        case ["own timeout"] | ["own", "timeout"]:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(1)
+        case ["own", "cancel"]:
+            raise asyncio.CancelledError
+        case ["stubborn"]:
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    pass
+        case ["late"]:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                return 7.0
+        case ["bare"]:
+            return None
+    return float(len(response))
+"""
+
+
+def requests(*responses):
+    fields = {"response_length": 3, "ground_truth": "4", "prompt": "?", "finish_reason": "stop", "row": {}}
+    return [RewardRequest(response=response, **fields) for response in responses]
+
+
+@contextmanager
+def pool_of(folder, text, *, num_workers=1, timeout_seconds=20.0, max_failed_fraction=1.0, concurrency=16, **kwargs):
+    (folder / "reward.py").write_text(text)
+    pool = RewardPool(
+        f"{folder}/reward.py:main",
+        kwargs=kwargs,
+        num_workers=num_workers,
+        timeout_seconds=timeout_seconds,
+        max_failed_fraction=max_failed_fraction,
+        concurrency=concurrency,
+    )
+    try:
+        pool.ready()
+        yield pool
+    finally:
+        pool.close()
+
+
+def test_calls_run_at_the_same_time_up_to_the_limit_and_scores_are_in_order(tmp_path):
+    seconds = [0.4 - 0.02 * number for number in range(16)]  # the last ones end first
+    with pool_of(tmp_path, ASYNC, concurrency=8) as pool:
+        start = time.monotonic()
+        scores = pool.score(requests(*(f"sleep {each:.2f}" for each in seconds)))
+        took = time.monotonic() - start
+    assert [score.overall for score in scores] == [round(each, 2) for each in seconds]
+    assert max(score.parts["at_a_time"] for score in scores) == 8
+    assert took < sum(seconds) / 2
+
+
+def test_a_limit_of_one_runs_calls_one_by_one_and_workers_share_them(tmp_path):
+    with pool_of(tmp_path, ASYNC, num_workers=2, concurrency=1) as pool:
+        pool.score(requests("first"))
+        scores = pool.score(requests(*["sleep 0.05"] * 6))
+    assert {score.parts["at_a_time"] for score in scores} == {1}
+
+
+def test_a_call_that_times_out_is_cancelled_and_costs_its_own_completion(tmp_path):
+    with pool_of(tmp_path, ASYNC, timeout_seconds=0.5) as pool:
+        scores = pool.score(requests("first", "sleep 1000", "sleep 0.2", "late", "last"))
+        again = pool.score(requests("again"))
+    assert [score.outcome for score in scores] == ["ok", "timeout", "ok", "timeout", "ok"]
+    assert scores[1].error == "no score within 0.5 s; it was cancelled"
+    assert {score.parts["pid"] for score in (*scores, *again) if score.outcome == "ok"} == {scores[0].parts["pid"]}
+
+
+def test_the_error_of_a_timeout_says_where_the_call_was(tmp_path):
+    with (
+        pool_of(tmp_path, ASYNC, timeout_seconds=0.3, max_failed_fraction=0.0) as pool,
+        pytest.raises(RewardError, match=r"1 timed out.*\n(.*\n)*.*await asyncio\.sleep\(float\(seconds\)\)"),
+    ):
+        pool.score(requests("sleep 1000"))
+
+
+def test_errors_cost_their_own_completion(tmp_path):
+    with pool_of(tmp_path, ASYNC) as pool:
+        scores = pool.score(requests("raise", "fine", "own timeout", "own cancel", "leave", "bare"))
+    assert [score.outcome for score in scores] == ["failed", "ok", "failed", "failed", "failed", "failed"]
+    raised, _, timeout, cancelled, left, bare = (score.error for score in scores)
+    assert raised.startswith("KeyError: 'no such step' (reward.py:")
+    assert timeout.startswith("TimeoutError")
+    assert cancelled.startswith("CancelledError")
+    assert left.startswith("SystemExit: 4")
+    assert bare == "returned None for 'overall', expected a number"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("fault", "outcome", "error"),
+    [
+        ("block", "timeout", "no score within 0.7 s; its worker was killed"),
+        ("stubborn", "timeout", "no score within 0.7 s; its worker was killed"),
+        ("exit", "failed", "its worker exited with code 3"),
+    ],
+)
+def test_a_call_that_stops_the_event_loop_is_found_and_the_others_are_scored(tmp_path, fault, outcome, error):
+    with pool_of(tmp_path, ASYNC, timeout_seconds=0.7) as pool:
+        scores = pool.score(requests("sleep 0.1", "a", fault, "sleep 0.2", "bcd"))
+    assert [score.overall for score in scores] == [0.1, 1.0, 0.0, 0.2, 3.0]
+    assert [score.outcome for score in scores] == ["ok", "ok", outcome, "ok", "ok"]
+    assert scores[2].error == error
+
+
+@pytest.mark.faults
+def test_a_function_that_times_out_for_everything_stops_the_run(tmp_path):
+    with (
+        pool_of(tmp_path, ASYNC, timeout_seconds=0.1, concurrency=4) as pool,
+        pytest.raises(RewardError, match="timed out for 8 completions in a row"),
+    ):
+        pool.score(requests(*["sleep 1000"] * 20))
+
+
+BATCH = """
+import asyncio
+REWARD_TYPE = "batch"
+async def main(reward_inputs):
+    await asyncio.sleep(0.01)
+    responses = [each["response"] for each in reward_inputs]
+    if "raise" in responses:
+        raise ValueError("no")
+    if "hang" in responses:
+        await asyncio.sleep(1000)
+    return [{"overall": len(each), "size": len(responses)} for each in responses]
+"""
+
+
+def test_lists_of_a_batch_function_run_at_the_same_time_and_fail_one_by_one(tmp_path):
+    with pool_of(tmp_path, BATCH, timeout_seconds=1.0) as pool:
+        fine = pool.score(requests(*["fine"] * 16))
+        failing = pool.score(requests(*["fine"] * 5, "raise", *["fine"] * 5, "hang", *["fine"] * 4))
+    assert {(score.overall, score.parts["size"]) for score in fine} == {(4.0, 4.0)}
+    assert [score.outcome for score in failing] == [*["ok"] * 5, "failed", *["ok"] * 5, "timeout", *["ok"] * 4]
+    assert {score.overall for score in failing if score.outcome == "ok"} == {4.0}
+
+
+def test_one_event_loop_serves_all_steps(tmp_path):
+    text = """
+import asyncio
+REWARD_TYPE = "sequential"
+loops = set()
+async def main(reward_input):
+    loops.add(asyncio.get_running_loop())
+    return len(loops)
+"""
+    with pool_of(tmp_path, text) as pool:
+        scores = [*pool.score(requests("a", "b")), *pool.score(requests("c"))]
+    assert [score.overall for score in scores] == [1, 1, 1]
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_an_error_that_says_what_to_do(tmp_path):
+    text = (
+        "REWARD_TYPE = 'sequential'\nasync def judge(a): return 1.0\ndef main(reward_input): return judge(reward_input)"
+    )
+    with pool_of(tmp_path, text) as pool:
+        assert "declare the function itself with `async def`" in pool.score(requests("a"))[0].error
+
+
+def test_an_async_legacy_function_gets_its_arguments(tmp_path):
+    text = "async def main(response, ground_truth, bonus): return {'overall': (response == ground_truth) + bonus}"
+    with pool_of(tmp_path, text, bonus=2) as pool:
+        assert [score.overall for score in pool.score(requests("4", "5"))] == [3, 2]
