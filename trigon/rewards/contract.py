@@ -3,6 +3,7 @@
 Does not depend on files, processes and time limits.
 
     batch        REWARD_TYPE = "batch"       f(reward_inputs: list[dict], **kwargs) -> list[dict]
+    group        REWARD_TYPE = "group"       the same, for all completions of a prompt together
     sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
     legacy       chosen by its signature     f(response, ground_truth, **kwargs) -> dict
 
@@ -24,10 +25,11 @@ from datetime import date
 from typing import Any, Literal
 
 from trigon.errors import RewardError
+from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import FinishReason
 
-RewardContract = Literal["batch", "sequential", "legacy"]
+RewardContract = Literal["batch", "group", "sequential", "legacy"]
 
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
@@ -115,10 +117,10 @@ def detect_contract(
     is not in kwargs.
     Raises: RewardError if REWARD_TYPE is unknown, or the signature fits no contract.
     """
-    if reward_type == "batch" or reward_type == "sequential":
+    if reward_type == "batch" or reward_type == "group" or reward_type == "sequential":
         return reward_type
     if reward_type is not None:
-        raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch" or "sequential"')
+        raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch", "group" or "sequential"')
     parameters = [p for p in _signature(function, where=where).parameters.values() if p.kind in _POSITIONAL]
     names = [parameter.name for parameter in parameters]
     if names[:2] in (["response", "ground_truth"], ["predict_str", "ground_truth"]):
@@ -145,10 +147,16 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 def bind_kwargs(
-    function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
+    function: Callable[..., object],
+    contract: RewardContract,
+    kwargs: Mapping[str, Any],
+    *,
+    where: str,
+    option: str = ARGUMENTS,
 ) -> Callable[..., object]:
     """Return the function with kwargs bound.
 
+    option: the name of kwargs in errors.
     Raises: RewardError if it does not accept one of kwargs, or requires one that is missing.
     """
     signature = _signature(function, where=where)
@@ -159,7 +167,7 @@ def bind_kwargs(
     for key in kwargs:
         if key not in accepted and not accepts_any:
             raise RewardError(
-                f"{where} does not accept {key!r} of worker.reward.reward_function_kwargs{_nearest(key, accepted)}; "
+                f"{where} does not accept {key!r} of {option}{_nearest(key, accepted)}; "
                 f"it accepts {', '.join(accepted) or 'none'}"
             )
     positional = (None, None) if contract == "legacy" else (None,)
@@ -167,8 +175,7 @@ def bind_kwargs(
         signature.bind(*positional, **kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{where} cannot be called by the {contract} contract: {error}; "
-            f"set its keyword arguments in worker.reward.reward_function_kwargs"
+            f"{where} cannot be called by the {contract} contract: {error}; set its keyword arguments in {option}"
         ) from error
     return functools.partial(function, **kwargs)
 
@@ -180,6 +187,11 @@ class WrongLength(RewardError):
 def call_legacy(function: Callable[..., Any], reward_input: Mapping[str, Any]) -> Any:
     """Return what a function of the legacy contract returns for a completion."""
     return function(reward_input["response"], reward_input["ground_truth"])
+
+
+def limit_of_call(contract: RewardContract, num_completions: int, timeout_seconds: float) -> float:
+    """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
+    return timeout_seconds * num_completions if contract == "group" else timeout_seconds
 
 
 def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:
