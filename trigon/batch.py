@@ -7,8 +7,10 @@ filtered out, and more prompts are sampled. Called while the rollout engine is a
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +26,17 @@ from trigon.rollout.collect import collect
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.statistics import describe_groups
 from trigon.suggestions import did_you_mean
-from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import (
+    Completion,
+    EncodedMedia,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Score,
+    Turn,
+    Vision,
+)
 
 _FILTERED: tuple[Literal["low", "high", "unscored"], ...] = ("low", "high", "unscored")
 
@@ -178,8 +190,8 @@ class Sampler:
 
 
 def count_response_tokens(groups: Sequence[RolloutGroup]) -> int:
-    """Return the number of tokens of all completions."""
-    return sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
+    """Return the number of sampled tokens of all completions."""
+    return sum(rollout.completion.num_sampled for group in groups for rollout in group.rollouts)
 
 
 def _with_unique_id(prompt: Prompt, drawn: set[str]) -> Prompt:
@@ -243,6 +255,7 @@ def surplus_state(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
                     "finish_reason": rollout.completion.finish_reason,
                     "text": rollout.completion.text,
                     "policy_version": rollout.completion.policy_version,
+                    **_episode_state(rollout.completion),
                     "overall": rollout.score.overall,
                     "parts": dict(rollout.score.parts),
                     "outcome": rollout.score.outcome,
@@ -288,6 +301,27 @@ def _load_rollout(state: dict[str, Any]) -> Rollout:
             finish_reason=state["finish_reason"],
             text=state["text"],
             policy_version=state["policy_version"],
+            turns=tuple(Turn(*turn) for turn in state.get("turns", ())),
+            vision=_load_observed(state.get("images", ())),
+            error=state.get("episode_error", ""),
         ),
         Score(state["overall"], state["parts"], state["outcome"], state["error"]),
     )
+
+
+def _episode_state(completion: Completion) -> dict[str, Any]:
+    """Return what a completion has beyond one turn; {} for one turn without an error."""
+    if len(completion.turns) == 1 and completion.num_sampled == len(completion.token_ids) and not completion.error:
+        return {}
+    assert not isinstance(completion.vision, Vision), "pixels are not written; use EncodedMedia"
+    files = () if completion.vision is None else completion.vision.encoded
+    return {
+        "turns": [astuple(turn) for turn in completion.turns],
+        "images": [base64.b64encode(file).decode("ascii") for file in files],
+        "episode_error": completion.error,
+    }
+
+
+def _load_observed(images: Sequence[str]) -> EncodedMedia | None:
+    files = tuple(map(base64.b64decode, images))
+    return EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files)) if files else None

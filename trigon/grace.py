@@ -97,6 +97,16 @@ class Grace:
         if needed is None or needed > self._seconds_left():
             raise StepLeft
 
+    def note_saved(self, step: int, seconds: float | None) -> None:
+        """Learn which step was saved last in this run, and how long a save took.
+
+        To be called whenever a save may have been completed, also in the background. The last
+        checkpoint may be that of an earlier run.
+        Args: as published_step and save_seconds of CheckpointStore.
+        """
+        self.saved_step = max(self.saved_step, step)
+        self.save_seconds = seconds
+
     @contextmanager
     def update(self) -> Iterator[None]:
         """Measure the updates of the step, which from here on is not left any more."""
@@ -148,7 +158,8 @@ class Grace:
     def _resumption(self) -> str:
         if self.saved_step == 0:
             return "the same command starts from the beginning"
+        resumes = f"resumes after step {self.saved_step}"
+        if self.saved_step > self.started_step:
+            return self._same_command.from_step(self.saved_step, resumes)
         # Where this run started, the command that started it starts again.
-        has_saved = self.saved_step > self.started_step
-        command = self._same_command.from_step(self.saved_step) if has_saved else "the same command"
-        return f"{command} resumes after step {self.saved_step}"
+        return f"the same command {resumes}"

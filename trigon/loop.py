@@ -66,8 +66,7 @@ def take_steps_from(run: Run, progress: Progress) -> Progress:
     sampler = open_sampler(run)
     for step in traced(range(progress.step + 1, run.plan.total_steps + 1), run.traced_steps, run.tracer):
         run.store.check()
-        run.grace.save_seconds = run.store.save_seconds
-        run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+        run.grace.note_saved(run.store.published_step, run.store.save_seconds)
         run.grace.begin_step(step)
         run.watch.begin_step(saving=run.store.is_saving)
         position = training_prompts(run).state()
@@ -239,7 +238,7 @@ def save(run: Run, progress: Progress, prompts: Mapping[str, Any], *, stopping: 
         run.store.save(progress.step, write=run.save_state, progress=state, score=run.grace.score, required=stopping)
         if stopping:
             run.store.wait()
-    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+    run.grace.note_saved(run.store.published_step, run.store.save_seconds)
 
 
 def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> None:
@@ -249,7 +248,7 @@ def save_unsaved(run: Run, progress: Progress, prompts: Mapping[str, Any]) -> No
     """
     with run.report.phase("save_checkpoint"):
         run.store.wait()
-    run.grace.saved_step = max(run.grace.saved_step, run.store.published_step)
+    run.grace.note_saved(run.store.published_step, run.store.save_seconds)
     if progress.step > run.grace.saved_step:
         save(run, progress, prompts, stopping=True)
 

@@ -212,10 +212,10 @@ def _unscored(prompt: Prompt, completions: Sequence[Completion]) -> RolloutGroup
 
 
 def _count_tokens(group: RolloutGroup) -> int:
-    return sum(len(rollout.completion.token_ids) for rollout in group.rollouts)
+    return sum(rollout.completion.num_sampled for rollout in group.rollouts)
 
 
 def _first_rollouts(rollouts: Sequence[Rollout], num_tokens: int) -> tuple[Rollout, ...]:
     """Return the fewest first rollouts that have num_tokens tokens together, or all."""
-    before = itertools.accumulate((len(rollout.completion.token_ids) for rollout in rollouts), initial=0)
+    before = itertools.accumulate((rollout.completion.num_sampled for rollout in rollouts), initial=0)
     return tuple(rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < num_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -172,6 +173,14 @@ def mask(name: str, value: Any) -> Any:
     return _masked(name, value, set())
 
 
+def without_secrets(value: Any) -> Any:
+    """Return a value within a free mapping such that it is the same for any secrets in it.
+
+    As `mask` does; an `env:NAME` where a secret is expected is replaced as well.
+    """
+    return _masked_free("", value, set(), is_secret=False, masks_variables=True)
+
+
 def mask_text(text: str) -> str:
     """Return a text that is no value of an option, such as a line of a file, without secrets."""
 
@@ -219,18 +228,22 @@ def _masked(name: str, value: Any, found: set[str]) -> Any:
             return value
 
 
-def _masked_free(key: str, value: Any, found: set[str], *, is_secret: bool) -> Any:
-    """Return a value within a free mapping. is_secret: whether a key above it names one."""
+def _masked_free(key: str, value: Any, found: set[str], *, is_secret: bool, masks_variables: bool = False) -> Any:
+    """Return a value within a free mapping.
+
+    is_secret: whether a key above it names one. masks_variables: also `env:NAME`, if its key does.
+    """
     is_secret = (is_secret or _SECRET_KEY.search(key) is not None) and _SETTING_KEY.search(key) is None
+    inside = partial(_masked_free, found=found, is_secret=is_secret, masks_variables=masks_variables)
     match value:
         case Mapping():
-            return {inner: _masked_free(str(inner), item, found, is_secret=is_secret) for inner, item in value.items()}
+            return {inner: inside(str(inner), item) for inner, item in value.items()}
         case list():
-            return [_masked_free(key, item, found, is_secret=is_secret) for item in value]
+            return [inside(key, item) for item in value]
         case tuple():
-            return tuple(_masked_free(key, item, found, is_secret=is_secret) for item in value)
+            return tuple(inside(key, item) for item in value)
         case str() if variable_of(value) is not None:
-            return value
+            return MASKED if masks_variables and (is_secret or _may_name_secret(key)) else value
         case str() if _is_harmless(value):
             return value
         case str() if (is_secret and not _SECRET_FILE.fullmatch(value)) or _is_possible_secret(key, value):
@@ -253,11 +266,17 @@ def _is_harmless(value: str) -> bool:
 
 def _is_possible_secret(key: str, value: str) -> bool:
     """Return whether a value is a secret although its key may be that of a setting: key, xy_key."""
-    if not _POSSIBLE_KEY.search(key) or _COLUMN_KEY.search(key) or _SETTING_KEY.search(key):
+    if not _may_name_secret(key):
         return False
     if _PLAIN_POSSIBLE_KEY.fullmatch(key):
         return _POSSIBLE_SECRET.fullmatch(value) is not None and _PATH_OF_NAMES.fullmatch(value) is None
     return not value.isdecimal() and _DOTTED_WORDS.fullmatch(value) is None
+
+
+def _may_name_secret(key: str) -> bool:
+    """Return whether a key is that of a secret or of a setting: key, xy_key."""
+    is_possible = _POSSIBLE_KEY.search(key) is not None
+    return is_possible and _COLUMN_KEY.search(key) is None and _SETTING_KEY.search(key) is None
 
 
 def _mask_parts(text: str, found: set[str], *, free: bool) -> str:

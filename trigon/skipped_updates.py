@@ -129,11 +129,14 @@ def how_to_go_on(last: Path | None, same_command: SameCommand, *, validates_only
             "No checkpoint was saved before. Start again with a lower worker.actor.optim.lr, or, if no update was made "
             f"before, with another model or dtype; {page}"
         )
+    lower = (
+        "goes on from it with a lower worker.actor.optim.lr and trainer.accept_changes=worker.actor.optim.lr. If it "
+        f"ends in the same way, go on from an earlier one with trainer.load_checkpoint_path="
+        f"{last.parent / 'global_step_...'}"
+    )
     return (
         f"This state is not saved. The last checkpoint, {last}, holds finite values: "
-        f"{same_command.from_checkpoint(last)} goes on from it with a lower worker.actor.optim.lr and "
-        "trainer.accept_changes=worker.actor.optim.lr. If it ends in the same way, go on from an earlier one with "
-        f"trainer.load_checkpoint_path={last.parent / 'global_step_...'}; {page}"
+        f"{same_command.from_checkpoint(last, lower)}; {page}"
     )
 
 

@@ -115,7 +115,7 @@ def build_reward_batch(
     return RewardBatch(
         rewards=torch.tensor([[rollout.score.overall for rollout in row] for row in rollouts]),
         valid=valid,
-        lengths=torch.tensor([[len(rollout.completion.token_ids) for rollout in row] for row in rollouts]),
+        lengths=torch.tensor([[rollout.completion.num_sampled for rollout in row] for row in rollouts]),
         penalties=penalties,
         parts=reward_parts(groups, settings.weights) if settings.estimator == "gdpo" else {},
         baselines=baselines,
@@ -158,7 +158,7 @@ def kl_of_tokens(
     old: Sequence[Sequence[Tensor]] | None,
     ref: Sequence[Sequence[Tensor]] | None,
 ) -> Sequence[Sequence[Tensor]]:
-    """Return the KL of each token of each completion, [R] each. The full KL is the trainer's."""
+    """Return the KL of each sampled token, [S] of each completion. The full KL is the trainer's."""
     if estimator == "full":
         return trainer.full_kl(groups)
     assert old is not None, "a KL in the reward needs the policy's own log-probabilities"
@@ -191,7 +191,7 @@ def build_train_groups(
     trains: [G, N] bool; the loss leaves the others out.
     """
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [completion.num_sampled for completion in completions]
     sampling_logprobs = torch.tensor([value for completion in completions for value in completion.sampling_logprobs])
     # One tensor for the whole step and views of it: a tensor of its own for each completion costs
     # ten times as much.
@@ -208,6 +208,8 @@ def build_train_groups(
                     sampling_logprobs=next(each_logprobs),
                     old_logprobs=None if old is None else old[g][i],
                     ref_logprobs=None if ref is None else ref[g][i],
+                    sampled=rollout.completion.sampled,
+                    vision=rollout.completion.vision,
                 )
                 for i, rollout in enumerate(group.rollouts)
             ),

@@ -4,9 +4,10 @@
            --advantages, old and reference logprobs--> TrainGroup --pack--> MicroBatch --step-->
            Metrics
 
-Types are immutable and complete when they are created. Every per-token list is aligned with the
-token ids: entry t belongs to token t, and `logprobs[t] = log p(token_t | tokens_<t)`. This module
-imports nothing else of the package.
+Types are immutable and complete when they are created. Every per-token list of a completion has
+one entry for each token that was sampled, in order: `logprobs[t] = log p(token | all before it)`.
+In a completion of one turn these are all of its tokens. This module imports nothing else of the
+package.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
-"""stop: the model ended the completion; length: the completion was cut at its token limit."""
+FinishReason = Literal["stop", "length", "turns"]
+"""How a completion ended.
+
+stop: the model, or the environment, ended it. length: it was cut at a limit of tokens. turns: it
+reached the limit of turns.
+"""
 
 ScoreOutcome = Literal["ok", "failed", "timeout"]
 """How scoring ended.
@@ -95,8 +100,7 @@ class Prompt:
 
     def pixels(self) -> Vision | None:
         """Return the processed media, None for a text-only prompt. They must be processed."""
-        assert not isinstance(self.vision, EncodedMedia), f"{self.prompt_id}: its media are not processed yet"
-        return self.vision
+        return pixels_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +124,46 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One completion, as sampled by the rollout engine.
+class Turn:
+    """One turn of a completion: tokens that the model observed, then tokens that it sampled.
 
-    token_ids: R ids, at least one; the end-of-sequence token is included if it was sampled.
-    sampling_logprobs: R floats, log-probabilities under the distribution sampled from, after
-    temperature, top-p and top-k. All 0.0 for greedy decoding.
-    text: token_ids decoded, without special tokens if worker.reward.skip_special_tokens.
+    start, end: the half-open range of the sampled tokens in the completion's token_ids. The tokens
+    between the end of the turn before (0 for the first) and start were observed: they were written
+    by the chat template, a tool or an environment.
+    text: the sampled tokens decoded, like Completion.text. observation: the observed tokens as
+    text, with one marker for each image; "" if there are none.
+    reward: what the environment gave for the turn, None without an environment.
+    num_images: in the observation.
+    """
+
+    start: int
+    end: int
+    text: str
+    observation: str = ""
+    reward: float | None = None
+    num_images: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion, as sampled by the rollout engine: one turn, or the turns of an episode.
+
+        token_ids        a  a  a  o  o  o  b  b       a, b: sampled; o: observed
+        turns            (0, 3)            (6, 8)
+        sampled tokens   a  a  a           b  b       S = 5
+
+    token_ids: R ids, at least one; the end-of-sequence token is included if it was sampled. The
+    first may be observed, the last is sampled.
+    sampling_logprobs: S floats, one for each sampled token: its log-probability under the
+    distribution sampled from, after temperature, top-p and top-k. All 0.0 for greedy decoding.
+    text: the sampled tokens decoded, without special tokens if worker.reward.skip_special_tokens;
+    several turns are joined by line breaks.
     policy_version: the optimizer step whose weights sampled it.
     replica: index of the engine replica that sampled it; see RolloutEngine.num_replicas.
+    turns: in order, at least one. If none are given, all tokens are one turn.
+    vision: the images of the observations, in the order of their placeholder tokens.
+    error: one line with the reason if the environment failed, else "". Such a completion is not
+    scored, and nothing is learned from it.
     """
 
     token_ids: tuple[int, ...]
@@ -137,6 +172,28 @@ class Completion:
     text: str
     policy_version: int
     replica: int = 0
+    turns: tuple[Turn, ...] = ()
+    vision: Vision | EncodedMedia | None = None
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            object.__setattr__(self, "turns", (Turn(0, len(self.token_ids), self.text),))
+
+    @property
+    def sampled(self) -> tuple[tuple[int, int], ...]:
+        """The half-open ranges of token_ids that were sampled, one for each turn."""
+        return tuple((turn.start, turn.end) for turn in self.turns)
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The S sampled tokens."""
+        return tuple(token for turn in self.turns for token in self.token_ids[turn.start : turn.end])
+
+    @property
+    def num_sampled(self) -> int:
+        """S, the number of sampled tokens."""
+        return sum(turn.end - turn.start for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +230,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One completion of R tokens with the inputs of the loss. Tensors are float32 [R] on the CPU.
+    """One completion of R tokens, S of them sampled, with the inputs of the loss.
 
+    Tensors are float32 [S] on the CPU: observed tokens have no loss.
+
+    sampled: the half-open ranges of token_ids that were sampled, in order; if none are given, all.
+    vision: as in Completion.
     loss_mask: 1 for trainable tokens, 0 for others. advantages: of each token.
     sampling_logprobs: log-probabilities by the rollout engine.
     old_logprobs: by the trainer before the update. None if the policy has not changed since
@@ -188,6 +249,22 @@ class TrainSequence:
     sampling_logprobs: Tensor
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
+    sampled: tuple[tuple[int, int], ...] = ()
+    vision: Vision | EncodedMedia | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sampled:
+            object.__setattr__(self, "sampled", ((0, len(self.token_ids)),))
+
+
+def pixels_of(part: Prompt | Completion | TrainSequence) -> Vision | None:
+    """Return the processed media of a prompt, or of what a completion observed.
+
+    None without media. They must be processed.
+    """
+    name = part.prompt_id if isinstance(part, Prompt) else "a completion"
+    assert not isinstance(part.vision, EncodedMedia), f"{name}: its media are not processed yet"
+    return part.vision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,18 +275,37 @@ class TrainGroup:
     sequences: tuple[TrainSequence, ...]
 
 
+def parts_of(group: RolloutGroup | TrainGroup) -> tuple[Prompt | Completion | TrainSequence, ...]:
+    """Return the prompt of a group and its completions, each of which may have media."""
+    if isinstance(group, RolloutGroup):
+        return group.prompt, *(rollout.completion for rollout in group.rollouts)
+    return group.prompt, *group.sequences
+
+
+def has_media(group: RolloutGroup | TrainGroup) -> bool:
+    """Return whether the prompt of a group or one of its completions has images or videos."""
+    return any(part.vision is not None for part in parts_of(group))
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
     """The position of one group in a packed row, as half-open token ranges.
 
     prompt: (start, end). completions: (start, end) of each, contiguous, directly after the prompt.
+    sampled: for each completion, the ranges of its sampled tokens; if none are given, all of them.
 
-    Example: a prompt of 3 tokens with completions of 2 and 4 at the start of the row:
-    GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 9))).
+    Example: a prompt of 3 tokens with completions of 2 and 4 at the start of the row, of which the
+    second observed its middle two tokens:
+    GroupSpan(prompt=(0, 3), completions=((3, 5), (5, 9)), sampled=(((3, 5),), ((5, 6), (8, 9)))).
     """
 
     prompt: tuple[int, int]
     completions: tuple[tuple[int, int], ...]
+    sampled: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sampled:
+            object.__setattr__(self, "sampled", tuple((span,) for span in self.completions))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,10 +319,11 @@ class PackedGroups:
 
     token_ids: [T] int64. position_ids: [3, T] int64 for m-RoPE models, [1, T] for others; the
     positions of each completion continue those of its prompt.
-    spans: one per group, in row order. S is the number of completion tokens of the row; every [S]
+    spans: one per group, in row order. S is the number of sampled tokens of the row; every [S]
     tensor of a micro-batch lists them in row order.
-    visions: the images or videos of each group that has any, in row order. They are concatenated
-    when the row is computed, so that memory holds a second copy of one row's pixels at a time.
+    visions: the images or videos of each prompt, and the images of each completion, that has any,
+    in row order. They are concatenated when the row is computed, so that memory holds a second copy
+    of one row's pixels at a time.
     """
 
     token_ids: Tensor
@@ -237,7 +334,7 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """A packed row with the inputs of the loss for its S completion tokens, in row order.
+    """A packed row with the inputs of the loss for its S sampled tokens, in row order.
 
     num_sequences: number of completions. sequence_index: [S] int64, the completion of each token
     (0 .. num_sequences - 1, in row order). trainable: int64, the tokens whose loss_mask is not 0.
@@ -257,7 +354,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """The policy's output for the S completion tokens of a packed row. All [S] float32.
+    """The policy's output for the S sampled tokens of a packed row. All [S] float32.
 
     logprobs: log-probability of the token, with gradient.
     entropy: of the next-token distribution, in nats; with gradient only if requested.

@@ -1,4 +1,7 @@
-"""Saves and exports killed after each call that changes a file, in turn, and then without power."""
+"""Saves and exports killed after each call that changes a file, in turn, and then without power.
+
+In a single process, and in a driver and two ranks.
+"""
 
 import json
 import os
@@ -42,17 +45,18 @@ def folder(tmp_path):
 
 @pytest.fixture
 def killed_everywhere(folder, tmp_path, tiny_model):
-    """Return a function that runs a scenario of support/crash_points.py, and returns its report."""
+    """Return a function that runs a module of tests/support/, and returns its report.
 
-    def run(scenario):
+    scenario: of support.crash_points.
+    """
+
+    def run(*scenario, module="support.crash_points", limits=()):
         top, work = folder / "top", tmp_path / "work"
         top.mkdir()
         work.mkdir()
         disk = FaultyDisk(top / "now", work)
         model = tiny_model("qwen2")
-        return json.loads(
-            run_with(disk, "support.crash_points", scenario, str(model), str(top), str(work), seconds=900)
-        )
+        return json.loads(run_with(disk, module, *scenario, *map(str, (model, top, work, *limits)), seconds=900))
 
     return run
 
@@ -99,3 +103,21 @@ def test_the_library_sees_every_call_that_strace_sees(folder, tmp_path):
         traced[name] += changes and str(top / "now") in arguments
     assert seen == traced
     assert seen["write"] > 5
+
+
+@pytest.mark.parametrize(
+    ("most_of_rank", "most_of_driver"), [(4, 4), (1000, 60)], ids=["some calls", "each call of a rank"]
+)
+def test_a_save_of_two_ranks_of_which_one_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
+    killed_everywhere, most_of_rank, most_of_driver
+):
+    report = killed_everywhere(module="support.crash_ranks", limits=(most_of_rank, most_of_driver))
+    print(report)
+    driver, *ranks = report.values()
+    assert set(driver["outcomes"]) == {"old", "new"}
+    for rank in ranks:
+        assert set(rank["outcomes"]) == {"old"}, "only the driver publishes"
+        assert sum(rank["outcomes"].values()) == min(rank["places"], most_of_rank)
+        assert rank["calls"].keys() >= {"open", "write", "fsync"}, "each rank writes shards"
+        assert rank["attempts"]["it alone"] > 0
+        assert rank["attempts"]["without power"] > 0

@@ -1,6 +1,7 @@
 /* A library to be preloaded (LD_PRELOAD) into a process: counts the calls that change files below a
-   folder, kills the process group at one of them, or lets some of them fail. faulty_disk.py controls it
-   through a file that is mapped into memory, so that a fault can begin and end at any time.
+   folder, kills the process or its group at one of them, or lets some of them fail. faulty_disk.py
+   controls it through a file that is mapped into memory, so that a fault can begin and end at any
+   time, in one process or in all that have the library.
 
    Only calls through the C library are seen: those of Python, of Rust and of C++. A test compares
    them with what strace sees. */
@@ -34,7 +35,9 @@ struct control {
   int64_t counts;     /* which kinds are counted */
   int64_t error;      /* errno with which calls fail; 0: none */
   int64_t fails;      /* which kinds fail */
-  int64_t logs;       /* 1: write each counted call to the file FAULTY_DISK_LOG */
+  int64_t logs;       /* 1: write each call that could be counted to the file FAULTY_DISK_LOG */
+  int64_t process;    /* the one whose calls are counted and fail; 0: all; -1: none yet */
+  int64_t alone;      /* 1: only this process is killed, not its group */
   char folder[PATH_MAX];
 };
 
@@ -81,13 +84,15 @@ static void path_at(int folder, const char *name, char *path) {
 static int arrive(int kind, const char *name, const char *path, const char *target) {
   if (control == NULL || !control->armed || !(is_inside(path) || (target && is_inside(target)))) return 0;
   int result = 0;
+  long process = syscall(SYS_getpid);
+  if ((control->counts & kind) && control->logs && log_file >= 0) {
+    char line[2 * PATH_MAX + 64];
+    int length = snprintf(line, sizeof line, "%ld\t%s\t%s\t%s\n", process, name, path, target ? target : "");
+    syscall(SYS_write, log_file, line, length);
+  }
+  if (control->process && control->process != process) return 0;
   if (control->counts & kind) {
     int64_t number = __atomic_add_fetch(&control->counted, 1, __ATOMIC_SEQ_CST);
-    if (control->logs && log_file >= 0) {
-      char line[2 * PATH_MAX + 64];
-      int length = snprintf(line, sizeof line, "%s\t%s\t%s\n", name, path, target ? target : "");
-      syscall(SYS_write, log_file, line, length);
-    }
     result = number == control->kill_at;
   }
   if (!result && control->error && (control->fails & kind)) {
@@ -97,9 +102,9 @@ static int arrive(int kind, const char *name, const char *path, const char *targ
   return result;
 }
 
-/* Kills the process group: the other processes of a run end with it. */
+/* Kills this process, or its group: the other processes of a run end with it. */
 static void die(void) {
-  syscall(SYS_kill, 0, SIGKILL);
+  syscall(SYS_kill, control->alone ? syscall(SYS_getpid) : 0, SIGKILL);
   for (;;) pause();
 }
 

@@ -20,6 +20,9 @@ CREATE, WRITE, SYNC, RENAME, MKDIR, REMOVE, TRUNCATE, CHMOD, OPEN = (1 << bit fo
 CHANGES = CREATE | WRITE | SYNC | RENAME | MKDIR | REMOVE | TRUNCATE | CHMOD
 """Kinds of calls after which something on the disk may differ. OPEN: to read, or to append."""
 
+Call = tuple[str, Path, Path]
+"""The name of a call, its path, and the target of a rename."""
+
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -28,7 +31,7 @@ class _Control(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("armed", "kill_at", "torn", "counted", "counts", "error", "fails")),
-        ("logs", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("logs", "process", "alone")),
         ("folder", ctypes.c_char * 4096),
     ]
 
@@ -58,33 +61,63 @@ class FaultyDisk:
             "FAULTY_DISK_LOG": str(self.log_path),
         }
 
-    def kill_at(self, number: int, *, torn: bool = False) -> None:
+    def kill_at(self, number: int, *, torn: bool = False, alone: bool = False, process: int = 0) -> None:
         """Kill the process group before its call of this number, from 1; 0: only count them.
 
-        torn: if it is a write, make half of it first.
+        torn: if it is a write, make half of it first. alone: kill one process, not its group.
+        process: of which the calls are counted; 0: of all; -1: of the one that calls count_this.
         """
-        self._start(kill_at=number, torn=torn)
+        self._start(kill_at=number, torn=torn, alone=alone, process=process)
 
-    def fail(self, error: int, kinds: int) -> None:
-        """Let calls of these kinds fail with an errno, until stop()."""
-        self._start(error=error, fails=kinds)
+    def count_this(self) -> None:
+        """Count the calls of this process, and of no other."""
+        self._control.process = os.getpid()
+
+    def fail(self, error: int, kinds: int, *, process: int = 0) -> None:
+        """Let calls of these kinds fail with an errno, until stop(). process: 0: in all."""
+        self._start(error=error, fails=kinds, process=process)
 
     def stop(self) -> int:
         """Let all calls succeed. Returns: how many there were."""
         self._control.armed = 0
         return int(self._control.counted)
 
-    def calls(self) -> list[tuple[str, Path, Path]]:
-        """Return the counted calls since kill_at: name, path, and the target of a rename."""
-        lines = self.log_path.read_bytes().decode().splitlines() if self.log_path.exists() else []
-        return [(name, Path(path), Path(target)) for name, path, target in (line.split("\t") for line in lines)]
+    def calls(self) -> list[Call]:
+        """Return the calls of all processes since kill_at."""
+        return [call for _, call in self._logged()]
 
-    def _start(self, *, kill_at: int = 0, torn: bool = False, error: int = 0, fails: int = 0) -> None:
+    def calls_counted(self) -> list[Call]:
+        """Return those of the process whose calls are counted."""
+        return [call for process, call in self._logged() if process == self._control.process]
+
+    def calls_made(self) -> list[Call]:
+        """Return those of all processes but the one before which a process was killed."""
+        logged = self._logged()
+        [last] = [number for number, (process, _) in enumerate(logged) if process == self._control.process][-1:]
+        return [call for _, call in (*logged[:last], *logged[last + 1 :])]
+
+    def _logged(self) -> list[tuple[int, Call]]:
+        """Return the process and the call of each line of the log."""
+        lines = self.log_path.read_bytes().decode().splitlines() if self.log_path.exists() else []
+        split = (line.split("\t") for line in lines)
+        return [(int(process), (name, Path(path), Path(target))) for process, name, path, target in split]
+
+    def _start(
+        self,
+        *,
+        kill_at: int = 0,
+        torn: bool = False,
+        alone: bool = False,
+        error: int = 0,
+        fails: int = 0,
+        process: int = 0,
+    ) -> None:
         control = self._control
         control.armed = 0
         if self.log_path.exists():
             os.truncate(self.log_path, 0)
         control.kill_at, control.torn, control.error, control.fails = kill_at, int(torn), error, fails
+        control.process, control.alone = process, int(alone)
         control.counted, control.counts, control.logs = 0, CHANGES, 1
         control.armed = 1
 
@@ -106,7 +139,7 @@ def run_with(disk: FaultyDisk, module: str, *arguments: str, seconds: float = 30
     return done.stdout
 
 
-def lose_unsynced(calls: list[tuple[str, Path, Path]]) -> None:
+def lose_unsynced(calls: list[Call]) -> None:
     """Empty the files that were written and not flushed since, as a machine that loses power may.
 
     Their names stay: renames and removals are taken to be on the disk in order.
@@ -126,7 +159,7 @@ def lose_unsynced(calls: list[tuple[str, Path, Path]]) -> None:
             os.truncate(path, 0)
 
 
-def check_order(calls: list[tuple[str, Path, Path]]) -> int:
+def check_order(calls: list[Call]) -> int:
     """Assert that what is published or removed cannot be torn apart by a loss of power.
 
     What a rename publishes (not within a temporary folder, whose name begins with a dot) was

@@ -18,7 +18,7 @@ from trigon.models.load import Processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.torchvision_stub import declare_operators
-from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Vision
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn, Vision
 
 
 def load_hugging_face(folder: Path, dtype: torch.dtype):
@@ -53,9 +53,7 @@ def padded_logprobs(
         attention_mask[row, : len(sequence)] = 1
     images = {}
     if prompt.vision is not None and not hasattr(model.config, "vision_start_token_id"):
-        patches, size, side = prompt.vision.pixel_values, 14, 4  # those of the tiny models
-        tiles = patches.view(-1, side, side, 3, size, size).permute(0, 3, 1, 4, 2, 5)
-        images = {"pixel_values": tiles.reshape(-1, 3, side * size, side * size).repeat(len(completions), 1, 1, 1)}
+        images = {"pixel_values": _as_tiles(prompt.vision.pixel_values).repeat(len(completions), 1, 1, 1)}
     elif prompt.vision is not None:
         is_video = prompt.vision.kind == "video"
         images = {
@@ -84,6 +82,75 @@ def padded_logprobs(
         logprobs.append(table[row, range(len(completion)), list(completion)])
         entropy.append(-(table[row] * table[row].exp()).sum(-1)[: len(completion)])
     return torch.cat(logprobs), torch.cat(entropy)
+
+
+def padded_episode(
+    model, prompt: Prompt, completion: Completion, *, temperature: float, banned_token_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs, entropy) of the sampled tokens of a completion with observations, [S] each.
+
+    The prompt's media and the completion's images go into one forward of the whole sequence.
+    """
+    token_ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    start, media = len(prompt.token_ids), {}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        visions = [each for each in (prompt.vision, completion.vision) if each is not None and each.kind == kind]
+        if visions:
+            media[name] = torch.cat([vision.pixel_values for vision in visions])
+            media[f"{kind}_grid_thw"] = torch.cat([vision.grid_thw for vision in visions])
+            if kind == "video" and hasattr(model.config.vision_config, "tokens_per_second"):
+                media["second_per_grid_ts"] = torch.tensor(visions[0].temporal_patch_seconds)
+    if media and not hasattr(model.config, "vision_start_token_id"):
+        media = {"pixel_values": _as_tiles(media["pixel_values"])}
+    elif media:
+        media["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int() + 2 * (
+            token_ids == model.config.video_token_id
+        ).int()
+    logits = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False, **media).logits[0]
+    logits = logits / temperature
+    if banned_token_ids:
+        logits[..., list(banned_token_ids)] = -1e30
+    table = logits.log_softmax(-1)
+    positions = torch.tensor([start + t for turn in completion.turns for t in range(turn.start, turn.end)])
+    logprobs = table[positions - 1, token_ids[0, positions]]
+    entropy = -(table[positions - 1] * table[positions - 1].exp()).sum(-1)
+    return logprobs, entropy
+
+
+def _as_tiles(patches: Tensor) -> Tensor:
+    """Return the patches of a model with a vision tower of tiles as [tiles, 3, height, width]."""
+    size, side = 14, 4  # those of the tiny models
+    tiles = patches.view(-1, side, side, 3, size, size).permute(0, 3, 1, 4, 2, 5)
+    return tiles.reshape(-1, 3, side * size, side * size)
+
+
+def make_episode(
+    processors: Processors, turns: Sequence[tuple[Sequence[tuple[int, int]] | None, int]], *, seed: int
+) -> Completion:
+    """Return a completion of random words that observed random words and images.
+
+    turns: of each, the (height, width) in patches of the images that it observes before it samples,
+    None if it observes nothing; and how many tokens it samples.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    token_ids: list[int] = []
+    made, visions = [], []
+    for index, (grids, length) in enumerate(turns):
+        if grids is not None:
+            observed = make_prompt(processors, grids, seed=1000 * seed + index, words_before=3)
+            token_ids += observed.token_ids
+            visions += [] if observed.vision is None else [observed.vision]
+        made.append(Turn(len(token_ids), len(token_ids) + length, ""))
+        token_ids += random_words(length, generator)
+    vision = None
+    if visions:
+        vision = Vision(
+            torch.cat([each.pixel_values for each in visions]),
+            torch.cat([each.grid_thw for each in visions]),
+            tuple(key for each in visions for key in each.hashes),
+        )
+    sampled = sum(length for _, length in turns)
+    return Completion(tuple(token_ids), (0.0,) * sampled, "stop", "", 0, turns=tuple(made), vision=vision)
 
 
 def make_prompt(

@@ -74,6 +74,45 @@ def test_a_value_that_is_long_is_cut_and_an_argument_of_the_reward_function_is_n
     assert "secret" not in str(caught.value)
 
 
+KEY_1, KEY_2 = "sk-abcDEF1234567890abcd", "sk-zyxWVU0987654321zyxw"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"judge": {"model": "small", "api_key": KEY_1}}, {"judge": {"model": "small", "api_key": KEY_2}}),
+        ({"judges": [{"auth": {"token": "first"}}, 2]}, {"judges": [{"auth": {"token": "second"}}, 2]}),
+        ({"judges": [["small", KEY_1]]}, {"judges": [["small", KEY_2]]}),
+        ({"credentials": {"user": "a", "pin": KEY_1}}, {"credentials": {"user": "b", "pin": KEY_2}}),
+        ({"judge": {"api_key": KEY_1}}, {"judge": {"api_key": "env:JUDGE_KEY"}}),
+        ({"judge": {"key": KEY_1}}, {"judge": {"key": "env:JUDGE_KEY"}}),
+        ({"url": "https://me:first1@judge/v1"}, {"url": "https://me:second2@judge/v1"}),
+        ({"login": {"password": 1234}}, {"login": {"password": 5678}}),
+    ],
+)
+def test_secrets_inside_arguments_of_the_reward_function_are_not_compared(before, now):
+    checkpoint = saved_by(config(worker__reward__reward_function_kwargs=before))
+    origin, said = resumed(config(worker__reward__reward_function_kwargs=now), checkpoint)
+    assert (origin.accepted, said) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"judge": {"model": "small", "api_key": KEY_1}}, {"judge": {"model": "large", "api_key": KEY_1}}),
+        ({"judge": [{"api_key": KEY_1}]}, {"judge": [{"api_key": KEY_1}, {"api_key": KEY_1}]}),
+        ({"judge": {"api_key": KEY_1}}, {"judge": {"access_key": KEY_1}}),
+        ({"judge": {"answer_key": "final"}}, {"judge": {"answer_key": "boxed"}}),
+        ({"judge": {"url": "env:FIRST"}}, {"judge": {"url": "env:SECOND"}}),
+        ({"judge": "https://me:first1@judge/v1"}, {"judge": "https://me:first1@judge/v2"}),
+    ],
+)
+def test_what_is_beside_a_secret_is_compared(before, now):
+    checkpoint = saved_by(config(worker__reward__reward_function_kwargs=before))
+    with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than then \(judge\)\n"):
+        resumed(config(worker__reward__reward_function_kwargs=now), checkpoint)
+
+
 def test_the_length_of_a_schedule_and_other_versions_and_workers_are_told():
     cosine = {"worker__actor__optim__lr_scheduler_type": "cosine"}
 

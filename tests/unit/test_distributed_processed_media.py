@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from trigon.distributed.processed_media import ProcessedMedia
-from trigon.types import EncodedMedia, Prompt, Vision
+from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Vision
 
 TEXT = Prompt("p", (1, 2, 3), None, "", None, {}, ())
 
@@ -14,21 +14,40 @@ def with_files(*hashes: str) -> Prompt:
     return replace(TEXT, vision=EncodedMedia(tuple(name.encode() for name in hashes), hashes))
 
 
+def group_of(prompt: Prompt, *completions: Completion) -> RolloutGroup:
+    return RolloutGroup(prompt, tuple(Rollout(each, Score(0.0, {}, "ok", "")) for each in completions))
+
+
 def test_ranks_are_added_and_forgotten():
     processed = ProcessedMedia()
     one, two = with_files("a"), with_files("a", "b")
     processed.add([one, two, TEXT], [2, 3])
     processed.add([two], [0])
-    assert set(processed.ranks_of(one)) == {2, 3}
-    assert set(processed.ranks_of(replace(two, prompt_id="another with the same files"))) == {0, 2, 3}
-    assert not processed.ranks_of(with_files("b"))
+    assert set(processed.ranks_of(group_of(one))) == {2, 3}
+    assert set(processed.ranks_of(group_of(replace(two, prompt_id="another with the same files")))) == {0, 2, 3}
+    assert not processed.ranks_of(group_of(with_files("b")))
     processed.forget()
-    assert not processed.ranks_of(one)
+    assert not processed.ranks_of(group_of(one))
 
 
 def test_prompts_without_files_are_nowhere():
     processed = ProcessedMedia()
     pixels = Vision(torch.zeros(4, 6), torch.tensor([[1, 2, 2]]), ("a",))
     processed.add([TEXT, replace(TEXT, vision=pixels)], [0])
-    assert not processed.ranks_of(TEXT)
-    assert not processed.ranks_of(replace(TEXT, vision=pixels))
+    assert not processed.ranks_of(group_of(TEXT))
+    assert not processed.ranks_of(group_of(replace(TEXT, vision=pixels)))
+
+
+def test_a_group_is_where_the_images_of_its_prompt_and_of_all_its_completions_are():
+    processed = ProcessedMedia()
+    prompt = with_files("a")
+    completions = [
+        Completion((1, 2), (0.0, 0.0), "stop", "", 0, vision=EncodedMedia((name.encode(),), (name,)))
+        for name in ("b", "c")
+    ]
+    processed.add([prompt, *completions], [0, 1])
+    processed.add(completions, [2])
+    processed.add([completions[0]], [3])
+    assert set(processed.ranks_of(group_of(prompt, *completions))) == {0, 1}
+    assert set(processed.ranks_of(group_of(TEXT, *completions))) == {0, 1, 2}
+    assert set(processed.ranks_of(group_of(TEXT, completions[0]))) == {0, 1, 2, 3}

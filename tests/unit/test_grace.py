@@ -120,6 +120,15 @@ def test_a_command_that_does_not_find_the_last_checkpoint_is_given_the_option_th
         assert grace.request(limited=True).endswith(f"should the process be killed before that, {text}")
 
 
+def test_the_last_checkpoint_may_be_that_of_an_earlier_run():
+    grace = Grace(1.0)
+    grace.started_step = grace.saved_step = 4
+    grace.note_saved(0, None)  # this run has saved none yet
+    assert (grace.saved_step, grace.save_seconds) == (4, None)
+    grace.note_saved(6, 2.5)
+    assert (grace.saved_step, grace.save_seconds) == (6, 2.5)
+
+
 def test_a_validation_is_left_if_it_does_not_fit():
     grace, clock = measured(10.0)
     with grace.validation():

@@ -1,5 +1,6 @@
 """The texts before and after a run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,12 @@ import pytest
 from trigon.config.defaults import resolve_same_command
 from trigon.config.plan import make_plan
 from trigon.config.schema import Config
+from trigon.grace import Grace
 from trigon.report.summary import describe_plan, format_bytes, suggest_next_steps
+from trigon.resuming import WEIGHTS_ONLY
+from trigon.skipped_updates import how_to_go_on
 from trigon.training.local import Sizes
+from trigon.watch.watch import Alarm, describe_stop
 
 
 def test_an_export_is_suggested_if_there_is_an_unexported_checkpoint():
@@ -56,8 +61,31 @@ def test_after_a_stop_the_command_that_resumes_is_suggested():
 def test_all_messages_have_the_command_that_finds_the_last_checkpoint(trainer, finds_last):
     command = resolve_same_command(Config(trainer={"save_checkpoint_path": "/runs/x", **trainer}))
     option = "" if finds_last else " with trainer.load_checkpoint_path=/runs/x/global_step_"
-    assert command.from_last() == "the same command" + (option and f"{option}...")
-    assert command.from_step(7) == "the same command" + (option and f"{option}7")
+    assert command.from_last("goes on") == f"the same command{option and f'{option}...'} goes on"
+    assert command.from_step(7, "goes on") == f"the same command{option and f'{option}7'} goes on"
+
+
+def test_no_message_says_that_a_run_resumes_from_weights_alone():
+    config = Config(trainer={"save_checkpoint_path": "/runs/x", "save_model_only": True})
+    command, last = resolve_same_command(config), Path("/runs/x/global_step_5")
+    grace = Grace(1.0, command)
+    grace.saved_step = 5
+    grace.begin_step(6)
+    with grace.update():
+        while_updating = grace.request(limited=True)
+    alarm = Alarm("grad_norm", 6, "it explodes", stops=True, saves=False)
+    texts = [
+        command.from_last("goes on from the last checkpoint"),  # of workers that die, hangs and engines that fail
+        while_updating,
+        suggest_next_steps(config, last.parent, last, None, stopped=True)[0],
+        suggest_next_steps(config, last.parent, last, None, stopped=False)[-1],
+        how_to_go_on(last, command, validates_only=False),
+        describe_stop(7, alarm, last, command),
+        describe_stop(7, replace(alarm, saves=True), None, command),
+    ]
+    for text in texts:
+        assert WEIGHTS_ONLY in text
+        assert not any(word in text for word in ("same command", "resumes", "goes on", "resume from"))
 
 
 def test_the_overview_has_the_arithmetic_of_a_step():

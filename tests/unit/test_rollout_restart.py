@@ -131,10 +131,11 @@ def test_a_second_failure_ends_the_run(failures, message):
 @pytest.mark.parametrize(
     ("same_command", "text"),
     [
-        (SAME_COMMAND, "run the same command; docs/"),
+        (SAME_COMMAND, "the same command goes on from the last checkpoint. docs/"),
         (
             SameCommand(Path("/runs/x"), finds_last=False),
-            "run the same command with trainer.load_checkpoint_path=/runs/x/global_step_...; docs/",
+            "the same command with trainer.load_checkpoint_path=/runs/x/global_step_... goes on from the last "
+            "checkpoint. docs/",
         ),
     ],
 )
@@ -142,7 +143,7 @@ def test_the_last_failure_says_which_command_goes_on(same_command, text):
     engine = RestartingEngine(FailingEngine("load 4", "sample 2"), warn=print, same_command=same_command)
     with pytest.raises(RolloutError) as caught, engine.awake(NO_WEIGHTS, version=4):
         sample(engine)
-    assert f"To go on from the last checkpoint, {text}" in str(caught.value)
+    assert f"To go on: {text}" in str(caught.value)
 
 
 def test_the_restart_is_a_phase_of_its_own_with_the_limits_of_a_start():

@@ -214,6 +214,26 @@ def test_the_tables_are_printed_before_the_scores_are_written(run, lenient, caps
     assert "the scores cannot be written to /dev/full: No space left on device" in err
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize(("limit", "scored"), [("1", False), ("4", True)])
+def test_the_memory_of_reward_workers_is_an_option_of_the_command(limit, scored, run, tmp_path, capsys):
+    (tmp_path / "large.py").write_text("""
+import time
+
+REWARD_TYPE = "sequential"
+
+def main(reward_input):
+    memory = b"x" * (1200 << 20)
+    time.sleep(1)
+    return {"overall": 1.0}
+""")
+    arguments = ["--workers", "1", "--limit", "1", "--max-memory-gb", limit]
+    assert main(["score", str(run), str(tmp_path / "large.py"), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert f"{int(scored)} scored, {int(not scored)} failed" in out
+    assert ("worker.reward.max_memory_gb allows 1;" in out.replace("\n", "")) is not scored
+
+
 def test_the_command_prints_json_alone(run, lenient, capsys):
     arguments = ["--workers", "1", "--json", "--steps", "1-1", "--part", "words"]
     assert main(["score", str(run), lenient, "math", *arguments]) == 0
@@ -233,6 +253,8 @@ def test_the_command_prints_json_alone(run, lenient, capsys):
         ["score", "run", "math", "--kwargs", "[]"],
         ["score", "run", "math", "--timeout", "0"],
         ["score", "run", "math", "--limit", "0"],
+        ["score", "run", "math", "--max-memory-gb", "0.5"],
+        ["score", "run", "math", "--max-memory-gb", "nan"],
         ["score", "run", "math", "--split", "test"],
     ],
 )

@@ -32,7 +32,7 @@ from trigon.names import DeviceType
 from trigon.training.local import LocalTrainEngine
 from trigon.training.optim import Schedule
 from trigon.training.parallel import ProcessGroup
-from trigon.training.protocol import LogprobEngine
+from trigon.training.protocol import LoadPixels, LogprobEngine
 from trigon.training.scorer import LocalScorer
 from trigon.training.settings import Placement, TrainSettings
 
@@ -113,23 +113,32 @@ def choose_kernel(config: Config, device: torch.device) -> Kernel:
 
 
 def open_models(
-    config: Config, processors: Processors, plan: Plan, place: DevicePlacement
+    config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels = list
 ) -> tuple[LocalTrainEngine, LogprobEngine | None]:
     """Return the train engine, and the reference if the loop needs its log-probabilities.
 
+    load_pixels: processes the media of groups that are encoded files.
     With LoRA the reference is the policy without its adapters. For an exact KL over the whole
     vocabulary the train engine holds the reference itself, and the second value is None.
     """
     has_lora = config.worker.actor.model.lora.rank > 0
-    scorer = open_reference(config, processors, plan, place) if needs_reference(config) and not has_lora else None
-    trainer = open_trainer(config, processors, plan, place, scorer)
+    scorer = None
+    if needs_reference(config) and not has_lora:
+        scorer = open_reference(config, processors, plan, place, load_pixels=load_pixels)
+    trainer = open_trainer(config, processors, plan, place, scorer, load_pixels=load_pixels)
     if not needs_reference(config) or kl_is_full(config):
         return trainer, None
     return trainer, trainer.reference_without_adapters() if has_lora else scorer
 
 
 def open_trainer(
-    config: Config, processors: Processors, plan: Plan, place: DevicePlacement, reference: LocalScorer | None
+    config: Config,
+    processors: Processors,
+    plan: Plan,
+    place: DevicePlacement,
+    reference: LocalScorer | None,
+    *,
+    load_pixels: LoadPixels,
 ) -> LocalTrainEngine:
     """Load the policy, sharded if there are several ranks, and make its optimizer.
 
@@ -177,10 +186,13 @@ def open_trainer(
         positions=positions_of(processors.family, processors.hf_config),
         reference=reference if kl_is_full(config) else None,
         features=feature_memory(config, shared=reference is not None) if policy.has_frozen_vision else None,
+        load_pixels=load_pixels,
     )
 
 
-def open_reference(config: Config, processors: Processors, plan: Plan, place: DevicePlacement) -> LocalScorer:
+def open_reference(
+    config: Config, processors: Processors, plan: Plan, place: DevicePlacement, *, load_pixels: LoadPixels
+) -> LocalScorer:
     """Load the reference policy."""
     ref = config.worker.ref
     dtype = DTYPES[resolve_reference_dtype(config)]
@@ -210,6 +222,7 @@ def open_reference(config: Config, processors: Processors, plan: Plan, place: De
             if config.worker.actor.model.freeze_vision_tower and processors.family.has_vision
             else None
         ),
+        load_pixels=load_pixels,
     )
 
 

@@ -31,7 +31,7 @@ from trigon.errors import CheckpointError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.code import code_digests
 from trigon.rewards.load import RewardSource, RewardTerm, find_reward
-from trigon.secrets import HIDDEN, hide
+from trigon.secrets import HIDDEN, hide, without_secrets
 
 KEY = "made_from"
 """The entry of a checkpoint's progress that has the record."""
@@ -167,12 +167,9 @@ class Origin:
             raise RewardError(f"{REWARD}={described}: its code cannot be read: {error}") from error
         self._contents[REWARD] = {"code": digests}
         self._given[REWARD] = described
-        # Hashed, since they may contain keys of services; these may change, and are left out.
-        self._contents[ARGUMENTS] = {
-            str(key): [text_digest(repr(value))]
-            for key, value in {**option.reward_function_kwargs, **_term_arguments(source)}.items()
-            if not isinstance(value, str) or hide(str(key).rpartition(".")[2], value, free=True) != HIDDEN
-        }
+        self._contents[ARGUMENTS] = _argument_digests("", option.reward_function_kwargs)
+        for term in () if isinstance(source, RewardSource) else source:
+            self._contents[ARGUMENTS] |= _argument_digests(f"{term.name}.", term.kwargs)
         self._given[ARGUMENTS] = ""
 
     def _add_model(self) -> None:
@@ -260,11 +257,17 @@ class Origin:
         )
 
 
-def _term_arguments(reward: RewardSource | Sequence[RewardTerm]) -> dict[str, Any]:
-    """Return the arguments of each of several reward functions, "judge.model" for example."""
-    if isinstance(reward, RewardSource):
-        return {}
-    return {f"{term.name}.{key}": value for term in reward for key, value in term.kwargs.items()}
+def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the digests of a reward function's arguments by name, "judge.model" for example.
+
+    Hashed, since they may be private. Keys of services may change, and are left out.
+    """
+    compared = without_secrets(kwargs)
+    return {
+        f"{prefix}{key}": [text_digest(repr(compared[key]))]
+        for key, value in kwargs.items()
+        if not isinstance(value, str) or hide(str(key), value, free=True) != HIDDEN
+    }
 
 
 def _differs(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]], part: str) -> bool:

@@ -208,12 +208,15 @@ def open_worker_engines(
 
     place = DevicePlacement(process_group.device, process_group)
     processors = open_processors(config)
-    trainer, reference = open_models(config, processors, plan, place)
+    images = open_images(config, processors)
+    trainer, reference = open_models(
+        config, processors, plan, place, load_pixels=list if images is None else images.process_groups
+    )
     return WorkerEngines(
         trainer=trainer,
         reference=reference,
         rollout=open_rollout(config, processors, place, trainer, shows_videos=shows_videos),
-        images=open_images(config, processors),
+        images=images,
         replica_rank=process_group.rank % config.worker.rollout.tensor_parallel_size,
     )
 

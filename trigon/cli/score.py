@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.cli.parser import ArgumentParser
 from trigon.errors import ConfigError
-from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
+from trigon.evaluation.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.names import SHIPPED_REWARDS
 from trigon.records.rollouts import to_json_line
 from trigon.report.console import Console, format_duration, format_number
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         part=chosen.part,
         num_workers=chosen.workers,
         timeout_seconds=chosen.timeout,
+        max_memory_gb=chosen.max_memory_gb,
         env=chosen.env,
         confinement=chosen.confinement,
         console=console,
@@ -116,6 +117,17 @@ def positive_seconds(text: str) -> float:
     return seconds
 
 
+def memory_gb(text: str) -> float:
+    """Return a text as GiB, as worker.reward.max_memory_gb has them. Raises: as argparse asks."""
+    try:
+        gibibytes = float(text)
+    except ValueError:
+        gibibytes = 0.0
+    if not 1 <= gibibytes <= 100_000:
+        raise ArgumentTypeError(f"{text!r} is not a number of GiB from 1 to 100000")
+    return gibibytes
+
+
 def make_parser() -> ArgumentParser:
     """Return the parser of the arguments."""
     parser = ArgumentParser(
@@ -161,6 +173,13 @@ def make_parser() -> ArgumentParser:
         default=TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="for each (%(default)g)",
+    )
+    parser.add_argument(
+        "--max-memory-gb",
+        type=memory_gb,
+        default=MAX_MEMORY_GB,
+        metavar="GIB",
+        help="as worker.reward.max_memory_gb (%(default)g)",
     )
     parser.add_argument(
         "--show", type=int, default=NUM_SHOWN, metavar="N", help="disagreements that are printed (%(default)s)"

@@ -113,7 +113,7 @@ def resolve_same_command(config: Config) -> SameCommand:
     """Return which command goes on with the run, for messages."""
     trainer = config.trainer
     finds_last = trainer.find_last_checkpoint and trainer.load_checkpoint_path is None
-    return SameCommand(resolve_run_folder(config), finds_last)
+    return SameCommand(resolve_run_folder(config), finds_last, saves_weights_only=trainer.save_model_only)
 
 
 def resolve_weight_dtype(config: Config) -> Dtype:

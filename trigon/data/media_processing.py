@@ -1,6 +1,7 @@
 """Computes the pixel values of prompts that have encoded files, in threads, with a cache.
 
 In a run with several workers, prompts are sent with their files, and each worker processes them.
+Images that an environment or a tool draws are encoded files too, with any number of workers.
 The cache lets the passes of a step process each image once.
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from typing import TypeVar
 
+import torch
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
@@ -21,8 +24,19 @@ from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, open_video
 from trigon.data.vision import ImageProcessor, VideoProcessor
 from trigon.errors import DataError
 from trigon.metrics import Metrics, Sum
-from trigon.types import EncodedMedia, Prompt, Vision
+from trigon.types import (
+    Completion,
+    EncodedMedia,
+    Prompt,
+    RolloutGroup,
+    TrainGroup,
+    TrainSequence,
+    Vision,
+    parts_of,
+)
 
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
+Part = TypeVar("Part", Completion, TrainSequence)
 _Hashes = tuple[str, ...]
 
 
@@ -88,6 +102,38 @@ class MediaProcessor:
             prompt if vision is None else replace(prompt, vision=_result(vision, prompt.prompt_id))
             for prompt, vision in zip(prompts, visions, strict=True)
         ]
+
+    def process_images(self, media: Sequence[EncodedMedia], names: Sequence[str]) -> list[Vision]:
+        """Return the pixel values of images, each of which is processed and cached by itself.
+
+        An image that several completions observed, or that was observed in an earlier turn, is
+        processed once. names: of each, for errors.
+        Raises: DataError if one of the files cannot be decoded.
+        """
+        with self._lock:
+            images = [
+                [
+                    self._submit(EncodedMedia((file,), (key,)))
+                    for file, key in zip(each.encoded, each.hashes, strict=True)
+                ]
+                for each in media
+            ]
+        return [_together([_result(image, name) for image in row]) for row, name in zip(images, names, strict=True)]
+
+    def process_groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Return groups with the pixel values of their prompts and of their completions, in order.
+
+        Raises: as process.
+        """
+        prompts = self.process([group.prompt for group in groups])
+        observed = [
+            (part.vision, group.prompt.prompt_id)
+            for group in groups
+            for part in parts_of(group)[1:]
+            if isinstance(part.vision, EncodedMedia)
+        ]
+        visions = iter(self.process_images([media for media, _ in observed], [name for _, name in observed]))
+        return [_with_pixels(group, prompt, visions) for group, prompt in zip(groups, prompts, strict=True)]
 
     def pop_metrics(self) -> Metrics:
         """Return how many images and videos have been processed since the last call."""
@@ -165,6 +211,29 @@ class MediaProcessor:
         self._cache[hashes] = vision
         self._cache_bytes += vision.pixel_values.nbytes
         self._used.add(hashes)
+
+
+def _with_pixels(group: Group, prompt: Prompt, visions: Iterator[Vision]) -> Group:
+    """Return a group with the pixel values of its prompt, and of its completions' images."""
+
+    def load(part: Part) -> Part:
+        return replace(part, vision=next(visions)) if isinstance(part.vision, EncodedMedia) else part
+
+    if isinstance(group, RolloutGroup):
+        rollouts = tuple(replace(each, completion=load(each.completion)) for each in group.rollouts)
+        return replace(group, prompt=prompt, rollouts=rollouts)
+    return replace(group, prompt=prompt, sequences=tuple(map(load, group.sequences)))
+
+
+def _together(images: Sequence[Vision]) -> Vision:
+    """Return images as one Vision."""
+    if len(images) == 1:
+        return images[0]
+    return Vision(
+        torch.cat([image.pixel_values for image in images]),
+        torch.cat([image.grid_thw for image in images]),
+        tuple(key for image in images for key in image.hashes),
+    )
 
 
 def _result(vision: Vision | Future[Vision], prompt_id: str) -> Vision:

@@ -2,8 +2,8 @@
 
 A group takes its prompt once and each completion, P + R1 + ... + Rn tokens. A group that is too
 large for a row is split into parts, each of which repeats the prompt (and its images). A completion
-that does not fit after its prompt gets a row of its own, of any length: nothing is dropped or
-truncated.
+brings the images that it observed; one that does not fit after its prompt gets a row of its own, of
+any length: nothing is dropped or truncated.
 
 The number of rows is that of best-fit packing, and all rows are about equally full, since the
 fullest row determines the memory of a step, and a nearly empty row costs a pass for little work.
@@ -26,10 +26,23 @@ import torch
 from torch import Tensor
 
 from trigon.models.positions import completion_positions
-from trigon.types import GroupSpan, MicroBatch, PackedGroups, Prompt, RolloutGroup, TrainGroup, TrainSequence
+from trigon.types import (
+    Completion,
+    GroupSpan,
+    MicroBatch,
+    PackedGroups,
+    Prompt,
+    RolloutGroup,
+    TrainGroup,
+    TrainSequence,
+    Vision,
+    pixels_of,
+)
 
-Positions = Callable[[Prompt], Tensor]
-"""Returns the positions of a prompt's tokens, [1 or 3, P] int64 on the CPU."""
+_Sampled = Completion | TrainSequence
+
+Positions = Callable[[Prompt | Completion | TrainSequence], Tensor]
+"""Returns the positions of a prompt's tokens, [1 or 3, P] int64 on the CPU; see positions_of."""
 
 _Fit = Callable[[Sequence[int], int], list[list[int]]]
 """Takes costs and a capacity, and returns bins of indices."""
@@ -65,7 +78,7 @@ def pack_rollouts(groups: Sequence[RolloutGroup], *, max_tokens: int, positions:
     """Pack sampled completions for computing log-probabilities."""
     return _pack(
         [group.prompt for group in groups],
-        [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups],
+        [[rollout.completion for rollout in group.rollouts] for group in groups],
         max_tokens=max_tokens,
         positions=positions,
     )
@@ -79,7 +92,7 @@ def pack_train(groups: Sequence[TrainGroup], *, max_tokens: int, positions: Posi
     """
     rows = _pack(
         [group.prompt for group in groups],
-        [[sequence.token_ids for sequence in group.sequences] for group in groups],
+        [group.sequences for group in groups],
         max_tokens=max_tokens,
         positions=positions,
     )
@@ -105,10 +118,10 @@ def row_lengths(groups: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int)
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split per-token results, [..., S] per row, into [..., R] per completion, by group."""
+    """Split per-token results, [..., S] per row, into one tensor per completion, by group."""
     by_owner: dict[tuple[int, int], Tensor] = {}
     for row, value in zip(rows, values, strict=True):
-        lengths = [end - start for span in row.packed.spans for start, end in span.completions]
+        lengths = [_num_tokens(sampled) for span in row.packed.spans for sampled in span.sampled]
         by_owner.update(zip(row.owners, torch.split(value, lengths, dim=-1), strict=True))
     result: list[list[Tensor]] = []
     for group, index in sorted(by_owner):
@@ -121,17 +134,20 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> list[list[T
 
 def _pack(
     prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[tuple[int, ...]]],
+    completions: Sequence[Sequence[_Sampled]],
     *,
     max_tokens: int,
     positions: Positions,
 ) -> list[PackedRow]:
     lengths = [
-        (len(prompt.token_ids), [len(token_ids) for token_ids in group])
+        (len(prompt.token_ids), [len(completion.token_ids) for completion in group])
         for prompt, group in zip(prompts, completions, strict=True)
     ]
     prompt_positions = [positions(prompt) for prompt in prompts]
-    return [_build_row(row, prompts, completions, prompt_positions) for row in _layout(lengths, max_tokens=max_tokens)]
+    return [
+        _build_row(row, prompts, completions, prompt_positions, positions)
+        for row in _layout(lengths, max_tokens=max_tokens)
+    ]
 
 
 def _layout(lengths: Sequence[tuple[int, Sequence[int]]], *, max_tokens: int) -> list[list[_Part]]:
@@ -231,39 +247,46 @@ def _largest_first(costs: Sequence[int]) -> list[int]:
 def _build_row(
     parts: Sequence[_Part],
     prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[tuple[int, ...]]],
+    completions: Sequence[Sequence[_Sampled]],
     prompt_positions: Sequence[Tensor],
+    positions: Positions,
 ) -> PackedRow:
     token_ids: list[int] = []
-    positions: list[Tensor] = []
+    position_ids: list[Tensor] = []
     spans: list[GroupSpan] = []
     owners: list[tuple[int, int]] = []
+    visions: list[Vision | None] = []
     for part in parts:
         start = len(token_ids)
         token_ids += prompts[part.group].token_ids
-        positions.append(prompt_positions[part.group])
+        position_ids.append(prompt_positions[part.group])
+        visions.append(prompts[part.group].pixels())
         prompt_span = (start, len(token_ids))
-        completion_spans = []
+        completion_spans, sampled = [], []
         for index in part.completions:
             completion = completions[part.group][index]
-            completion_spans.append((len(token_ids), len(token_ids) + len(completion)))
-            token_ids += completion
-            positions.append(completion_positions(prompt_positions[part.group], len(completion)))
+            start, length = len(token_ids), len(completion.token_ids)
+            completion_spans.append((start, start + length))
+            sampled.append(tuple((start + first, start + end) for first, end in completion.sampled))
+            token_ids += completion.token_ids
+            own = None if completion.vision is None else positions(completion)
+            position_ids.append(completion_positions(prompt_positions[part.group], length, own))
+            visions.append(pixels_of(completion))
             owners.append((part.group, index))
-        spans.append(GroupSpan(prompt=prompt_span, completions=tuple(completion_spans)))
+        spans.append(GroupSpan(prompt_span, tuple(completion_spans), tuple(sampled)))
     return PackedRow(
         packed=PackedGroups(
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            position_ids=torch.cat(positions, 1),
+            position_ids=torch.cat(position_ids, 1),
             spans=tuple(spans),
-            visions=tuple(vision for part in parts if (vision := prompts[part.group].pixels()) is not None),
+            visions=tuple(vision for vision in visions if vision is not None),
         ),
         owners=tuple(owners),
     )
 
 
 def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> MicroBatch:
-    lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    lengths = torch.tensor([_num_tokens(sequence.sampled) for sequence in sequences])
     loss_mask = torch.cat([sequence.loss_mask for sequence in sequences])
     return MicroBatch(
         packed=packed,
@@ -276,6 +299,10 @@ def _micro_batch(packed: PackedGroups, sequences: Sequence[TrainSequence]) -> Mi
         old_logprobs=_concatenate_optional([sequence.old_logprobs for sequence in sequences]),
         ref_logprobs=_concatenate_optional([sequence.ref_logprobs for sequence in sequences]),
     )
+
+
+def _num_tokens(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 def _concatenate_optional(values: Sequence[Tensor | None]) -> Tensor | None:

@@ -25,6 +25,7 @@ from trigon.distributed.serialization import (
     encode_prompts,
     encode_rollouts,
     encode_train,
+    group_parts,
 )
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
 from trigon.distributed.worker_group import DISK_SECONDS, WorkerGroup
@@ -282,6 +283,7 @@ class _GenerationProgress:
             [decoded] = decode_completions(self._worker_group.count_received(payload, phase="rollout"))
             completions = [replace(completion, replica=rank // self._replica_size) for completion in decoded]
             self.completions[index] = completions
+            self._worker_group.processed.add(completions, [rank])
             if self._on_group is not None:
                 self._on_group(index, completions)
 
@@ -314,7 +316,7 @@ def _partition(
     worker_group: WorkerGroup, groups: Sequence[RolloutGroup] | Sequence[TrainGroup], costs: Sequence[int]
 ) -> list[list[int]]:
     """Return the indices of each rank's groups: balanced by cost, most where their pixels are."""
-    homes = [worker_group.processed.ranks_of(group.prompt) for group in groups]
+    homes = [worker_group.processed.ranks_of(group) for group in groups]
     return partition_near(costs, homes, len(worker_group.workers))
 
 
@@ -329,8 +331,8 @@ def _put_groups(
     """Put the message with a rank's groups, and return Ray's reference."""
     files = worker_group.files[rank]
     payload = encode(groups, files)
-    files.add(group.prompt for group in groups)
-    worker_group.processed.add((group.prompt for group in groups), [rank])
+    files.add(group_parts(groups))
+    worker_group.processed.add(group_parts(groups), [rank])
     return worker_group.put(payload, phase=phase)
 
 
@@ -344,6 +346,7 @@ class _FilesOfRanks:
         return all(file_hash in files for files in self._ranks)
 
     def add(self, prompts: Sequence[Prompt]) -> None:
+        """See RecentFiles."""
         for files in self._ranks:
             files.add(prompts)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from trigon.types import EncodedMedia, Prompt
+from trigon.types import Completion, EncodedMedia, Prompt, TrainSequence
 
 MAX_BYTES = 2**30
 """Files that a worker keeps. Beyond it, the least recently used are dropped, and sent again."""
@@ -41,14 +41,15 @@ class RecentFiles:
         """Return a file that is held, of a RecentFiles that keeps contents."""
         return self._contents[file_hash]
 
-    def add(self, prompts: Iterable[Prompt]) -> None:
-        """Add the files of a message's prompts. Files that are held already count as used again.
+    def add(self, parts: Iterable[Prompt | Completion | TrainSequence]) -> None:
+        """Add the files of a message's prompts and completions, in the order of their encoding.
 
-        To be called after the message has been encoded or decoded.
+        Files that are held already count as used again. To be called after the message has been
+        encoded or decoded.
         """
-        for prompt in prompts:
-            if isinstance(prompt.vision, EncodedMedia):
-                for file_hash, file in zip(prompt.vision.hashes, prompt.vision.encoded, strict=True):
+        for part in parts:
+            if isinstance(part.vision, EncodedMedia):
+                for file_hash, file in zip(part.vision.hashes, part.vision.encoded, strict=True):
                     self._add_file(file_hash, file)
         while self._num_bytes > self._max_bytes:
             dropped, size = self._sizes.popitem(last=False)

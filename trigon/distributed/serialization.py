@@ -17,7 +17,8 @@ bug, and asserted.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import accumulate, chain, compress, islice, pairwise
+from dataclasses import replace
+from itertools import accumulate, chain, compress, islice, pairwise, repeat
 from typing import TypeVar, get_args
 
 import numpy as np
@@ -36,10 +37,13 @@ from trigon.types import (
     Score,
     TrainGroup,
     TrainSequence,
+    Turn,
     Vision,
+    parts_of,
 )
 
 Item = TypeVar("Item")
+Part = Prompt | Completion | TrainSequence
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
@@ -52,7 +56,8 @@ def encode_prompts(prompts: Sequence[Prompt], held: Container[str] = ()) -> byte
     held: hashes of the files that the receiver has, which are omitted.
     """
     writer = _Writer()
-    _write_prompts(writer, prompts, held)
+    _write_prompts(writer, prompts)
+    _write_media(writer, prompts, held)
     return writer.message()
 
 
@@ -62,13 +67,14 @@ def decode_prompts(message: bytes, held: RecentFiles | None = None) -> list[Prom
     held: the files that were omitted; None: none were.
     """
     reader = _Reader(message)
-    prompts = _read_prompts(reader, held)
+    prompts = _read_prompts(reader)
+    media = _read_media(reader, held)
     reader.close()
-    return prompts
+    return [replace(prompt, vision=vision) for prompt, vision in zip(prompts, media, strict=True)]
 
 
 def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
-    """Encode completions, one row for each prompt.
+    """Encode completions, one row for each prompt, with the images that they observed.
 
     sampling_logprobs are encoded as float32, the dtype in which all rollout engines compute them.
     Without replica, which the driver knows by the rank that the message comes from.
@@ -79,8 +85,14 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
     writer.ints([completion.token_ids for completion in completions])
     writer.floats([completion.sampling_logprobs for completion in completions])
     writer.ints([[_FINISH_REASONS.index(completion.finish_reason) for completion in completions]])
-    writer.texts([completion.text for completion in completions])
     writer.ints([[completion.policy_version for completion in completions]])
+    writer.texts([completion.error for completion in completions])
+    turns = [turn for completion in completions for turn in completion.turns]
+    writer.ints([[len(completion.turns) for completion in completions]])
+    writer.ints([[getattr(turn, name) for turn in turns] for name in ("start", "end", "num_images")])
+    writer.texts([text for turn in turns for text in (turn.text, turn.observation)])
+    writer.texts(["" if turn.reward is None else repr(turn.reward) for turn in turns])  # all digits
+    _write_media(writer, completions, ())
     return writer.message()
 
 
@@ -91,23 +103,52 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
     token_ids = reader.ints()
     sampling_logprobs = reader.floats()
     [finish_reasons] = reader.ints()
-    texts = reader.texts()
     [policy_versions] = reader.ints()
+    errors = reader.texts()
+    [num_turns] = reader.ints()
+    starts, ends, nums_images = reader.ints()
+    turn_texts = iter(reader.texts())
+    rewards = (float(reward) if reward else None for reward in reader.texts())
+    rows_of_turns = _split(
+        (
+            Turn(start, end, next(turn_texts), next(turn_texts), reward, num_images)
+            for start, end, num_images, reward in zip(starts, ends, nums_images, rewards, strict=True)
+        ),
+        num_turns,
+    )
+    texts = ("\n".join(turn.text for turn in turns) for turns in rows_of_turns)
+    media = _read_media(reader, None)
     reader.close()
     reasons = (_FINISH_REASONS[reason] for reason in finish_reasons)
-    fields = zip(token_ids, sampling_logprobs, reasons, texts, policy_versions, strict=True)
+    replicas = repeat(0, len(token_ids))
+    fields = zip(
+        token_ids,
+        sampling_logprobs,
+        reasons,
+        texts,
+        policy_versions,
+        replicas,
+        map(tuple, rows_of_turns),
+        media,
+        errors,
+        strict=True,
+    )
     return _split((Completion(*values) for values in fields), num_completions)
 
 
 def encode_rollouts(groups: Sequence[RolloutGroup], held: Container[str] = ()) -> bytes:
     """Encode groups for computing log-probabilities.
 
-    Prompts and held as in encode_prompts; of each rollout, only the completion's token_ids.
+    Prompts and held as in encode_prompts; of each rollout, only the completion's token_ids, which
+    of them were sampled, and its images.
     """
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
     writer = _Writer()
-    _write_prompts(writer, [group.prompt for group in groups], held)
+    _write_prompts(writer, [group.prompt for group in groups])
     writer.ints([[len(group.rollouts) for group in groups]])
-    writer.ints([rollout.completion.token_ids for group in groups for rollout in group.rollouts])
+    writer.ints([completion.token_ids for completion in completions])
+    writer.ints([list(chain.from_iterable(completion.sampled)) for completion in completions])
+    _write_media(writer, list(group_parts(groups)), held)
     return writer.message()
 
 
@@ -117,28 +158,40 @@ def decode_rollouts(message: bytes, held: RecentFiles | None = None) -> list[Rol
     held: as in decode_prompts.
     """
     reader = _Reader(message)
-    prompts = _read_prompts(reader, held)
+    prompts = _read_prompts(reader)
     [num_rollouts] = reader.ints()
     token_ids = reader.ints()
+    sampled = reader.ints()
+    media = iter(_read_media(reader, held))
     reader.close()
     no_score = Score(overall=0.0, parts={}, outcome="ok", error="")
-    rollouts = (Rollout(Completion(ids, (), "stop", "", 0), no_score) for ids in token_ids)
-    rows = _split(rollouts, num_rollouts)
-    return [RolloutGroup(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
+    fields = zip(token_ids, sampled, strict=True)
+    groups = []
+    for prompt, count in zip(prompts, num_rollouts, strict=True):
+        prompt = replace(prompt, vision=next(media))
+        rollouts = []
+        for ids, ranges in islice(fields, count):
+            turns = tuple(Turn(start, end, "") for start, end in _pairs(ranges))
+            completion = Completion(ids, (), "stop", "", 0, turns=turns, vision=next(media))
+            rollouts.append(Rollout(completion, no_score))
+        groups.append(RolloutGroup(prompt, tuple(rollouts)))
+    return groups
 
 
 def encode_train(groups: Sequence[TrainGroup], held: Container[str] = ()) -> bytes:
     """Encode groups for an update: prompts as in encode_prompts, sequences with all fields."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     writer = _Writer()
-    _write_prompts(writer, [group.prompt for group in groups], held)
+    _write_prompts(writer, [group.prompt for group in groups])
     writer.ints([[len(group.sequences) for group in groups]])
     writer.ints([sequence.token_ids for sequence in sequences])
+    writer.ints([list(chain.from_iterable(sequence.sampled)) for sequence in sequences])
     writer.tensors([sequence.loss_mask for sequence in sequences])
     writer.tensors([sequence.advantages for sequence in sequences])
     writer.tensors([sequence.sampling_logprobs for sequence in sequences])
     writer.tensors([_none_to_empty(sequence.old_logprobs) for sequence in sequences])
     writer.tensors([_none_to_empty(sequence.ref_logprobs) for sequence in sequences])
+    _write_media(writer, list(group_parts(groups)), held)
     return writer.message()
 
 
@@ -148,10 +201,12 @@ def decode_train(message: bytes, held: RecentFiles | None = None) -> list[TrainG
     held: as in decode_prompts.
     """
     reader = _Reader(message)
-    prompts = _read_prompts(reader, held)
+    prompts = _read_prompts(reader)
     [num_sequences] = reader.ints()
     token_ids = reader.ints()
+    sampled = (tuple(_pairs(ranges)) for ranges in reader.ints())
     loss_mask, advantages, sampling_logprobs, old_logprobs, ref_logprobs = (reader.tensors() for _ in range(5))
+    media = iter(_read_media(reader, held))
     reader.close()
     fields = zip(
         token_ids,
@@ -160,10 +215,15 @@ def decode_train(message: bytes, held: RecentFiles | None = None) -> list[TrainG
         sampling_logprobs,
         map(_empty_to_none, old_logprobs),
         map(_empty_to_none, ref_logprobs),
+        sampled,
         strict=True,
     )
-    rows = _split((TrainSequence(*values) for values in fields), num_sequences)
-    return [TrainGroup(prompt, tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
+    groups = []
+    for prompt, count in zip(prompts, num_sequences, strict=True):
+        prompt = replace(prompt, vision=next(media))
+        sequences = tuple(replace(TrainSequence(*values), vision=next(media)) for values in islice(fields, count))
+        groups.append(TrainGroup(prompt, sequences))
+    return groups
 
 
 def encode_logprobs(rows: Sequence[Sequence[Tensor]]) -> bytes:
@@ -183,27 +243,43 @@ def decode_logprobs(message: bytes) -> list[list[Tensor]]:
     return _split(iter(tensors), num_completions)
 
 
-def _write_prompts(writer: _Writer, prompts: Sequence[Prompt], held: Container[str]) -> None:
-    media = [_encoded_media(prompt) for prompt in prompts]
+def group_parts(groups: Sequence[RolloutGroup] | Sequence[TrainGroup]) -> Iterator[Part]:
+    """Return the prompt and the completions of each group, in the order of their media."""
+    return chain.from_iterable(map(parts_of, groups))
+
+
+def _write_prompts(writer: _Writer, prompts: Sequence[Prompt]) -> None:
+    writer.texts([prompt.prompt_id for prompt in prompts])
+    writer.ints([prompt.token_ids for prompt in prompts])
+
+
+def _read_prompts(reader: _Reader) -> list[Prompt]:
+    """Return prompts without their media."""
+    return [
+        Prompt(prompt_id, token_ids, vision=None, text="", ground_truth=None, row={}, image_refs=())
+        for prompt_id, token_ids in zip(reader.texts(), reader.ints(), strict=True)
+    ]
+
+
+def _write_media(writer: _Writer, parts: Sequence[Part], held: Container[str]) -> None:
+    """Write the files of each part: each file once, and none that is held."""
+    media = [_encoded_media(part) for part in parts]
     files: dict[str, bytes] = {}  # to be sent
-    is_sent = []  # for each file of each prompt: 1 if it follows here, 0 if it is held or came before
-    for prompt_media in media:
-        for file_hash, file in zip(prompt_media.hashes, prompt_media.encoded, strict=True):
+    is_sent = []  # for each file of each part: 1 if it follows here, 0 if it is held or came before
+    for each in media:
+        for file_hash, file in zip(each.hashes, each.encoded, strict=True):
             is_sent.append(int(file_hash not in held and file_hash not in files))
             if is_sent[-1]:
                 files[file_hash] = file
-    writer.texts([prompt.prompt_id for prompt in prompts])
-    writer.ints([prompt.token_ids for prompt in prompts])
-    writer.ints([[len(prompt_media.encoded) for prompt_media in media]])
-    writer.texts([file_hash for prompt_media in media for file_hash in prompt_media.hashes])
-    writer.ints([[_MEDIA_KINDS.index(prompt_media.kind) for prompt_media in media]])
+    writer.ints([[len(each.encoded) for each in media]])
+    writer.texts([file_hash for each in media for file_hash in each.hashes])
+    writer.ints([[_MEDIA_KINDS.index(each.kind) for each in media]])
     writer.ints([is_sent])
     writer.blobs(list(files.values()))
 
 
-def _read_prompts(reader: _Reader, held: RecentFiles | None) -> list[Prompt]:
-    prompt_ids = reader.texts()
-    token_ids = reader.ints()
+def _read_media(reader: _Reader, held: RecentFiles | None) -> list[EncodedMedia | None]:
+    """Return the files of each part, None for one without any."""
     [num_files] = reader.ints()
     all_hashes = reader.texts()
     hashes = _split(iter(all_hashes), num_files)
@@ -219,24 +295,20 @@ def _read_prompts(reader: _Reader, held: RecentFiles | None) -> list[Prompt]:
         return held[file_hash]
 
     return [
-        Prompt(
-            prompt_id=prompt_id,
-            token_ids=ids,
-            vision=EncodedMedia(tuple(map(file_of, file_hashes)), tuple(file_hashes), _MEDIA_KINDS[kind])
-            if file_hashes
-            else None,
-            text="",
-            ground_truth=None,
-            row={},
-            image_refs=(),
-        )
-        for prompt_id, ids, file_hashes, kind in zip(prompt_ids, token_ids, hashes, kinds, strict=True)
+        EncodedMedia(tuple(map(file_of, file_hashes)), tuple(file_hashes), _MEDIA_KINDS[kind]) if file_hashes else None
+        for file_hashes, kind in zip(hashes, kinds, strict=True)
     ]
 
 
-def _encoded_media(prompt: Prompt) -> EncodedMedia:
-    assert not isinstance(prompt.vision, Vision), f"{prompt.prompt_id}: pixels are not serialized; use EncodedMedia"
-    return EncodedMedia((), ()) if prompt.vision is None else prompt.vision
+def _encoded_media(part: Part) -> EncodedMedia:
+    name = part.prompt_id if isinstance(part, Prompt) else "a completion"
+    assert not isinstance(part.vision, Vision), f"{name}: pixels are not serialized; use EncodedMedia"
+    return EncodedMedia((), ()) if part.vision is None else part.vision
+
+
+def _pairs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return consecutive numbers two at a time."""
+    return zip(numbers[::2], numbers[1::2], strict=True)
 
 
 # A sequence has at least one token, so an empty tensor can represent None.

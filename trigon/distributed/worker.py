@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from trigon.distributed.serialization import (
     decode_train,
     encode_completions,
     encode_logprobs,
+    group_parts,
 )
 from trigon.metrics import Metrics
 from trigon.rollout.protocol import RolloutEngine
@@ -59,9 +60,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class WorkerEngines:
     """The engines of one worker.
 
-    reference: None if no loss term needs one. images: loads the pixels of prompts; None for
-    text-only data. replica_rank: this worker's index among the ranks that sample the same prompts
-    together (tensor parallelism); only index 0 returns the completions.
+    reference: None if no loss term needs one. images: loads the pixels of prompts to be sampled;
+    trainer and reference load from it themselves. None for a text model. replica_rank: this
+    worker's index among the ranks that sample the same prompts together (tensor parallelism); only
+    index 0 returns the completions.
     """
 
     trainer: TunableEngine
@@ -295,7 +297,7 @@ class Worker:
         """
         engines = self._require_engines
         with self._trainer_in_use:
-            metrics = engines.trainer.step(self._load_group_pixels(decode_train(groups, self._files)))
+            metrics = engines.trainer.step(self._keep_files(decode_train(groups, self._files)))
         images = {} if engines.images is None else engines.images.pop_metrics()
         return {**metrics, **images, **gpu_memory_metrics(), **measure_worker()}
 
@@ -359,16 +361,17 @@ class Worker:
     def _compute(self, compute: Callable[[Sequence[RolloutGroup]], list[list[Tensor]]], groups: bytes) -> bytes:
         """Return the encoded result of a function of groups: a tensor for each completion."""
         with self._trainer_in_use:
-            return encode_logprobs(compute(self._load_group_pixels(decode_rollouts(groups, self._files))))
+            return encode_logprobs(compute(self._keep_files(decode_rollouts(groups, self._files))))
 
     def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
         """Keep the files of a message's prompts, and return the prompts with their pixels."""
         self._files.add(prompts)
         return prompts if self._require_engines.images is None else self._require_engines.images.process(prompts)
 
-    def _load_group_pixels(self, groups: list[Group]) -> list[Group]:
-        prompts = self._load_pixels([group.prompt for group in groups])
-        return [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
+    def _keep_files(self, groups: list[Group]) -> list[Group]:
+        """Keep the files of a message's groups, and return the groups."""
+        self._files.add(group_parts(groups))
+        return groups
 
 
 def ray_actor_class(worker_class: type[Worker]) -> Any:

@@ -271,7 +271,7 @@ class WorkerGroup:
             return WorkerError(f"{location}: raised an error{memory}:\n{first.error}{also}")
         return WorkerError(
             f"{location}: the process died{memory}: {_describe_death(first.error)}{also}\n"
-            f"All other workers were stopped; {self.same_command.from_last()} goes on from the last checkpoint"
+            f"All other workers were stopped; {self.same_command.from_last('goes on from the last checkpoint')}"
         )
 
     def _deadline_error(self, workers: Sequence[WorkerHandle], phase: str, deadline: float) -> WorkerError:

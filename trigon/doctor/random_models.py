@@ -195,6 +195,4 @@ def make_rollout(token_ids: tuple[int, ...]) -> Rollout:
 
 def lengths_of(groups: Sequence[RolloutGroup]) -> list[GroupLengths]:
     """Return the lengths of groups, for trigon.models.flops."""
-    return [
-        GroupLengths.of(group.prompt, (len(one.completion.token_ids) for one in group.rollouts)) for group in groups
-    ]
+    return [GroupLengths.of(group.prompt, [one.completion for one in group.rollouts]) for group in groups]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trigon.config.paths import nearest_path
 from trigon.errors import ConfigError, DataError
 from trigon.evaluation.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
-from trigon.evaluation.score_settings import OVERALL, SPLITS, TIMEOUT_SECONDS
+from trigon.evaluation.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
 from trigon.records.rollouts import RolloutRow, Split, find_rollouts, read_rollouts
 from trigon.records.run import RunRecord, is_run, open_run
 from trigon.report.console import Console
@@ -64,6 +64,7 @@ def score(
     tolerance: float = 1e-6,
     num_workers: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    max_memory_gb: float = MAX_MEMORY_GB,
     env: Sequence[str] = (),
     confinement: ConfinementLevel = "default",
     console: Console | None = None,
@@ -82,6 +83,7 @@ def score(
         tolerance: difference up to which two scores agree.
         num_workers: reward workers of each function; None: as many as usable CPUs.
         timeout_seconds: time limit of each completion.
+        max_memory_gb: memory limit of a reward worker with all processes that it starts, in GiB.
         env: environment variables that reward workers get besides those of docs/rewards.md.
         confinement: as worker.reward.confinement.
         console: for progress and warnings; None: standard output.
@@ -110,7 +112,7 @@ def score(
                 timeout_seconds=timeout_seconds,
                 max_failed_fraction=1.0,  # failures are a result here
                 passed_variables=env,
-                confinement=Confinement(level=confinement),
+                confinement=Confinement(level=confinement, max_memory_bytes=int(max_memory_gb * 2**30)),
             )
             stack.callback(pool.close)
             pools.append(pool)

@@ -19,13 +19,13 @@ Families whose networks are not described here are not counted: their functions 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trigon.models.attention import sliding_windows
 from trigon.models.dimensions import TextDimensions, VisionDimensions, dimensions_of
-from trigon.types import Prompt
+from trigon.types import Completion, Prompt, TrainSequence, pixels_of
 
 Counting = Literal["shared", "repeated"]
 
@@ -44,7 +44,8 @@ _PEAKS = (
 class GroupLengths:
     """The lengths of a group in tokens.
 
-    grids: (time, height, width) of each image or video, in patches.
+    grids: (time, height, width) of each image or video of the prompt and of the completions, in
+    patches.
     """
 
     prompt: int
@@ -52,14 +53,15 @@ class GroupLengths:
     grids: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
-    def of(cls, prompt: Prompt, completions: Iterable[int]) -> GroupLengths:
-        """Return the lengths of a group of this prompt. completions: tokens of each."""
-        pixels = prompt.pixels()
-        grids = () if pixels is None else pixels.grid_thw.tolist()
+    def of(cls, prompt: Prompt, completions: Sequence[Completion | TrainSequence]) -> GroupLengths:
+        """Return the lengths of a group. completions: of this prompt."""
+        visions = [pixels for part in (prompt, *completions) if (pixels := pixels_of(part)) is not None]
         return cls(
             prompt=len(prompt.token_ids),
-            completions=tuple(completions),
-            grids=tuple((time, height, width) for time, height, width in grids),
+            completions=tuple(len(completion.token_ids) for completion in completions),
+            grids=tuple(
+                (time, height, width) for vision in visions for time, height, width in vision.grid_thw.tolist()
+            ),
         )
 
 

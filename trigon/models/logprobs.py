@@ -62,16 +62,18 @@ def rows_per_chunk(vocab_size: int, device_type: str) -> int:
 
 
 def target_and_source_positions(spans: Sequence[GroupSpan]) -> tuple[Tensor, Tensor]:
-    """Return the positions of a row's S completion tokens, and of the states that predict them.
+    """Return the positions of a row's S sampled tokens, and of the states that predict them.
 
     Returns: (targets [S], sources [S]) int64 on the CPU, in row order.
     """
     targets, sources = [], []
     for span in spans:
-        for start, end in span.completions:
-            targets.append(torch.arange(start, end))
-            sources.append(torch.arange(start - 1, end - 1))
-            sources[-1][0] = span.prompt[1] - 1
+        for (first, _), sampled in zip(span.completions, span.sampled, strict=True):
+            for start, end in sampled:
+                targets.append(torch.arange(start, end))
+                sources.append(torch.arange(start - 1, end - 1))
+                if start == first:
+                    sources[-1][0] = span.prompt[1] - 1
     return torch.cat(targets), torch.cat(sources)
 
 

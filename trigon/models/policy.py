@@ -73,7 +73,7 @@ class Policy(nn.Module):
         against: Predictions | None = None,
         states_only: bool = False,
     ) -> TokenLogprobs | Predictions:
-        """Return the log-probability and entropy of a row's S completion tokens.
+        """Return the log-probability and entropy of a row's S sampled tokens.
 
         Whatever follows from the row alone is computed on the host, from which it is copied without
         waiting: nothing here makes the host wait for a GPU.
@@ -142,7 +142,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def predictions(self, packed: PackedGroups, *, run_dummy_vision: bool = False) -> Predictions:
-        """Return the predictions of the row's completion tokens, as a reference for another policy.
+        """Return the predictions of the row's sampled tokens, as a reference for another policy.
 
         Collective: like forward, it has to be called on all ranks. The weight of a sharded head is
         valid until the policy is resharded.
@@ -250,7 +250,7 @@ class Policy(nn.Module):
         tower = self.family.vision_tower(self.model)
         flops = update_flops(
             self.model.config,
-            [GroupLengths.of(group.prompt, (len(each.token_ids) for each in group.sequences)) for group in groups],
+            [GroupLengths.of(group.prompt, group.sequences) for group in groups],
             "shared",
             trains_vision=tower is not None and any(parameter.requires_grad for parameter in tower.parameters()),
         )

@@ -10,7 +10,8 @@
     height     0    1    1    1    1    1    1      6      Qwen2.5-VL) in proportion to seconds.
     width      0    1    2    1    2    1    2      6      The text continues after the largest.
 
-A completion continues after the largest position of its prompt. Where timestamps are written into
+A completion continues after the largest position of its prompt, and images that it observes count
+in the same way. Where timestamps are written into
 the prompt (Qwen3-VL), each temporal patch is a separate block with positions like those of an
 image.
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from trigon.errors import ModelError
 from trigon.models.families import ModelFamily
-from trigon.types import Prompt
+from trigon.types import Completion, Prompt, TrainSequence, pixels_of
 
 
 class _Block(NamedTuple):
@@ -107,13 +108,16 @@ def prompt_positions(
     return torch.from_numpy(positions)
 
 
-def positions_of(family: ModelFamily, hf_config: Any) -> Callable[[Prompt], Tensor]:
-    """Return a function that computes the position ids of a Prompt; see prompt_positions."""
+def positions_of(family: ModelFamily, hf_config: Any) -> Callable[[Prompt | Completion | TrainSequence], Tensor]:
+    """Return a function that computes the position ids of a Prompt; see prompt_positions.
 
-    def positions(prompt: Prompt) -> Tensor:
-        vision = prompt.pixels()
+    Those of a completion count from 0, as if no prompt preceded it.
+    """
+
+    def positions(tokens: Prompt | Completion | TrainSequence) -> Tensor:
+        vision = pixels_of(tokens)
         return prompt_positions(
-            torch.tensor(prompt.token_ids),
+            torch.tensor(tokens.token_ids),
             None if vision is None else vision.grid_thw,
             family,
             hf_config,
@@ -123,12 +127,16 @@ def positions_of(family: ModelFamily, hf_config: Any) -> Callable[[Prompt], Tens
     return positions
 
 
-def completion_positions(prompt: Tensor, length: int) -> Tensor:
+def completion_positions(prompt: Tensor, length: int, own: Tensor | None = None) -> Tensor:
     """Return the position ids of a completion of `length` tokens: [A, length].
 
-    prompt: [A, P], those of its prompt, with A = 3 for "mrope" and 1 for "1d".
+    Args:
+        prompt: [A, P], those of its prompt, with A = 3 for "mrope" and 1 for "1d".
+        own: [A, length], those of the completion counted from 0, if it observed images; None for
+            tokens of text.
     """
-    return (int(prompt.max()) + 1 + torch.arange(length)).expand(len(prompt), -1)
+    relative = torch.arange(length).expand(len(prompt), -1) if own is None else own
+    return int(prompt.max()) + 1 + relative
 
 
 def _blocks(grid_thw: Tensor, family: ModelFamily, hf_config: Any, seconds: Sequence[float]) -> list[_Block]:

@@ -87,9 +87,10 @@ def suggest_next_steps(
         return [*steps, "train: run the same command with trainer.val_only=false and data.train_files"]
     if stopped and checkpoint is None:
         return ["continue: the same command starts from the beginning, since no step was finished", *steps]
+    same_command = resolve_same_command(config)
     if stopped and checkpoint is not None:
         step = checkpoint.name.removeprefix("global_step_")
-        command = resolve_same_command(config).from_checkpoint(checkpoint)
-        return [f"continue: {command} resumes after step {step}", *steps]
-    steps.append("continue: run the same command with a larger trainer.max_steps or trainer.total_epochs")
-    return steps
+        return [f"continue: {same_command.from_checkpoint(checkpoint, f'resumes after step {step}')}", *steps]
+    longer = "goes on, with a larger trainer.max_steps or trainer.total_epochs"
+    last = folder / "global_step_..." if checkpoint is None else checkpoint
+    return [*steps, f"continue: {same_command.from_checkpoint(last, longer)}"]

@@ -81,17 +81,23 @@ class Scoring:
 
     # -- for the caller --
 
-    def add(self, first_index: int, requests: Sequence[RewardRequest]) -> None:
+    def add(self, first_index: int, requests: Sequence[RewardRequest | None]) -> None:
         """Add the requests of a group, with consecutive indices from first_index.
 
-        Each index may be added once.
+        Each index may be added once; None is left out.
 
         Raises: RewardError if more than max_failed_fraction of num_completions have failed so far.
         """
         if self.outcome.done():
             self.outcome.result()
         group = object()
-        self._added.put([self._encode(first_index + offset, request, group) for offset, request in enumerate(requests)])
+        self._added.put(
+            [
+                self._encode(first_index + offset, request, group)
+                for offset, request in enumerate(requests)
+                if request is not None
+            ]
+        )
         self._wake_pool()
 
     def result(self, *, on_progress: Callable[[int | None], object] | None = None) -> list[Score]:

@@ -12,7 +12,7 @@ from trigon.errors import EngineError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.types import Completion, Phase, Prompt, Rollout, RolloutGroup, SamplingParams
+from trigon.types import Completion, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
 def collect(
@@ -36,7 +36,8 @@ def collect(
     with rewards.scoring(num_completions=num_completions) as scoring:
 
         def on_group(index: int, completions: Sequence[Completion]) -> None:
-            scoring.add(index * sampling.n, [_request(prompts[index], completion) for completion in completions])
+            requests = [None if each.error else _request(prompts[index], each) for each in completions]
+            scoring.add(index * sampling.n, requests)
 
         with phase("gen", total=num_completions) as advance:
             rows = rollout.generate(prompts, sampling, step=step, on_progress=advance, on_group=on_group)
@@ -47,12 +48,18 @@ def collect(
             )
         with phase("reward") as advance:
             scores = scoring.result(on_progress=advance)
-    assert len(scores) == sum(len(completions) for _, completions in sampled), "on_group had other completions"
     next_score = iter(scores)
-    return [
-        RolloutGroup(prompt, tuple(Rollout(completion, next(next_score)) for completion in completions))
+    groups = [
+        RolloutGroup(prompt, tuple(Rollout(each, _failed(each) or next(next_score)) for each in completions))
         for prompt, completions in sampled
     ]
+    assert next(next_score, None) is None, "on_group had other completions"
+    return groups
+
+
+def _failed(completion: Completion) -> Score | None:
+    """Return the score of a completion whose environment failed; None for any other."""
+    return Score(0.0, {}, "failed", completion.error) if completion.error else None
 
 
 def dummy_requests(prompt: Prompt) -> list[RewardRequest]:
@@ -78,7 +85,7 @@ def dummy_requests(prompt: Prompt) -> list[RewardRequest]:
 def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
     return RewardRequest(
         response=completion.text,
-        response_length=len(completion.token_ids),
+        response_length=completion.num_sampled,
         ground_truth=prompt.ground_truth,
         prompt=prompt.text,
         finish_reason=completion.finish_reason,

@@ -153,9 +153,9 @@ class RestartingEngine:
         """
         if self._restarted:
             raise RolloutError(
-                f"{error}\nThe rollout engine was started anew before in this run, and has failed again. To go on from "
-                f"the last checkpoint, run {self._same_command.from_last()}; docs/troubleshooting.md (The rollout "
-                "engine fails) says what to look for"
+                f"{error}\nThe rollout engine was started anew before in this run, and has failed again. To go on: "
+                f"{self._same_command.from_last('goes on from the last checkpoint')}. docs/troubleshooting.md (The "
+                "rollout engine fails) says what to look for"
             ) from error
         self._restarted = True
         self._num_restarts += 1

@@ -85,7 +85,7 @@ def _length_metrics(groups: Sequence[RolloutGroup], *, prefix: str) -> dict[str,
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     cut = mean_of(float(completion.finish_reason == "length") for completion in completions)
     return {
-        **_mean_max_min(f"{prefix}response_length", (len(completion.token_ids) for completion in completions)),
+        **_mean_max_min(f"{prefix}response_length", (completion.num_sampled for completion in completions)),
         f"{prefix}response_length/clip_ratio": cut,
         **_mean_max_min(f"{prefix}prompt_length", (len(group.prompt.token_ids) for group in groups)),
     }

@@ -28,7 +28,7 @@ class FakeTrainEngine:
     def logprobs(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See LogprobEngine."""
         return [
-            [torch.full((len(rollout.completion.token_ids),), FAKE_LOGPROB) for rollout in group.rollouts]
+            [torch.full((rollout.completion.num_sampled,), FAKE_LOGPROB) for rollout in group.rollouts]
             for group in groups
         ]
 
@@ -41,7 +41,7 @@ class FakeTrainEngine:
 
     def full_kl(self, groups: Sequence[RolloutGroup]) -> list[list[Tensor]]:
         """See TrainEngine. The reference has the same log-probabilities."""
-        return [[torch.zeros(len(rollout.completion.token_ids)) for rollout in group.rollouts] for group in groups]
+        return [[torch.zeros(rollout.completion.num_sampled) for rollout in group.rollouts] for group in groups]
 
     def step(self, groups: Sequence[TrainGroup]) -> Metrics:
         """See TrainEngine. The loss is minus the mean advantage."""

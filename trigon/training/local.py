@@ -29,11 +29,11 @@ from trigon.training.finite import require_finite
 from trigon.training.memory import free_cached_memory
 from trigon.training.optim import make_optimizer, move_states, on_this_rank, state_bytes, update_bytes
 from trigon.training.parallel import passes_in_step
-from trigon.training.protocol import SKIPPED_GRAD_NORM, Sizes
+from trigon.training.protocol import SKIPPED_GRAD_NORM, LoadPixels, Sizes
 from trigon.training.scorer import LocalScorer, ReferenceWithoutAdapters
 from trigon.training.settings import Placement, TrainSettings
 from trigon.training.step import Reference, idle_backward, micro_batch_backward, to_device
-from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup
+from trigon.types import LocalWeights, MicroBatch, NamedTensors, RolloutGroup, TokenLogprobs, TrainGroup, has_media
 
 
 class LocalTrainEngine:
@@ -51,6 +51,7 @@ class LocalTrainEngine:
         positions: Positions,
         reference: LocalScorer | None = None,
         features: VisionFeatureCache | None = None,
+        load_pixels: LoadPixels = list,
     ) -> None:
         """Make the optimizer of a policy that is on its device, or sharded over the ranks.
 
@@ -59,6 +60,7 @@ class LocalTrainEngine:
             reference: the reference of the full KL; None with LoRA, where it is the policy without
                 its adapters, and if there is no full KL.
             features: cache for a frozen vision tower; see Policy.use_feature_cache.
+            load_pixels: processes the media of groups that are encoded files.
         """
         self._policy = policy
         self._settings = settings
@@ -90,7 +92,9 @@ class LocalTrainEngine:
             positions=positions,
             max_tokens=settings.score_max_tokens,
             features=features,
+            load_pixels=load_pixels,
         )
+        self._load_pixels = load_pixels
         self._reference: Reference | None = reference or (
             self.reference_without_adapters() if policy.has_adapters else None
         )
@@ -127,6 +131,7 @@ class LocalTrainEngine:
         reference = self._full_kl_reference()
         with nullcontext() if reference is None else reference.awake():
             self._wake(optimizer=True)
+            groups = self._load_pixels(groups)
             plan = self._plan_passes(groups)
             unread: list[UnreadMetrics] = []
             for index, run_dummy_vision in enumerate(plan.passes):
@@ -161,7 +166,7 @@ class LocalTrainEngine:
             # AdamW treats a gradient of zero and no gradient differently: with the former the
             # moments still move the parameter. If all groups of a kind are left out, one idle pass
             # gives the same parameters a gradient.
-            had_image = any(group.prompt.vision is not None for group in groups)
+            had_image = any(has_media(group) for group in groups)
             if not batches or (had_image and not any(shows_image)):
                 shows_image.append(had_image)
         return _UpdatePlan(

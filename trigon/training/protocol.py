@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
     from trigon.models.policy import Policy
 
 
+Group = TypeVar("Group", RolloutGroup, TrainGroup)
+
 SKIPPED_GRAD_NORM = "skipped_grad_norm"
 """Key of the gradient's norm in the metrics of an update that was skipped because of it."""
+
+
+class LoadPixels(Protocol):
+    """Processes the media of groups that are encoded files, in the process of the engine."""
+
+    def __call__(self, groups: Sequence[Group], /) -> list[Group]:
+        """Return the groups, with pixel values in place of encoded files."""
+        ...
 
 
 class LogprobEngine(Protocol):

@@ -17,7 +17,7 @@ from trigon.models.features import VisionFeatureCache
 from trigon.models.logprobs import Predictions
 from trigon.models.lora import adapters_off
 from trigon.models.policy import Policy
-from trigon.training.protocol import LogprobEngine
+from trigon.training.protocol import LoadPixels, LogprobEngine
 from trigon.training.settings import Placement
 from trigon.training.step import Reference, score_rollouts
 from trigon.types import PackedGroups, RolloutGroup, TokenLogprobs
@@ -37,6 +37,7 @@ class LocalScorer:
         positions: Positions,
         max_tokens: int,
         features: VisionFeatureCache | None = None,
+        load_pixels: LoadPixels = list,
     ) -> None:
         """Wrap a policy that is on its device, or sharded over the ranks.
 
@@ -44,10 +45,12 @@ class LocalScorer:
             positions: computes the position ids of a prompt.
             max_tokens: token budget of a packed row.
             features: cache for a vision tower that does not change; see Policy.use_feature_cache.
+            load_pixels: processes the media of groups that are encoded files.
         """
         self.policy = policy
         self.device = placement.device
         self._positions = positions
+        self._load_pixels = load_pixels
         self._max_tokens = max_tokens
         self._compute_dtype = placement.compute_dtype
         self._offload_params = placement.offload_params
@@ -116,7 +119,7 @@ class LocalScorer:
         with self.awake():
             return score_rollouts(
                 self.policy,
-                groups,
+                self._load_pixels(groups),
                 max_tokens=self._max_tokens if max_tokens is None else max_tokens,
                 positions=self._positions,
                 precision=self.precision,

@@ -14,7 +14,7 @@ from typing import Any
 
 from trigon.metrics import Max, Metric, Metrics, values
 from trigon.names import WatchLevel
-from trigon.resuming import SameCommand
+from trigon.resuming import WEIGHTS_ONLY, SameCommand
 from trigon.watch.history import History
 from trigon.watch.memory import HOST, Growth, MemoryGrowth, MemoryKind
 from trigon.watch.meter import MemoryMeter
@@ -282,14 +282,17 @@ def describe_stop(step: int, alarm: Alarm, saved: Path | None, same_command: Sam
         f"trainer.watch.{alarm.watcher} stopped the run after step {step}: since step {alarm.first_step}: {alarm.text}"
     )
     if alarm.saves:
-        return f"{text}. The step was saved; {same_command.from_step(step)} goes on after it, with its memory empty"
+        return f"{text}. The step was saved; {same_command.from_step(step, 'goes on after it, with its memory empty')}"
     on = f"To go on regardless, set trainer.watch.{alarm.watcher}=warn"
     if saved is None:
         return f"{text}. There is no checkpoint from before step {alarm.first_step}. {on}"
+    resume = (
+        f"resume from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
+        "trainer.accept_changes"
+    )
     return (
-        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: resume "
-        f"from it with trainer.load_checkpoint_path={saved}, and name the options that you change in "
-        f"trainer.accept_changes. {on}"
+        f"{text}. This step was not saved; the last checkpoint from before step {alarm.first_step} is {saved}: "
+        f"{WEIGHTS_ONLY if same_command.saves_weights_only else resume}. {on}"
     )
 
 
