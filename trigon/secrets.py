@@ -24,11 +24,13 @@ ARGUMENTS = "worker.reward.reward_function_kwargs"
 """The option with values that only the user's reward function knows."""
 
 REWARD = "worker.reward.reward_function"
-"""The option that may be a list of reward functions, each with arguments of its own."""
+VAL_REWARD = "worker.reward.val_reward_function"
+"""The options that may be lists of reward functions, each with arguments of its own."""
 
 FREE_MAPPINGS = (
     ARGUMENTS,
     f"{REWARD}.kwargs",  # of each in the list
+    f"{VAL_REWARD}.kwargs",
     "worker.reward.score_function_kwargs",  # its older name, in folders of older runs
     "worker.actor.model.override_config",
 )
@@ -330,9 +332,9 @@ def hide(name: str, value: Any, *, free: bool = False) -> Any:
     name: of the option, or a key inside it. free: whether the value belongs to a user's mapping,
     in which any long random text is hidden too.
     """
-    if name in (ARGUMENTS, f"{REWARD}.kwargs"):
+    if name in (ARGUMENTS, f"{REWARD}.kwargs", f"{VAL_REWARD}.kwargs"):
         return _hide_argument("", value)
-    if name == REWARD and isinstance(value, list | tuple):
+    if name in (REWARD, VAL_REWARD) and isinstance(value, list | tuple):
         return [
             {key: hide(f"{name}.{key}", item) for key, item in each.items()}
             if isinstance(each, Mapping)

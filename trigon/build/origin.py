@@ -22,7 +22,7 @@ from trigon.config.compared import compared_options, is_accepted, schedule_depen
 from trigon.config.options import format_value
 from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, num_workers
-from trigon.config.rewards import describe_option
+from trigon.config.rewards import RewardOption, describe_option
 from trigon.config.schema import Config
 from trigon.content import file_digest, text_digest, weights_digest
 from trigon.data.content import DatasetContent
@@ -40,7 +40,11 @@ MODEL = "worker.actor.model.model_path"
 TOKENIZER = "worker.actor.model.tokenizer_path"
 REWARD = "worker.reward.reward_function"
 ARGUMENTS = "worker.reward.reward_function_kwargs"
+VAL_REWARD = "worker.reward.val_reward_function"
 VALIDATION = "data.val_files"
+
+NO_CODE = "none"
+"""Stands for the digest of a function that there is not."""
 
 _WEIGHTS = (".safetensors", ".bin")
 # What a model folder has besides: its configuration, tokenizer, processors and code. Not its page.
@@ -91,16 +95,22 @@ class Origin:
                 "it was made with: of these only the training data is compared"
             )
 
-    def add_options(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
+    def add_options(
+        self,
+        reward: RewardSource | Sequence[RewardTerm] | None,
+        val_reward: RewardSource | Sequence[RewardTerm] | None = None,
+    ) -> None:
         """Compare options, templates, the reward function, and the model if it is on this machine.
 
-        reward: None: worker.reward.reward_function is its text.
+        reward: None: worker.reward.reward_function is its text. val_reward: the same for that of
+        validation.
         """
         config = self._config
         self._options = compared_options(config)
         self._noted = {**_versions(), "workers": num_workers(config)}
         self._add_templates()
         self._add_reward(reward)
+        self._add_val_reward(val_reward)
         if local_path(model_path(config)) is not None:
             self._add_model()
         self._compare()
@@ -160,17 +170,24 @@ class Origin:
     def _add_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
         option = self._config.worker.reward
         assert option.reward_function is not None
-        described = describe_option(option.reward_function) or ""
-        try:
-            digests = code_digests(source := find_reward(option.reward_function) if reward is None else reward)
-        except OSError as error:
-            raise RewardError(f"{REWARD}={described}: its code cannot be read: {error}") from error
-        self._contents[REWARD] = {"code": digests}
-        self._given[REWARD] = described
+        source = find_reward(option.reward_function) if reward is None else reward
+        self._contents[REWARD] = {"code": _code(REWARD, option.reward_function, source)}
+        self._given[REWARD] = describe_option(option.reward_function) or ""
         self._contents[ARGUMENTS] = _argument_digests("", option.reward_function_kwargs)
         for term in () if isinstance(source, RewardSource) else source:
             self._contents[ARGUMENTS] |= _argument_digests(f"{term.name}.", term.kwargs)
         self._given[ARGUMENTS] = ""
+
+    def _add_val_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
+        """Add the reward function of validation, or that it has none of its own."""
+        option = self._config.worker.reward.val_reward_function
+        self._given[VAL_REWARD] = describe_option(option) or ""
+        self._contents[VAL_REWARD] = {"code": [NO_CODE]}
+        if option is not None:
+            source = find_reward(option) if reward is None else reward
+            self._contents[VAL_REWARD] = {"code": _code(VAL_REWARD, option, source)}
+            for term in () if isinstance(source, RewardSource) else source:
+                self._contents[VAL_REWARD] |= _argument_digests(f"{term.name}.", term.kwargs)
 
     def _add_model(self) -> None:
         model = self._config.worker.actor.model
@@ -255,6 +272,14 @@ class Origin:
             f"{self._checkpoint.step + 1} on, add\n  {shlex.quote(f'trainer.accept_changes={value}')}\n"
             "To start a new run, set another trainer.experiment_name or trainer.save_checkpoint_path"
         )
+
+
+def _code(name: str, option: RewardOption, reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
+    """Return the digests of the code of an option's reward functions. Raises: RewardError."""
+    try:
+        return code_digests(reward)
+    except OSError as error:
+        raise RewardError(f"{name}={describe_option(option)}: its code cannot be read: {error}") from error
 
 
 def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, list[str]]:
