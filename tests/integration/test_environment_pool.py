@@ -19,6 +19,7 @@ from trigon.environments.protocol import Message, Observation, Outcome
 from trigon.environments.sandbox import find_obstacle
 from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError
+from trigon.rewards.confinement import landlock, seccomp
 from trigon.rewards.confinement.options import Confinement
 
 pytestmark = pytest.mark.alone
@@ -280,9 +281,18 @@ def test_much_output_is_logged_in_part_and_harms_nothing(tmp_path, caplog):
     assert len(caplog.text) < 300_000
 
 
+CONFINEMENTS = {
+    "all": Confinement(),
+    "without namespaces": Confinement(without=("namespaces",)),
+    "without all": Confinement(without=("namespaces", "fewer capabilities", "landlock", "signal scope", "seccomp")),
+    "off": Confinement(level="off"),
+}
+
+
 @pytest.mark.faults
-def test_what_an_episode_leaves_is_killed_with_it(tmp_path):
-    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)})) as pool:
+@pytest.mark.parametrize("confinement", CONFINEMENTS.values(), ids=CONFINEMENTS)
+def test_what_an_episode_leaves_is_killed_with_it(tmp_path, confinement):
+    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)}, confinement=confinement)) as pool:
         started(pool, 2)
         assert step(pool, "leave processes").error == ""
         assert is_locked(tmp_path / "child")
@@ -412,9 +422,18 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-@pytest.fixture(scope="module")
-def tools():
-    settings = EnvironmentSettings(environment=None, tools=find_tools(["crop"]), timeout_seconds=20.0)
+@pytest.fixture(scope="module", params=["default", "strict"])
+def tools(request):
+    obstacle = landlock.find_version() == 0 or not seccomp.is_available()
+    if request.param == "strict" and obstacle:
+        pytest.skip("confinement=strict needs Landlock and seccomp")
+    settings = EnvironmentSettings(
+        confinement=Confinement(level=request.param),
+        environment=None,
+        tools=find_tools(["crop"]),
+        observation_role="tool",
+        timeout_seconds=20.0,
+    )
     if not find_obstacle():
         settings = replace(settings, tools=find_tools(["crop", "python"]))
     with running(settings) as pool:
@@ -522,7 +541,7 @@ def test_python_does_not_see_the_ground_truth_and_leaves_no_process(python, tool
 
 
 @pytest.mark.faults
-def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on(tools):
+def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on():
     if obstacle := find_obstacle():
         pytest.skip(f"the tool python needs {obstacle}")
     with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]), timeout_seconds=4.0)) as pool:
