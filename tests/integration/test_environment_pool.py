@@ -524,17 +524,25 @@ def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
         ("open('/proc/%d/environ' % __import__('os').getppid()).read()", "PermissionError"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import os; os.listdir(os.path.expanduser('~root'))", "PermissionError"),
+        ("open('THIS FILE').read()", "PermissionError"),
         ("import os; os.unshare(0x10000000) if hasattr(os, 'unshare') else os.setns(0)", "Error"),
     ],
 )
 def test_python_keeps_its_limits(python, code, expected):
-    assert expected in python(code)
+    assert expected in python(code.replace("THIS FILE", __file__))
     assert python("1 + 1") == "2"
 
 
 @pytest.mark.faults
-def test_python_does_not_see_the_ground_truth_and_leaves_no_process(python, tools):
-    assert "KeyError" in python("import os; os.environ['HOME_OF_ANOTHER']")
+def test_python_finds_neither_the_ground_truth_nor_the_variables_of_the_run(python):
+    # Its process is no fork of one that has the row, and the pool does not send the row to tools.
+    code = "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)"
+    assert python(code).startswith("(False, ['HOME', 'LANG', ")
+
+
+@pytest.mark.faults
+def test_python_leaves_no_process(python, tools):
+    assert python("1") == "1"  # from here on, the episode has its process
     before = set(descendants(tools.process_ids[0]))
     assert python("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n7") == "7"
     assert set(descendants(tools.process_ids[0])) == before
