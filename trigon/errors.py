@@ -14,7 +14,8 @@
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
-    |   `-- DiskError      it could not be written: the disk is full, read-only, gone, ...
+    |   |-- DiskError      it could not be written: the disk is full, read-only, gone, ...
+    |   `-- PeerError      another rank could not write or read its part
     |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
     `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
@@ -82,6 +83,10 @@ class CheckpointError(TrigonError):
 
 class DiskError(CheckpointError):
     """A checkpoint or an export could not be written. What was there before is intact."""
+
+
+class PeerError(CheckpointError):
+    """Another rank could not write or read its part; it raises the error that is the cause."""
 
 
 class WatchError(TrigonError):
