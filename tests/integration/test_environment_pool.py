@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from support.processes import descendants, is_locked, is_running, wait_until
-from trigon.environments.check import check_code
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.protocol import Message, Observation, Outcome
 from trigon.environments.sandbox import find_obstacle
@@ -365,13 +364,18 @@ def test_a_stopped_episode_says_nothing_more(tmp_path):
             pool.step(0, "go")
 
 
-def test_the_code_is_checked_and_its_tools_are_described(tmp_path):
-    assert check_code(settings_of(tmp_path)) == ()
-    [crop] = check_code(EnvironmentSettings(environment=None, tools=find_tools(["crop"])))
+def described(settings):
+    with closing(EnvironmentPool(settings, describe=True)) as pool:
+        return pool.schemas
+
+
+def test_tools_are_described_when_the_code_is_loaded(tmp_path):
+    assert described(settings_of(tmp_path)) == ()
+    [crop] = described(EnvironmentSettings(environment=None, tools=find_tools(["crop"])))
     assert list(crop["function"]["parameters"]["properties"]) == ["bbox_2d", "img_idx"]
     (tmp_path / "tools.py").write_text("def look(place: str): 'Look somewhere.'")
     with pytest.raises(EpisodeError, match="tool 'look' cannot be described to the model"):
-        check_code(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"])))
+        described(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"])))
 
 
 def test_a_class_given_in_python_runs_in_processes_of_its_own():
@@ -420,7 +424,6 @@ def test_nothing_is_left_when_the_process_of_the_pool_is_killed(tmp_path):
     settings_of(tmp_path)
     script = f"""
 import time
-from trigon.environments.check import check_code
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment
 source = find_environment("{tmp_path}/counter.py:Counter")
