@@ -11,6 +11,7 @@ from typing import Protocol, assert_never
 
 import torch
 
+from trigon.build.episodes import engine_limit_images
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
@@ -137,7 +138,7 @@ def open_rollout(
                 max_num_seqs=resolve_max_num_seqs(config, place.device_type),
                 enable_chunked_prefill=resolve_enable_chunked_prefill(config, place.device_type),
                 enable_prefix_caching=rollout.enable_prefix_caching,
-                limit_images=rollout.limit_images,
+                limit_images=engine_limit_images(config),
                 seed=rollout.seed,
                 trust_remote_code=model.trust_remote_code,
                 override_config=model.override_config,

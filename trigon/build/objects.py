@@ -16,11 +16,13 @@ class RunObjects:
     """What a run is given besides its configuration.
 
     sources: opened datasets, by their texts in data.train_files and data.val_files. reward: None:
-    worker.reward.reward_function is a file or a shipped name. hooks: functions that it calls.
+    worker.reward.reward_function is a file or a shipped name. val_reward: the same for
+    worker.reward.val_reward_function. hooks: functions that it calls.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     reward: RewardSource | Sequence[RewardTerm] | None = None
+    val_reward: RewardSource | Sequence[RewardTerm] | None = None
     hooks: Hooks = field(default_factory=Hooks)
 
 
