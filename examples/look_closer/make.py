@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from trigon.environments.crop import crop
-from trigon.environments.tools import ToolEnvironment, describe_tools
 
 from drawings import PATTERNS, box_of, draw
+from trigon.environments.crop import crop
+from trigon.environments.tools import ToolEnvironment, describe_tools
 from trigon.tiny.demonstrations import Demonstration, learn_demonstrations
 from trigon.tiny.model import make_tiny
 
