@@ -19,6 +19,7 @@ from trigon.environments.protocol import Message, Observation, Outcome
 from trigon.environments.sandbox import find_obstacle
 from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
 from trigon.errors import EpisodeError
+from trigon.rewards.confinement import landlock, seccomp
 from trigon.rewards.confinement.options import Confinement
 
 pytestmark = pytest.mark.alone
@@ -280,9 +281,18 @@ def test_much_output_is_logged_in_part_and_harms_nothing(tmp_path, caplog):
     assert len(caplog.text) < 300_000
 
 
+CONFINEMENTS = {
+    "all": Confinement(),
+    "without namespaces": Confinement(without=("namespaces",)),
+    "without all": Confinement(without=("namespaces", "fewer capabilities", "landlock", "signal scope", "seccomp")),
+    "off": Confinement(level="off"),
+}
+
+
 @pytest.mark.faults
-def test_what_an_episode_leaves_is_killed_with_it(tmp_path):
-    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)})) as pool:
+@pytest.mark.parametrize("confinement", CONFINEMENTS.values(), ids=CONFINEMENTS)
+def test_what_an_episode_leaves_is_killed_with_it(tmp_path, confinement):
+    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)}, confinement=confinement)) as pool:
         started(pool, 2)
         assert step(pool, "leave processes").error == ""
         assert is_locked(tmp_path / "child")
@@ -412,9 +422,18 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-@pytest.fixture(scope="module")
-def tools():
-    settings = EnvironmentSettings(environment=None, tools=find_tools(["crop"]), timeout_seconds=20.0)
+@pytest.fixture(scope="module", params=["default", "strict"])
+def tools(request):
+    obstacle = landlock.find_version() == 0 or not seccomp.is_available()
+    if request.param == "strict" and obstacle:
+        pytest.skip("confinement=strict needs Landlock and seccomp")
+    settings = EnvironmentSettings(
+        confinement=Confinement(level=request.param),
+        environment=None,
+        tools=find_tools(["crop"]),
+        observation_role="tool",
+        timeout_seconds=20.0,
+    )
     if not find_obstacle():
         settings = replace(settings, tools=find_tools(["crop", "python"]))
     with running(settings) as pool:
@@ -505,24 +524,32 @@ def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
         ("open('/proc/%d/environ' % __import__('os').getppid()).read()", "PermissionError"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import os; os.listdir(os.path.expanduser('~root'))", "PermissionError"),
+        ("open('THIS FILE').read()", "PermissionError"),
         ("import os; os.unshare(0x10000000) if hasattr(os, 'unshare') else os.setns(0)", "Error"),
     ],
 )
 def test_python_keeps_its_limits(python, code, expected):
-    assert expected in python(code)
+    assert expected in python(code.replace("THIS FILE", __file__))
     assert python("1 + 1") == "2"
 
 
 @pytest.mark.faults
-def test_python_does_not_see_the_ground_truth_and_leaves_no_process(python, tools):
-    assert "KeyError" in python("import os; os.environ['HOME_OF_ANOTHER']")
+def test_python_finds_neither_the_ground_truth_nor_the_variables_of_the_run(python):
+    # Its process is no fork of one that has the row, and the pool does not send the row to tools.
+    code = "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)"
+    assert python(code).startswith("(False, ['HOME', 'LANG', ")
+
+
+@pytest.mark.faults
+def test_python_leaves_no_process(python, tools):
+    assert python("1") == "1"  # from here on, the episode has its process
     before = set(descendants(tools.process_ids[0]))
     assert python("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n7") == "7"
     assert set(descendants(tools.process_ids[0])) == before
 
 
 @pytest.mark.faults
-def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on(tools):
+def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on():
     if obstacle := find_obstacle():
         pytest.skip(f"the tool python needs {obstacle}")
     with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]), timeout_seconds=4.0)) as pool:

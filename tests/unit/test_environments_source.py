@@ -171,7 +171,11 @@ def test_two_tools_of_one_name_are_refused(tmp_path):
 
 def reply(folder, call, tool_format="hermes"):
     environment = ToolEnvironment(
-        tools_of(folder, "add", "look", "ask"), tool_format=tool_format, timeout_seconds=8.0, max_image_pixels=10**6
+        tools_of(folder, "add", "look", "ask"),
+        tool_format=tool_format,
+        role="tool",
+        timeout_seconds=8.0,
+        max_image_pixels=10**6,
     )
     environment.reset({"images": ["an image"]})
     observation, reward, done = environment.step(f"<tool_call>{call}</tool_call>")
@@ -208,7 +212,7 @@ def test_arguments_that_are_written_as_text_are_read_by_their_types(tmp_path, va
 
 def test_each_call_of_a_turn_has_its_message_and_too_many_are_refused(tmp_path):
     environment = ToolEnvironment(
-        tools_of(tmp_path, "add"), tool_format="hermes", timeout_seconds=8.0, max_image_pixels=10**6
+        tools_of(tmp_path, "add"), tool_format="hermes", role="user", timeout_seconds=8.0, max_image_pixels=10**6
     )
     environment.reset({"images": []})
     calls = [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>' for number in range(17)]

@@ -14,9 +14,9 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
-ToolFormat = Literal["hermes", "llama3_json", "qwen3_xml"]
+from trigon.names import ToolFormat
 
 MAX_CALLS = 16
 """Maximum number of calls of one turn that are carried out."""

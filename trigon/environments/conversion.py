@@ -20,12 +20,12 @@ from trigon.environments.protocol import (
     IMAGE_MARKER,
     Message,
     Observation,
-    ObservationRole,
     check_observation,
     check_size,
     escape_markers,
 )
 from trigon.environments.replies import read_reward
+from trigon.names import ObservationRole
 
 _KEYS = ("text", "image", "images")
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")

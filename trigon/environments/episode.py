@@ -29,8 +29,9 @@ from PIL import Image
 
 from trigon.environments.conversion import to_observation, to_step
 from trigon.environments.frames import MAX_FRAME_BYTES, Frame, FrameReader, encode_frame
-from trigon.environments.protocol import Observation, ObservationRole
+from trigon.environments.protocol import Observation
 from trigon.environments.tools import IMAGES
+from trigon.names import ObservationRole
 
 _MAX_ERROR_CHARACTERS = 300
 _MAX_TRACEBACK_CHARACTERS = 4000

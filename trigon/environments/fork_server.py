@@ -173,6 +173,7 @@ class ForkServer:
                 return ToolEnvironment(
                     tools,
                     tool_format=setup["tool_format"],
+                    role=self._limits.observation_role,
                     timeout_seconds=self._limits.timeout_seconds,
                     max_image_pixels=self._limits.max_image_pixels,
                 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from trigon.names import ObservationRole
 
 IMAGE_MARKER = "<image>"
 """Stands for one image in the text of a message."""
@@ -21,8 +23,6 @@ MAX_TEXT_CHARACTERS = 200_000
 
 MAX_ASPECT_RATIO = 200
 """Image processors of the Qwen families raise an error for this aspect ratio or above."""
-
-ObservationRole = Literal["user", "tool"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -54,17 +54,23 @@ def main(folder: str) -> None:
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
     of_python = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(sys.executable)]
-    readable = [
-        *(path for path in STRICT_READABLE if path != "/proc"),
-        *of_python,
-        *(path for path in sys.path if path),
-    ]
+    packages = [path for path in sys.path if _has_packages(path, of_python)]
+    readable = [*(path for path in STRICT_READABLE if path != "/proc"), *of_python, *packages]
     landlock.enter_domain_of_files(landlock.find_version(), readable=readable, writable=[folder, *_DEVICES])
     seccomp.forbid([*seccomp.FORBIDDEN, "socket"], namespaces=True)
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for the rest of this process's life
     sys.argv = [_FILE]
-    sys.path.insert(0, folder)
+    sys.path[:] = [folder, *packages]
     os._exit(_run(code))
+
+
+def _has_packages(path: str, of_python: list[str]) -> bool:
+    """Return whether a folder of sys.path has installed packages or the standard library.
+
+    Others are those of the user's project, which may have the dataset with its ground truths.
+    """
+    is_below = any(path == prefix or path.startswith(f"{prefix}{os.sep}") for prefix in of_python)
+    return is_below or os.path.basename(path) in ("site-packages", "dist-packages")
 
 
 def _run(code: str) -> int:

@@ -7,14 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trigon.environments.calls import ToolFormat
-from trigon.environments.protocol import ObservationRole
 from trigon.environments.source import CodeSource, find_code, pickle_code
 from trigon.errors import EpisodeError
+from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.rewards.confinement.options import DEFAULT, Confinement
-
-BUILT_IN_TOOLS = ("crop", "python")
-"""The tools that worker.rollout.tools names without a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +20,14 @@ class EnvironmentSettings:
     environment: None for tools. kwargs: of the environment's constructor; JSON can represent them.
     tool_format: of the calls. timeout_seconds: of reset (with the constructor) and of each step.
     max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
-    max_image_pixels: maximum width * height of an image of an observation. observation_role: of an
-    environment's messages; those of tools are "tool". passed_variables: environment variables that
+    max_image_pixels: maximum width * height of an image of an observation. observation_role: of all
+    messages, those of tools too. passed_variables: environment variables that
     the code gets besides those of rewards.environment.ALLOWED. confinement: of all processes
     together, by the options of reward workers.
     """
 
     environment: CodeSource | None
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
     tools: tuple[CodeSource, ...] = ()
     tool_format: ToolFormat = "hermes"
     timeout_seconds: float = 60.0

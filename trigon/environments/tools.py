@@ -16,12 +16,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trigon.environments.calls import MAX_CALLS, ToolCall, ToolFormat, find_calls
+from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
 from trigon.environments.conversion import to_message
 from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
-from trigon.environments.settings import BUILT_IN_TOOLS
 from trigon.environments.source import CodeSource, load_code
 from trigon.errors import EpisodeError
+from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
 from trigon.suggestions import did_you_mean
 
 IMAGES = "images"
@@ -37,11 +37,18 @@ class ToolEnvironment:
     """An environment of one episode: carries out calls, until the model writes none."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], *, tool_format: ToolFormat, timeout_seconds: float, max_image_pixels: int
+        self,
+        tools: Mapping[str, Tool],
+        *,
+        tool_format: ToolFormat,
+        role: ObservationRole,
+        timeout_seconds: float,
+        max_image_pixels: int,
     ) -> None:
-        """Make it. Args: tools: by name. timeout_seconds: of a step, for the tool `python`."""
+        """Make it. Args: tools: by name. role: of its messages. timeout_seconds: of a step."""
         self._tools = tools
         self._format = tool_format
+        self._role = role
         self._timeout_seconds = timeout_seconds
         self._max_image_pixels = max_image_pixels
         self._images: list[Any] = []
@@ -61,20 +68,22 @@ class ToolEnvironment:
             share = self._timeout_seconds / (2 * min(len(calls), MAX_CALLS))
             message = self._carry_out(call, timeout_seconds=share)
             if sum(len(each.images) for each in [*messages, message]) > MAX_IMAGES:
-                message = _text(f"Error: the tools returned more than {MAX_IMAGES} images in one turn")
+                message = self._text(f"Error: the tools returned more than {MAX_IMAGES} images in a turn")
             if sum(len(each.text) for each in [*messages, message]) > MAX_TEXT_CHARACTERS:
-                message = _text(f"Error: the tools returned more than {MAX_TEXT_CHARACTERS:,} characters in one turn")
+                message = self._text(
+                    f"Error: the tools returned more than {MAX_TEXT_CHARACTERS:,} characters in one turn"
+                )
             messages.append(message)
         if len(calls) > MAX_CALLS:
-            messages.append(_text(f"Error: only the first {MAX_CALLS} of {len(calls)} calls were carried out"))
+            messages.append(self._text(f"Error: only the first {MAX_CALLS} of {len(calls)} calls were carried out"))
         return Observation(tuple(messages)), None, False
 
     def _carry_out(self, call: ToolCall, *, timeout_seconds: float) -> Message:
         if call.error:
-            return _text(f"Error: {call.error}")
+            return self._text(f"Error: {call.error}")
         if call.name not in self._tools:
             hint = did_you_mean(call.name, self._tools)
-            return _text(f"Error: there is no tool {call.name!r}{hint} (the tools are {', '.join(self._tools)})")
+            return self._text(f"Error: there is no tool {call.name!r}{hint} (the tools are {', '.join(self._tools)})")
         tool = self._tools[call.name]
         try:
             arguments = _bind(tool, call, self._images, timeout_seconds)
@@ -83,14 +92,17 @@ class ToolEnvironment:
                 isinstance(returned, bool | int | float | list | tuple) and not _has_images(returned)
             ):
                 returned = json.dumps(returned, default=str)
-            message = to_message(returned, role="tool", max_image_pixels=self._max_image_pixels)
+            message = to_message(returned, role=self._role, max_image_pixels=self._max_image_pixels)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool's code may raise anything
             if not isinstance(error, ValueError) and call.name not in self._reported:
                 self._reported.add(call.name)  # it may be a mistake of the tool, so the log has it once
                 traceback.print_exception(error)
-            return _text(f"Error: {describe(error)}")
+            return self._text(f"Error: {describe(error)}")
         self._images += _opened(message)
         return message
+
+    def _text(self, text: str) -> Message:
+        return Message(self._role, escape_markers(text))
 
 
 def load_tools(sources: Sequence[CodeSource]) -> dict[str, Tool]:
@@ -228,7 +240,3 @@ def _opened(message: Message) -> list[Any]:
 
 def _has_images(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(hasattr(each, "getbands") for each in value)
-
-
-def _text(text: str) -> Message:
-    return Message("tool", escape_markers(text))
