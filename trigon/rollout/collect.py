@@ -12,7 +12,7 @@ from trigon.errors import EngineError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.types import Completion, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
 def collect(
@@ -90,4 +90,5 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
         prompt=prompt.text,
         finish_reason=completion.finish_reason,
         row=prompt.row,
+        media=prompt.vision if isinstance(prompt.vision, EncodedMedia) else prompt.read_media,
     )
