@@ -77,7 +77,7 @@ def red(value, size=8):
 
 
 def request(media, response="a"):
-    return RewardRequest(response, 1, "4", "?", "stop", {}, media)
+    return RewardRequest(response, 1, "4", "?", "stop", {}, media=media)
 
 
 def media_of(*files, kind="image"):

@@ -43,12 +43,17 @@ def _open_pool(
         max_failed_fraction=reward.max_failed_fraction,
         concurrency=reward.concurrency,
         passed_variables=reward.env,
-        confinement=Confinement(
-            level=reward.confinement,
-            network=reward.network,
-            readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
-            max_memory_bytes=int(reward.max_memory_gb * 2**30),
-        ),
+        confinement=make_confinement(reward),
+    )
+
+
+def make_confinement(reward: RewardConfig) -> Confinement:
+    """Return what is kept from the user's code: reward functions, environments and tools."""
+    return Confinement(
+        level=reward.confinement,
+        network=reward.network,
+        readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
+        max_memory_bytes=int(reward.max_memory_gb * 2**30),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state, staged_bytes
+from trigon.build.episodes import check_episodes, find_episodes
 from trigon.build.hangs import EXPORT, open_hang_watch
 from trigon.build.hub import announce_downloads
 from trigon.build.memory_check import check_memory, find_hardware
@@ -135,6 +136,7 @@ def run_training(
                 check_hardware(hardware)
         for warning in find_device_warnings(config, device):
             console.warn(warning)
+        episodes = find_episodes(config, processors, stack, objects.code)
         for pool in filter(None, (rewards, val_rewards)):
             pool.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
@@ -142,13 +144,15 @@ def run_training(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
 
-        builder = open_builder(config, processors)
+        builder = open_builder(config, processors, tools=() if episodes is None else episodes[0].schemas)
         val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         if val_rewards is None or train_prompts is not None:
             check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
         if val_rewards is not None and val_prompts is not None:
             check_rewards(val_rewards, val_prompts)
+        if episodes is not None:
+            check_episodes(*episodes, val_prompts if train_prompts is None else train_prompts)
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
         prompts = None
         if train_prompts is not None:
@@ -158,9 +162,12 @@ def run_training(
 
         console.print("loading the model and starting the rollout engine")
         if worker_group is None:
-            engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
+            engines = open_engines(
+                config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
+            )
         else:
-            engines = open_workers(config, plan, worker_group, store, report, shows_videos=shows_videos)
+            parts = None if episodes is None else episodes[0]
+            engines = open_workers(config, plan, worker_group, store, report, shows_videos=shows_videos, episodes=parts)
         if resolve_auto_micro_batch(config, device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)

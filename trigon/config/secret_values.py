@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from trigon.config.options import options
 from trigon.config.schema import Config
-from trigon.secrets import ARGUMENTS, MASKED, REWARD, VAL_REWARD, masked_names, secrets_in
+from trigon.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, masked_names, secrets_in
 
 _ENV_HINT = ", or export a variable and write env:NAME in its place"
 
@@ -52,7 +52,7 @@ def find_exposed(config: Config, names: Collection[str]) -> list[str]:
 
 def _takes_variables(name: str) -> bool:
     """Return whether env:NAME has a meaning in this option or value."""
-    return _is_at_or_below(name, ARGUMENTS)
+    return any(_is_at_or_below(name, option) for option in USER_ARGUMENTS)
 
 
 def _is_at_or_below(name: str, option: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from trigon.build.data import open_builder, open_evaluator, open_processors, scan_datasets
 from trigon.build.engines import Engines, open_engines
+from trigon.build.episodes import check_episodes, find_episodes
 from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
 from trigon.build.objects import RunObjects
@@ -254,18 +255,30 @@ def evaluate_model(
             worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
+        episodes = find_episodes(config, processors, stack)
         rewards.ready()
         data = config.data
-        prompts = scan_datasets(
-            config, data.val_files, (), open_builder(config, processors), report, max_rows=request.limit
-        )
+        builder = open_builder(config, processors, tools=() if episodes is None else episodes[0].schemas)
+        prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
         check_rewards(rewards, prompts)
+        if episodes is not None:
+            check_episodes(*episodes, prompts)
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:
-            engines = open_engines(config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos)
+            engines = open_engines(
+                config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos, episodes=episodes
+            )
         else:
-            engines = open_workers(config, plan, worker_group, store, report, shows_videos=prompts.shows_videos)
+            engines = open_workers(
+                config,
+                plan,
+                worker_group,
+                store,
+                report,
+                shows_videos=prompts.shows_videos,
+                episodes=None if episodes is None else episodes[0],
+            )
         parts = _Parts(config, processors, engines, rewards, source.step, request)
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
             rows = sample(parts, prompts, report)

@@ -65,8 +65,11 @@ class RewardRequest:
     the dataset.
     prompt: the text of the prompt. finish_reason: whether the completion ended by itself or was
     truncated.
-    row: the other columns of the dataset's row, except images. media: the images or videos of the
-    prompt, or what reads them, for functions that look at them.
+    row: the other columns of the dataset's row, except images.
+    turns: with an environment or tools, each turn as {"observation": what the model saw before it,
+    with one <image> for each image, "text": what it wrote, "reward": of the environment, or None}.
+    response is then the text of all turns, without what was observed. Empty otherwise.
+    media: the images or videos of the prompt, or what reads them, for functions that look at them.
     """
 
     response: str
@@ -75,6 +78,7 @@ class RewardRequest:
     prompt: str
     finish_reason: FinishReason
     row: Mapping[str, Any]
+    turns: Sequence[Mapping[str, Any]] = ()
     media: EncodedMedia | ReadMedia | None = field(default=None, repr=False, compare=False)
 
 
