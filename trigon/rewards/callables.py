@@ -19,7 +19,7 @@ import cloudpickle
 
 from trigon.errors import RewardError
 from trigon.rewards.code import function_digest
-from trigon.rewards.contract import detect_contract
+from trigon.rewards.contract import call_signature, detect_contract
 from trigon.rewards.load import RewardSource, RewardTerm, find_source
 
 RewardFunction = Callable[..., Any]
@@ -129,7 +129,8 @@ def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: 
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
-    declared = getattr(inner, "REWARD_TYPE", getattr(inner, "__globals__", {}).get("REWARD_TYPE"))
+    code = inspect.getattr_static(inner, "__call__", None) if isinstance(inner, type) else inner
+    declared = getattr(inner, "REWARD_TYPE", getattr(code, "__globals__", {}).get("REWARD_TYPE"))
     if declared is None and _says_nothing(function, kwargs):
         return "sequential"
     contract = detect_contract(function, declared, kwargs, where=where)
@@ -139,7 +140,7 @@ def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: 
 def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function has one required argument without a known name or an annotation."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = call_signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
     required = [

@@ -38,7 +38,7 @@ from typing import Any
 
 from trigon.errors import RewardError
 from trigon.rewards.calls import Result, at_most, score_chunk
-from trigon.rewards.contract import LoadedFunction, bind_kwargs, detect_contract, is_async
+from trigon.rewards.contract import LoadedFunction, bind_kwargs, construct, detect_contract, is_async, is_class
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
 from trigon.system.signals import outlive_stop_signals
@@ -112,6 +112,8 @@ def _load_setup(setup: Mapping[str, Any]) -> LoadedFunction:
 def _load(source: RewardSource, kwargs: Mapping[str, Any]) -> LoadedFunction:
     """Return a function with its arguments bound. Raises: RewardError."""
     function, reward_type = load_function(source)
+    if is_class(function):  # once for each worker, so that it can load a model or open a connection
+        function, kwargs = construct(function, kwargs, where=source.where), {}
     contract = detect_contract(function, reward_type, kwargs, where=source.where)
     return LoadedFunction(
         bind_kwargs(function, contract, kwargs, where=source.where), contract, is_async=is_async(function)
