@@ -90,8 +90,10 @@ def test_its_arguments_are_checked_before_it_is_made(tmp_path, kwargs, message):
 
 
 def test_what_it_raises_ends_the_start_with_its_traceback(tmp_path):
-    text = "class Reward:\n    def __init__(self): raise OSError('no such judge')\n    def __call__(self, reward_input): ..."
-    error = error_of(tmp_path, text)
+    text = (
+        "class Reward:\n    def __init__(self): raise OSError('no such judge')\n    def __call__(self, reward_input): "
+    )
+    error = error_of(tmp_path, f"{text}...")
     assert "failed to start: OSError: no such judge" in error
     assert 'reward.py", line 2, in __init__' in error
 
