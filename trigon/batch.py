@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -316,7 +316,7 @@ def _episode_state(completion: Completion) -> dict[str, Any]:
     assert not isinstance(completion.vision, Vision), "pixels are not written; use EncodedMedia"
     files = () if completion.vision is None else completion.vision.encoded
     return {
-        "turns": [[turn.start, turn.end, turn.text, turn.observation, turn.reward] for turn in completion.turns],
+        "turns": [astuple(turn) for turn in completion.turns],
         "images": [base64.b64encode(file).decode("ascii") for file in files],
         "episode_error": completion.error,
     }

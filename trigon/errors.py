@@ -3,7 +3,8 @@
     TrigonError
     |-- ConfigError        the configuration: an unknown key, a value out of bounds, a conflict
     |-- DataError          the dataset: a missing file or column, too many bad rows
-    |   `-- BadRow         one row: an unreadable image, a wrong number of markers; skipped, counted
+    |   |-- BadRow         one row: an unreadable image, a wrong number of markers; skipped, counted
+    |   `-- ObservationError  what an environment shows: an unreadable image; ends the episode
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
     |-- RewardError        the reward function: it cannot be loaded, or fails too often
     |-- EngineError        an engine violated its protocol
@@ -36,6 +37,10 @@ class DataError(TrigonError):
 
 class BadRow(DataError):
     """One row cannot be used. It is skipped and counted; too many of them raise DataError."""
+
+
+class ObservationError(DataError):
+    """An observation of an environment cannot be shown to the model. Its episode has failed."""
 
 
 class ModelError(TrigonError):

@@ -23,8 +23,12 @@ MASKED = "(secret, not written)"
 ARGUMENTS = "worker.reward.reward_function_kwargs"
 """The option with values that only the user's reward function knows."""
 
+REWARD = "worker.reward.reward_function"
+"""The option that may be a list of reward functions, each with arguments of its own."""
+
 FREE_MAPPINGS = (
     ARGUMENTS,
+    f"{REWARD}.kwargs",  # of each in the list
     "worker.reward.score_function_kwargs",  # its older name, in folders of older runs
     "worker.actor.model.override_config",
 )
@@ -326,8 +330,15 @@ def hide(name: str, value: Any, *, free: bool = False) -> Any:
     name: of the option, or a key inside it. free: whether the value belongs to a user's mapping,
     in which any long random text is hidden too.
     """
-    if name == ARGUMENTS:
+    if name in (ARGUMENTS, f"{REWARD}.kwargs"):
         return _hide_argument("", value)
+    if name == REWARD and isinstance(value, list | tuple):
+        return [
+            {key: hide(f"{name}.{key}", item) for key, item in each.items()}
+            if isinstance(each, Mapping)
+            else hide("", each)
+            for each in value
+        ]
     if _is_secret(name.rpartition(".")[2], free=free) and value is not None and not isinstance(value, bool):
         return HIDDEN
     match value:

@@ -133,6 +133,7 @@ class Turn:
     text: the sampled tokens decoded, like Completion.text. observation: the observed tokens as
     text, with one marker for each image; "" if there are none.
     reward: what the environment gave for the turn, None without an environment.
+    num_images: in the observation.
     """
 
     start: int
@@ -140,6 +141,7 @@ class Turn:
     text: str
     observation: str = ""
     reward: float | None = None
+    num_images: int = 0
 
 
 @dataclass(frozen=True, slots=True)

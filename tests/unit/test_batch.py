@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from support.fake_runs import (
     rollouts_of,
     surplus_settings,
 )
+from trigon.batch import load_surplus, surplus_state
 from trigon.checkpoint.store import Checkpoint
 from trigon.data.mixture import mix
 from trigon.data.stream import PromptStream
@@ -35,6 +38,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.rewards.pool import RewardPool
 from trigon.training.fake import FAKE_LOGPROB
+from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, Score, Turn
 
 
 def test_filtered_groups_are_replaced_by_others(parts, tmp_path):
@@ -266,3 +270,33 @@ def test_a_completion_without_a_baseline_does_not_train(parts, tmp_path):
     trains = [{float(sequence.loss_mask[0]) for sequence in group.sequences} for group in groups]
     assert trains == [{1.0}, {0.0}, {1.0}, {1.0}]
     assert lines_of(tmp_path)[1]["grader/baselines_missing"] == 1.0
+
+
+def test_episodes_kept_for_the_next_step_keep_their_turns_and_images():
+    files = (b"first", b"second")
+    images = EncodedMedia(files, tuple(hashlib.sha256(each).hexdigest() for each in files))
+    prompt = Prompt("train:0", (1, 2), None, "", None, {}, ())
+    episode = Completion(
+        (1, 2, 9, 3),
+        (-0.5, -0.25, -1.0),
+        "turns",
+        "a\nb",
+        3,
+        turns=(Turn(0, 2, "a", reward=0.1), Turn(3, 4, "b", "<image><image>", None, 2)),
+        vision=images,
+    )
+    failed = Completion((1,), (0.0,), "stop", "", 3, error="the environment died")
+    plain = Completion((1, 2), (-0.5, -0.5), "stop", "ab", 3)
+    score = Score(1.0, {"overall": 1.0}, "ok", "")
+    group = RolloutGroup(prompt, tuple(Rollout(each, score) for each in (episode, failed, plain)))
+
+    class Prompts:
+        def rebuild(self, prompt_id):
+            return prompt
+
+    [loaded] = load_surplus(json.loads(json.dumps(surplus_state([group]))), Prompts(), n=3, warn=pytest.fail)
+    media = [each.completion.vision for each in loaded.rollouts]
+    assert (media[0].encoded, media[0].hashes, media[1:]) == (images.encoded, images.hashes, [None, None])
+    assert [replace(each.completion, vision=None) for each in loaded.rollouts] == [
+        replace(each, vision=None) for each in (episode, failed, plain)
+    ]

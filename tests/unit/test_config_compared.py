@@ -65,6 +65,7 @@ FREE = {
     "worker.ref.fsdp.enable_cpu_offload",
     "worker.ref.offload.offload_params",
     "worker.reward.env",
+    "worker.reward.concurrency",
     "worker.reward.num_cpus",
     "worker.reward.timeout_seconds",
     "worker.reward.max_failed_fraction",

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -29,6 +30,7 @@ from trigon.types import (
     Score,
     TrainGroup,
     TrainSequence,
+    Turn,
     Vision,
 )
 
@@ -223,7 +225,54 @@ def test_a_message_is_little_larger_than_its_payload():
     train = TrainGroup(one, (sequence(length, old=True, ref=True),) * num_sequences)
 
     assert len(encode_prompts([one] * num_sequences)) <= num_sequences * (prompt_bytes + 100) + 50
-    assert len(encode_completions([[completion] * num_sequences])) <= num_sequences * (8 * length + 200 + 56) + 50
+    assert len(encode_completions([[completion] * num_sequences])) <= num_sequences * (8 * length + 200 + 60) + 50
     assert len(encode_rollouts([group])) <= prompt_bytes + num_sequences * (4 * length + 24) + 200
     assert len(encode_train([train])) <= prompt_bytes + num_sequences * (24 * length + 48) + 200
     assert len(encode_logprobs([[torch.zeros(length)] * num_sequences])) <= num_sequences * (4 * length + 4) + 50
+
+
+def test_episodes_keep_their_turns_and_images():
+    first, second = b"first", b"second"
+    episode = Completion(
+        (1, 2, 9, 9, 3),
+        (-0.5, -0.25, -1.0),
+        "turns",
+        "a\nb",
+        7,
+        turns=(Turn(0, 2, "a", reward=0.1), Turn(4, 5, "b", "<image>\udcff", -1e-300, num_images=2)),
+        vision=encoded_images(first, second),
+    )
+    failed = Completion((2,), (0.0,), "stop", "", 7, error="the environment raised KeyError: 'x'")
+    [received] = decode_completions(encode_completions([[episode, failed]]))
+    assert [replace(each, vision=None) for each in received] == [replace(episode, vision=None), failed]
+    assert received[0].vision.encoded == (first, second)
+    assert received[0].vision.hashes == episode.vision.hashes
+
+    one = prompt(vision=encoded_images(second))
+    sent = RolloutGroup(one, (Rollout(episode, Score(0.0, {}, "ok", "")), Rollout(failed, Score(0.0, {}, "ok", ""))))
+    message = encode_rollouts([sent])
+    assert message.count(second) == 1, "prompt and completion share a file"
+    [group] = decode_rollouts(message)
+    assert_same_prompt(one, group.prompt)
+    assert [each.completion.sampled for each in group.rollouts] == [((0, 2), (4, 5)), ((0, 1),)]
+    assert group.rollouts[0].completion.vision.encoded == (first, second)
+    assert group.rollouts[1].completion.vision is None
+
+    values = torch.tensor([1.0, 2.0, 3.0])
+    trained = TrainSequence(
+        episode.token_ids, values, values, values, None, values, sampled=episode.sampled, vision=episode.vision
+    )
+    [received_group] = decode_train(
+        encode_train([TrainGroup(one, (trained,))], held={one.vision.hashes[0]}), Held(second)
+    )
+    [sequence] = received_group.sequences
+    assert sequence.sampled == episode.sampled
+    assert sequence.vision.encoded == (first, second)
+    assert torch.equal(sequence.ref_logprobs, values)
+
+
+class Held(dict):
+    """Files that the receiver has."""
+
+    def __init__(self, *files):
+        super().__init__({hashlib.sha256(file).hexdigest(): file for file in files})

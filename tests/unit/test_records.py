@@ -73,7 +73,7 @@ def test_a_run_is_read_as_it_was_written(folder):
 def test_lines_of_the_first_version_are_read(folder):
     [file] = [each for each in find_rollouts(folder) if each.split == "validation"]
     line = json.loads(file.path.read_text())
-    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens"):
+    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens", "turns"):
         del line[name]
     file.path.write_text(json.dumps(line) + "\n")
     [row] = read_rollouts(file.path)
@@ -86,7 +86,7 @@ def test_lines_of_the_first_version_are_read(folder):
         ("not json", r"line 1 is not a rollout \(JSONDecodeError"),
         ("[]", "line 1 is not a rollout"),
         ('{"prompt_id": "a"}', "line 1 is not a rollout"),
-        (f'{{"version": {SCHEMA_VERSION + 1}}}', "has schema version 3, .* update trigon"),
+        (f'{{"version": {SCHEMA_VERSION + 1}}}', "has schema version 4, .* update trigon"),
     ],
 )
 def test_a_line_that_is_no_rollout_is_an_error(tmp_path, line, message):

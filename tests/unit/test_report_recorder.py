@@ -19,6 +19,7 @@ from trigon.report.recorder import MAX_PENDING, RolloutRecorder
 from trigon.report.run_folder import RunFolder
 from trigon.types import (
     Completion,
+    EncodedMedia,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -26,6 +27,7 @@ from trigon.types import (
     TokenLogprobs,
     TrainGroup,
     TrainSequence,
+    Turn,
 )
 
 SCORE = Score(1.0, {"overall": 1.0}, "ok", "")
@@ -258,3 +260,32 @@ def test_old_logprobs_are_those_of_the_loss_where_it_has_them():
     without = with_tokens(rollout_rows(groups), groups, learned=None, scored=None)
     assert [(row.tokens.old_logprobs, row.tokens.entropy) for row in without] == [(None, None)] * 2
     assert replace(without[0], tokens=None) == rollout_rows(groups)[0]
+
+
+def test_turns_are_written_with_the_images_of_their_observations(folder, recorder):
+    images = EncodedMedia((RED, BLUE), tuple(hashlib.sha256(file).hexdigest() for file in (RED, BLUE)))
+    episode = Completion(
+        (5, 6, 9, 9, 7),
+        (-0.5,) * 3,
+        "stop",
+        "left\nright",
+        0,
+        turns=(
+            Turn(0, 2, "left", reward=0.0),
+            Turn(4, 5, "right", "<image><image> You moved.", reward=1.0, num_images=2),
+        ),
+        vision=images,
+    )
+    prompt = group("train:0", images=0).prompt
+    one = RolloutGroup(prompt, (Rollout(episode, SCORE), *group("train:0", images=0).rollouts[:1]))
+    recorder.write(1, "train", rollout_rows([one]), no_images)
+    recorder.flush()
+    first, second = written(folder, "step_000001.jsonl")
+    assert [(turn.text, turn.observation, turn.num_tokens, turn.reward) for turn in first.turns] == [
+        ("left", "", 2, 0.0),
+        ("right", "<image><image> You moved.", 1, 1.0),
+    ]
+    assert first.num_tokens == 3
+    assert [len(turn.image_files) for turn in first.turns] == [0, 2]
+    assert [(folder.path / name).read_bytes() for name in first.turns[1].image_files] == [RED, BLUE]
+    assert second.turns == ()

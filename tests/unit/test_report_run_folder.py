@@ -180,7 +180,8 @@ def test_a_rollout_is_written_with_prompt_score_and_ground_truth(folder):
         "advantage": None,
         "tokens": None,
         "num_prompt_tokens": 3,
-        "version": 2,
+        "turns": [],
+        "version": 3,
     }
     assert second["sample"] == 1
 

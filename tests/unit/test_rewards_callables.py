@@ -193,9 +193,24 @@ def test_async_functions_and_objects_travel_alone_and_in_sums():
     assert parts_of([judge, (Judge(), 0.5)], "four") == [{"overall": 6, "judge": 4, "Judge": 4, "Judge/same": 0}]
 
 
+def test_one_of_several_may_be_a_dict_with_a_name_and_arguments():
+    def scaled(response, ground_truth, scale):
+        return scale * (response == ground_truth)
+
+    entry = {"function": scaled, "name": "right", "weight": 0.5, "kwargs": {"scale": 4}}
+    assert parts_of([entry, (scaled_by_2, 1)], "4") == [{"overall": 4, "right": 4, "scaled_by_2": 2}]
+    assert describe_reward([entry, "math"]) == "0.5 * right + 1 * math"
+    with pytest.raises(RewardError, match="each entry is a function"):
+        reward_source([{"function": scaled, "wieght": 1}], kwargs={})
+
+
+def scaled_by_2(response, ground_truth):
+    return 2 * (response == ground_truth)
+
+
 def test_keyword_arguments_of_several_functions_are_an_error():
     source = reward_source([(len, 1), (len, 2)], kwargs={"a": 1})
-    with pytest.raises(RewardError, match=r"arguments of a single reward function, and there are 2; bind them"):
+    with pytest.raises(RewardError, match=r"arguments of a single reward function, and there are 2; give each its own"):
         RewardPool(source, kwargs={"a": 1}, num_workers=1, timeout_seconds=1, max_failed_fraction=0)
 
 

@@ -185,7 +185,7 @@ def test_a_diverged_run_is_indexed_and_its_mismatch_is_that_of_the_finite_tokens
 def test_lines_of_the_first_version_are_shown(folder, tmp_path):
     path = folder / "rollouts" / "step_000001.jsonl"
     row = json.loads(row_to_line(make_row("train:0", 0, 1.0)))
-    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens"):
+    for name in ("version", "image_files", "advantage", "tokens", "num_prompt_tokens", "turns"):
         del row[name]
     path.write_text(json.dumps(row) + "\n")
     index = open_index(folder, tmp_path / "cache")

@@ -22,6 +22,7 @@ from trigon.config.compared import compared_options, is_accepted, schedule_depen
 from trigon.config.options import format_value
 from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, num_workers
+from trigon.config.rewards import describe_option
 from trigon.config.schema import Config
 from trigon.content import file_digest, text_digest, weights_digest
 from trigon.data.content import DatasetContent
@@ -29,7 +30,7 @@ from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, ModelError, RewardError
 from trigon.models.load import model_folder
 from trigon.rewards.code import code_digests
-from trigon.rewards.load import RewardSource, RewardTerm, find_source
+from trigon.rewards.load import RewardSource, RewardTerm, find_reward
 from trigon.secrets import HIDDEN, hide, without_secrets
 
 KEY = "made_from"
@@ -159,19 +160,20 @@ class Origin:
     def _add_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
         option = self._config.worker.reward
         assert option.reward_function is not None
+        described = describe_option(option.reward_function) or ""
         try:
-            digests = code_digests(find_source(option.reward_function) if reward is None else reward)
+            digests = code_digests(source := find_reward(option.reward_function) if reward is None else reward)
         except OSError as error:
-            raise RewardError(f"{REWARD}={option.reward_function}: its code cannot be read: {error}") from error
+            raise RewardError(f"{REWARD}={described}: its code cannot be read: {error}") from error
         self._contents[REWARD] = {"code": digests}
-        self._given[REWARD] = option.reward_function
+        self._given[REWARD] = described
         # Hashed, since they may be private. Keys of services may change, and are left out.
-        kwargs = option.reward_function_kwargs
+        kwargs = {**option.reward_function_kwargs, **_term_arguments(source)}
         compared = without_secrets(kwargs)
         self._contents[ARGUMENTS] = {
             str(key): [text_digest(repr(compared[key]))]
             for key, value in kwargs.items()
-            if not isinstance(value, str) or hide(str(key), value, free=True) != HIDDEN
+            if not isinstance(value, str) or hide(str(key).rpartition(".")[2], value, free=True) != HIDDEN
         }
         self._given[ARGUMENTS] = ""
 
@@ -258,6 +260,13 @@ class Origin:
             f"{self._checkpoint.step + 1} on, add\n  {shlex.quote(f'trainer.accept_changes={value}')}\n"
             "To start a new run, set another trainer.experiment_name or trainer.save_checkpoint_path"
         )
+
+
+def _term_arguments(reward: RewardSource | Sequence[RewardTerm]) -> dict[str, Any]:
+    """Return the arguments of each of several reward functions, "judge.model" for example."""
+    if isinstance(reward, RewardSource):
+        return {}
+    return {f"{term.name}.{key}": value for term in reward for key, value in term.kwargs.items()}
 
 
 def _differs(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]], part: str) -> bool:

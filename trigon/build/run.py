@@ -67,6 +67,7 @@ from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
 from trigon.rewards.confinement.options import Confinement
+from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import dummy_requests
 from trigon.run import Hooks, Run
@@ -231,7 +232,7 @@ def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool
     reward = config.worker.reward
     assert reward.reward_function is not None
     return RewardPool(
-        reward.reward_function if objects.reward is None else objects.reward,
+        find_reward(reward.reward_function) if objects.reward is None else objects.reward,
         kwargs=reward.reward_function_kwargs,
         num_workers=reward.num_cpus,
         timeout_seconds=reward.timeout_seconds,

@@ -109,7 +109,7 @@ def config_for_workers(config: Config) -> Config:
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
-    reward = config.worker.reward.model_copy(update={"reward_function_kwargs": {}})
+    reward = config.worker.reward.model_copy(update={"reward_function": None, "reward_function_kwargs": {}})
     chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={

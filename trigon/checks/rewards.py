@@ -98,7 +98,10 @@ class RewardTrial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What is known of a reward function. judgement: None if it cannot be called. text: a table."""
+    """What is known of a reward function. judgement: None if it cannot be called.
+
+    text: a table, or why there is no judgement.
+    """
 
     trial: RewardTrial | None
     judgement: Judgement | None
@@ -111,7 +114,7 @@ def check_reward(subject: Subject) -> Findings:
     judged = subject.judged.get()
     judgement = judged.judgement
     if judgement is None:
-        return Findings("", judged.problems)
+        return Findings(judged.text, judged.problems)
     summary = f"right {judgement.right:.3g}, wrong {judgement.wrong:.3g}; it reads {judgement.best}"
     if not judgement.can_judge:
         summary = "cannot be judged: no made completion scores more than a wrong one, in any known format"
@@ -127,6 +130,13 @@ def judge_reward(subject: Subject) -> Judged:
         return Judged(None, None, (Problem("reward.unusable", True, str(error)),))
     trial = RewardTrial(subject, pool)
     dataset = first_dataset(subject.datasets.require())
+    if pool.scores_groups():
+        try:
+            first = spread(dataset.usable, 1)[0]
+            pool.check(dummy_requests(build(dataset, first)), described=f"a dummy completion of {first.name}")
+        except RewardError as error:
+            return Judged(None, None, (Problem("reward.fails", True, str(error)),))
+        return Judged(None, None, (), "called; scores that depend on the other completions of a prompt are not judged")
     examples = [trial.example(dataset, facts) for facts in spread(dataset.usable, NUM_TRIED)]
     asked = asked_formats(examples[0].blank.prompt)
     try:

@@ -21,6 +21,11 @@ def convert(option: Option, node: Node) -> Any:
         if option.kind == "list" and option.default == ():
             return ()
         raise ValueError
+    if option.kind == "text or list":
+        is_text = isinstance(node, ScalarNode)
+        if not is_text and not isinstance(node, SequenceNode):
+            raise ValueError
+        return node.value if is_text else tuple(construct(item) for item in node.value)
     if option.kind == "list" and isinstance(node, SequenceNode):
         return tuple(_convert_scalar(option, item) for item in node.value)
     return _convert_scalar(option, node)
@@ -47,7 +52,7 @@ def _convert_scalar(option: Option, node: Node) -> Any:
             return int(number)
         case "number":
             return float(text)
-        case "list" | "mapping":
+        case "list" | "mapping" | "text or list":
             raise ValueError
         case _:
             assert_never(option.item)

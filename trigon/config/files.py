@@ -19,6 +19,7 @@ from trigon.config.paths import (
     path_exists,
     split_dataset,
 )
+from trigon.config.rewards import RewardOption, reward_specs
 from trigon.config.schema import Config
 from trigon.names import SHIPPED_REWARDS
 
@@ -47,6 +48,16 @@ def _check_reward_env(config: Config) -> list[str]:
         "without values; export the variable, and give its name only, for example OPENAI_API_KEY"
         for name in config.worker.reward.env
         if not name.isidentifier()
+    ]
+
+
+def _check_reward_kwargs(config: Config) -> list[str]:
+    reward = config.worker.reward
+    if isinstance(reward.reward_function, str | None) or not reward.reward_function_kwargs:
+        return []
+    return [
+        "worker.reward.reward_function_kwargs are arguments of a single reward function, and there is a list; give "
+        "each its own: reward_function: [{function: ..., weight: ..., kwargs: {...}}]"
     ]
 
 
@@ -112,10 +123,16 @@ def _local_model(key: str, path: str | None) -> Paths:
 
 
 def _reward(config: Config) -> Paths:
-    reward = config.worker.reward.reward_function
-    if not reward or reward in SHIPPED_REWARDS or is_python_object(reward):
-        return {}
-    return {"worker.reward.reward_function": reward.rpartition(":")[0] or reward}
+    return _reward_files("worker.reward.reward_function", config.worker.reward.reward_function)
+
+
+def _reward_files(key: str, reward: RewardOption) -> Paths:
+    specs = reward_specs(reward)
+    return {
+        f"{key}[{number}]" if len(specs) > 1 else key: spec.rpartition(":")[0] or spec
+        for number, spec in enumerate(specs)
+        if spec not in SHIPPED_REWARDS and not is_python_object(spec)
+    }
 
 
 def _writable(config: Config) -> Paths:
@@ -151,7 +168,7 @@ def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
     train_files = () if config.trainer.val_only else data.train_files
     given = [("data.train_files", each) for each in train_files]
     given += [("data.val_files", each) for each in data.val_files]
-    given += [("worker.reward.reward_function", reward)] if reward else []
+    given += [("worker.reward.reward_function", each) for each in reward_specs(reward)]
     return [
         f"{key} is {text}, which a program gave to trigon.train as a Python object; give a file, or call trigon.train "
         "again"
@@ -171,13 +188,20 @@ def _check_files(config: Config, *, paths: Callable[[Config], Paths]) -> list[st
     """Return problems of missing files. paths: returns those of some options."""
     return [
         f"{key}: there is no {path} (looked for {expand_path(path).absolute()})"
-        f"{nearest_path(path) or _HINTS.get(key, '')}"
+        f"{nearest_path(path) or _HINTS.get(key.partition('[')[0], '')}"
         for key, path in paths(config).items()
         if not path_exists(path)
     ]
 
 
-REQUIRED_CHECKS = (_require_model, _require_reward, _check_reward_env, _require_train_files, _require_val_files)
+REQUIRED_CHECKS = (
+    _require_model,
+    _require_reward,
+    _check_reward_env,
+    _check_reward_kwargs,
+    _require_train_files,
+    _require_val_files,
+)
 """Checks that options without a default are set."""
 
 FILE_CHECKS = tuple(

@@ -214,7 +214,9 @@ class _ConfigReader:
         if option is not None and option.kind == "list" and not text.strip():
             self._add(path, SequenceNode(LIST_TAG, []), COMMAND_LINE)
             return
-        if option is not None and option.kind == "text":  # not YAML: a prompt may hold colons, braces and quotes
+        is_list = option is not None and option.kind == "text or list" and text.lstrip().startswith("[")
+        if option is not None and option.kind in ("text", "text or list") and not is_list:
+            # Not YAML: a prompt may hold colons, braces and quotes.
             is_null = option.optional and text.strip() in ("", "null", "~")
             self._add(path, ScalarNode(NULL_TAG if is_null else TEXT_TAG, text), COMMAND_LINE)
             return

@@ -12,12 +12,13 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trigon.config import schema
 from trigon.config.schema import Config, Section
 
-Kind = Literal["text", "choice", "integer", "number", "true or false", "list", "mapping"]
+Kind = Literal["text", "choice", "integer", "number", "true or false", "list", "mapping", "text or list"]
 
 KeyPath = tuple[str, ...]
 """Path of an option or a section, outermost section first: ("data", "max_pixels")."""
@@ -27,6 +28,7 @@ KeyPath = tuple[str, ...]
 class Option:
     """One key of the configuration.
 
+    kind: "text or list" is text, or a list of mappings.
     item: the kind of a list's items; the same as kind for everything else.
     optional: whether null is allowed.
     choices: the allowed values of a choice; empty for every other kind.
@@ -88,9 +90,9 @@ def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind
     if origin is Annotated:
         return _describe(arguments[0], (*bounds, *arguments[1:]))
     if origin in (Union, types.UnionType):
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        kind, item, expected = _describe(inner, bounds)
-        return kind, item, f"{expected}, or null"
+        described = [_describe(argument, bounds) for argument in arguments if argument is not type(None)]
+        kind, item, _ = described[0] if len(described) == 1 else ("text or list", "mapping", "")
+        return kind, item, f"{', or '.join(expected for *_, expected in described)}, or null"
     if origin is Literal:
         names = [str(argument) for argument in arguments]
         return "choice", "choice", " or ".join(names) if len(names) < 3 else f"one of {', '.join(names)}"
@@ -101,6 +103,8 @@ def _describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> tuple[Kind, Kind
     if origin is dict:
         values = "" if arguments[1] is Any else f", each value {_describe(arguments[1])[2]}"
         return "mapping", "mapping", f"a mapping{values}"
+    if issubclass(annotation, BaseModel):
+        return "mapping", "mapping", f"a mapping of {', '.join(annotation.model_fields)}"
     kinds: dict[type, Kind] = {bool: "true or false", int: "integer", float: "number", str: "text"}
     kind = kinds[annotation]
     name = {"integer": "an integer", "number": "a number"}.get(kind, kind)

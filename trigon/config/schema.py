@@ -602,15 +602,38 @@ class RefConfig(Section):
     offload: RefOffloadConfig = Field(default_factory=RefOffloadConfig)
 
 
+class WeightedReward(BaseModel):
+    """One of several reward functions, whose weighted sum is the reward.
+
+    name: begins the names of its parts; None: that of the function.
+    """
+
+    model_config = Section.model_config
+
+    function: str = Field(min_length=1)
+    name: str | None = Field(default=None, pattern=r"^\w+$")
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def _as_weighted(value: Any) -> Any:
+    return {"function": value} if isinstance(value, str) else value
+
+
+Rewards = tuple[Annotated[WeightedReward, BeforeValidator(_as_weighted)], ...]
+"""Several reward functions. One without a weight may be written as text."""
+
+
 class RewardConfig(Section):
     """How completions are scored."""
 
-    reward_function: str | None = None
-    """`file.py:function` (default function: main), or a shipped name (docs/rewards.md)."""
+    reward_function: str | Rewards | None = None
+    """`file.py:function` (default function: main), or a shipped name (docs/rewards.md).
+    Several are summed: `[{function: judge.py, weight: 0.5, kwargs: {}}, math]` (Trigon only)."""
 
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of the reward function; `env:NAME` reads an environment variable.
-    Secrets among them are not written anywhere, see docs/rewards.md."""
+    """Further keyword arguments of a single reward function; `env:NAME` reads an environment
+    variable. Secrets among them are not written anywhere, see docs/rewards.md."""
 
     env: Variables = ()
     """Environment variables that reward workers get besides those of docs/rewards.md, by name:

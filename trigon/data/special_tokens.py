@@ -68,15 +68,22 @@ class SpecialTokens:
     tokenize: returns the token ids of a text, special tokens included.
     """
 
-    def __init__(self, tokenizer: Any, *, tokenize: Callable[[str], list[int]], ignore: Collection[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tokenize: Callable[[str], list[int]],
+        ignore: Collection[str],
+        also: Collection[str] = (),
+    ) -> None:
         """Read the special tokens of a Hugging Face tokenizer.
 
-        ignore: special tokens that are not masked.
+        ignore: special tokens that are not masked. also: other texts that are masked.
         """
         added = tokenizer.added_tokens_decoder.values()
         tokens = {str(token) for token in added if token.special or _CONTROL_TOKEN.fullmatch(str(token))}
         self.any_special_token = _any_of(tokens)
-        self.any_token = _any_of(tokens - set(ignore))
+        self.any_token = _any_of((tokens - set(ignore)) | set(also))
         self.tokenize = tokenize
         self._tokenizer = tokenizer
         self._backend: Any = None

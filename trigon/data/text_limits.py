@@ -21,6 +21,9 @@ FURTHER_CHARACTERS = 65_536
 MAX_ROW_CHARACTERS = 2**24
 """The characters of a row's ground truth and other columns, which reward functions get."""
 
+MAX_OBSERVATION_CHARACTERS = 2**20
+"""The characters of an observation, which is tokenized before its tokens can be counted."""
+
 
 def check_prompt_text(texts: Sequence[str], name: str, *, max_prompt_length: int) -> None:
     """Raise UnusableRow if texts of a prompt have more characters than its tokens could.

@@ -89,7 +89,7 @@ def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:
     writer.texts([completion.error for completion in completions])
     turns = [turn for completion in completions for turn in completion.turns]
     writer.ints([[len(completion.turns) for completion in completions]])
-    writer.ints([[turn.start for turn in turns], [turn.end for turn in turns]])
+    writer.ints([[getattr(turn, name) for turn in turns] for name in ("start", "end", "num_images")])
     writer.texts([text for turn in turns for text in (turn.text, turn.observation)])
     writer.texts(["" if turn.reward is None else repr(turn.reward) for turn in turns])  # all digits
     _write_media(writer, completions, ())
@@ -106,13 +106,13 @@ def decode_completions(message: bytes) -> list[list[Completion]]:
     [policy_versions] = reader.ints()
     errors = reader.texts()
     [num_turns] = reader.ints()
-    starts, ends = reader.ints()
+    starts, ends, nums_images = reader.ints()
     turn_texts = iter(reader.texts())
     rewards = (float(reward) if reward else None for reward in reader.texts())
     rows_of_turns = _split(
         (
-            Turn(start, end, next(turn_texts), next(turn_texts), reward)
-            for start, end, reward in zip(starts, ends, rewards, strict=True)
+            Turn(start, end, next(turn_texts), next(turn_texts), reward, num_images)
+            for start, end, num_images, reward in zip(starts, ends, nums_images, rewards, strict=True)
         ),
         num_turns,
     )

@@ -31,6 +31,7 @@ from trigon.build.workers import open_worker_group, open_workers
 from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import make_plan, num_workers
+from trigon.config.rewards import describe_option
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
@@ -374,7 +375,8 @@ def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
 def answer_form(config: Config) -> AnswerForm:
     """Return where the reward function of a configuration finds the answer; "auto" if unknown."""
-    return SHIPPED_FORMS.get(config.worker.reward.reward_function or "", "auto")
+    reward = config.worker.reward.reward_function
+    return SHIPPED_FORMS.get(reward, "auto") if isinstance(reward, str) else "auto"
 
 
 def weight_dtype(path: str) -> Dtype | None:
@@ -391,7 +393,7 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
         "data": list(config.data.val_files),
         "limit": limit,
         "format_prompt": config.data.format_prompt,
-        "reward_function": reward.reward_function,
+        "reward_function": describe_option(reward.reward_function),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
         "engine": config.worker.rollout.name,
         "n": sampling.n,

@@ -121,7 +121,7 @@ def score(
         advance = stack.enter_context(console.progress("score", limit))
         is_lossy = False
         remaining = stored if limit is None else islice(stored, limit)
-        while window := list(islice(remaining, WINDOW)):
+        for window in _windows(remaining):
             is_lossy = is_lossy or any(each.row.ground_truth_type not in _PLAIN_TYPES for each in window)
             completions += score_window(window, pools)
             advance(len(window))
@@ -201,6 +201,23 @@ def _read(path: Path, step: int | None, split: str) -> Iterator[_Stored]:
         yield _Stored(str(path), line, step, split, row)
 
 
+def _windows(stored: Iterable[_Stored]) -> Iterator[list[_Stored]]:
+    """Yield windows of about WINDOW rollouts, which split no group."""
+    window: list[_Stored] = []
+    for each in stored:
+        if len(window) >= WINDOW and _place(each) != _place(window[-1]):
+            yield window
+            window = []
+        window.append(each)
+    if window:
+        yield window
+
+
+def _place(stored: _Stored) -> tuple[str, str]:
+    """Return what consecutive rollouts of a group have in common."""
+    return stored.file, stored.row.prompt_id
+
+
 def score_window(window: Sequence[_Stored], pools: Sequence[RewardPool]) -> list[ScoredCompletion]:
     """Return these rollouts with the scores of each pool, which work at the same time."""
     scores: list[list[Score]] = []
@@ -244,7 +261,7 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
     group: list[RewardRequest] = []
     last: tuple[str, str] | None = None
     for stored in window:
-        place = stored.file, stored.row.prompt_id
+        place = _place(stored)
         if group and place != last:
             yield group
             group = []
@@ -286,9 +303,13 @@ def run_kwargs(record: RunRecord | None, spec: str) -> dict[str, Any]:
     reward: Any = {} if record is None else record.config()
     for key in ("worker", "reward"):
         reward = reward.get(key) if isinstance(reward, dict) else None
-    if not isinstance(reward, dict) or reward.get("reward_function") != spec:
+    if not isinstance(reward, dict):
         return {}
-    return dict(reward.get("reward_function_kwargs") or {})
+    functions = reward.get("reward_function")
+    if isinstance(functions, list):  # of entries with arguments of their own, see WeightedReward
+        own = [each.get("kwargs") for each in functions if isinstance(each, dict) and each.get("function") == spec]
+        return dict(own[0] or {}) if own else {}
+    return dict(reward.get("reward_function_kwargs") or {}) if functions == spec else {}
 
 
 def name_rewards(rewards: Sequence[str]) -> list[str]:

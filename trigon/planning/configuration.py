@@ -8,6 +8,7 @@ from typing import Any
 
 from trigon.config.load import LoadedConfig, inspect_config, load_config
 from trigon.config.paths import PYTHON_PREFIX, is_python_object
+from trigon.config.rewards import reward_specs
 
 _REWARD = "worker.reward.reward_function"
 # Of its arguments a run wrote no secrets.
@@ -30,5 +31,7 @@ def load_planned(
     if not reward and _REWARD not in inspected.uncertain:
         reward = f"{PYTHON_PREFIX}any"
         arguments = [*arguments, {_REWARD: reward}]
-    named = (*data.train_files, *data.val_files, reward or "")
+    if reward and not isinstance(reward, str):
+        arguments = [*arguments, {_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]}]
+    named = (*data.train_files, *data.val_files, *reward_specs(reward))
     return load_config(path, overrides, arguments=arguments, python_objects=set(filter(is_python_object, named)))

@@ -6,6 +6,7 @@ lack have their defaults.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,9 @@ from typing import Any, Literal
 
 from trigon.errors import DataError
 from trigon.json_files import parse_json
-from trigon.types import RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
+from trigon.types import Completion, EncodedMedia, RolloutGroup, TokenLogprobs, TrainGroup, TrainSequence
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the lines that are written; 1 has no field `version`."""
 
 IMAGES = "images"
@@ -52,6 +53,24 @@ class TokenRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A turn of a completion that has several, or that observed something.
+
+    observation: what the model observed before it, with one marker for each image; "" for nothing.
+    text: what it sampled, in num_tokens tokens. reward: of the environment; None without one.
+    image_files: the images of the observation, as files below the run folder; empty where images
+    are not stored. images: the same as encoded files, until they are stored; not written.
+    """
+
+    observation: str
+    text: str
+    num_tokens: int
+    reward: float | None = None
+    image_files: tuple[str, ...] = ()
+    images: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutRow:
     """A line of a rollouts file: one completion with its prompt and score.
 
@@ -67,6 +86,8 @@ class RolloutRow:
     advantage: mean over the completion's tokens; None where no step learns from it.
     tokens: None where per-token values are not stored.
     num_prompt_tokens: with the tokens of the images. 0 in lines of version 1.
+    turns: of an episode; empty for a completion of one turn that observed nothing, and in lines
+    before version 3.
     """
 
     prompt_id: str
@@ -89,6 +110,7 @@ class RolloutRow:
     advantage: float | None = None
     tokens: TokenRecord | None = None
     num_prompt_tokens: int = 0
+    turns: tuple[TurnRecord, ...] = ()
     version: int = field(default=SCHEMA_VERSION)
 
 
@@ -129,6 +151,7 @@ def rollout_rows(
             filtered=filtered,
             advantage=None if learned is None else _mean_advantage(learned[number].sequences[sample]),
             num_prompt_tokens=len(group.prompt.token_ids),
+            turns=_turns(rollout.completion),
         )
         for number, group in enumerate(groups)
         for sample, rollout in enumerate(group.rollouts)
@@ -166,6 +189,23 @@ def with_tokens(
         )
         recorded.append(replace(row, tokens=tokens))
     return recorded
+
+
+def _turns(completion: Completion) -> tuple[TurnRecord, ...]:
+    """Return the turns of an episode, with their images as encoded files; () for a single turn."""
+    if completion.num_sampled == len(completion.token_ids):
+        return ()
+    files = iter(completion.vision.encoded if isinstance(completion.vision, EncodedMedia) else ())
+    return tuple(
+        TurnRecord(
+            turn.observation,
+            turn.text,
+            turn.end - turn.start,
+            turn.reward,
+            images=tuple(itertools.islice(files, turn.num_images)),
+        )
+        for turn in completion.turns
+    )
 
 
 def _trains(sequence: TrainSequence) -> bool:
@@ -223,6 +263,9 @@ def parse_row(line: bytes, place: str) -> RolloutRow:
             known[name] = tuple(known.get(name, ()))
         if known.get("tokens") is not None:
             known["tokens"] = TokenRecord(**known["tokens"])
+        known["turns"] = tuple(
+            TurnRecord(**{**turn, "image_files": tuple(turn["image_files"])}) for turn in known.get("turns", ())
+        )
         return RolloutRow(**known)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{place} is not a rollout ({type(error).__name__}: {error}): {line[:80]!r}") from error
@@ -243,8 +286,11 @@ def row_to_line(row: RolloutRow) -> bytes:
     return to_json_line(_fields(row))
 
 
-def _fields(value: RolloutRow | TokenRecord) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in fields(value)}
+def _fields(value: RolloutRow | TokenRecord | TurnRecord) -> dict[str, Any]:
+    names = [each.name for each in fields(value)]
+    if isinstance(value, TurnRecord):
+        names.remove("images")
+    return {name: getattr(value, name) for name in names}
 
 
 def _to_json(value: Any) -> Any:
@@ -253,7 +299,7 @@ def _to_json(value: Any) -> Any:
             return value
         case float():
             return value if isfinite(value) else None
-        case TokenRecord():
+        case TokenRecord() | TurnRecord():
             return _to_json(_fields(value))
         case Mapping():
             return {str(key): _to_json(item) for key, item in value.items()}

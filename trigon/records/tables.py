@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.records.metrics import StepMetrics
-from trigon.records.rollouts import RolloutRow, Split, TokenRecord, read_rollouts
+from trigon.records.rollouts import RolloutRow, Split, TokenRecord, TurnRecord, read_rollouts
 from trigon.records.run import RunRecord, open_run
 from trigon.suggestions import did_you_mean
 
@@ -157,6 +157,17 @@ def _column_types() -> dict[str, Any]:
             ]
         ),
         "num_prompt_tokens": integer,
+        "turns": pyarrow.list_(
+            pyarrow.struct(
+                [
+                    ("observation", text),
+                    ("text", text),
+                    ("num_tokens", integer),
+                    ("reward", number),
+                    ("image_files", pyarrow.list_(text)),
+                ]
+            )
+        ),
         "version": integer,
     }
     names = ["step", "split", *(each.name for each in fields(RolloutRow) if each.name != "parts")]
@@ -177,11 +188,23 @@ def _flat(row: RolloutRow, *, step: int, split: Split) -> dict[str, Any]:
                 )
             case "images" | "image_files":
                 flat[each.name] = list(map(_text, value))
+            case "turns":
+                flat[each.name] = list(map(_flat_turn, value))
             case "tokens":
                 flat[each.name] = None if value is None else _flat_tokens(value)
             case _:
                 flat[each.name] = _text(value) if isinstance(value, str) else value
     return flat
+
+
+def _flat_turn(turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "observation": _text(turn.observation),
+        "text": _text(turn.text),
+        "num_tokens": turn.num_tokens,
+        "reward": turn.reward,
+        "image_files": list(map(_text, turn.image_files)),
+    }
 
 
 def _flat_tokens(tokens: TokenRecord) -> dict[str, Any]:

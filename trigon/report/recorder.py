@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from trigon.errors import BadRow
-from trigon.records.rollouts import RolloutRow, Split
+from trigon.records.rollouts import RolloutRow, Split, TurnRecord
 from trigon.report.image_store import ImageStore
 from trigon.report.log_faults import LogFaults
 from trigon.report.run_folder import RunFolder
@@ -82,7 +82,10 @@ class RolloutRecorder:
                 lambda prompt_id: self._stored_images(prompt_id, split, read_images), prompt_ids
             )
             files = dict(zip(prompt_ids, stored, strict=True))
-        complete = [replace(self._with_texts(row), image_files=files.get(row.prompt_id, ())) for row in rows]
+        complete = [
+            replace(self._with_texts(row), image_files=files.get(row.prompt_id, ()), turns=self._stored_turns(row))
+            for row in rows
+        ]
         try:
             self._folder.write_rollouts(step, split, complete)
         except OSError as error:
@@ -108,6 +111,24 @@ class RolloutRecorder:
             else:
                 self._faults.written("images of prompts")
         return self._image_files[key]
+
+    def _stored_turns(self, row: RolloutRow) -> tuple[TurnRecord, ...]:
+        """Return the turns of a row, with the files of their images if they are to be stored."""
+        return tuple(
+            replace(turn, image_files=self._stored_files(turn.images, f"an observation of {row.prompt_id}"), images=())
+            for turn in row.turns
+        )
+
+    def _stored_files(self, images: Sequence[bytes], where: str) -> tuple[str, ...]:
+        if self._images is None or not images:
+            return ()
+        try:
+            files = tuple(self._images.add(encoded, where=where) for encoded in images)
+        except OSError as error:
+            self._faults.lost("images of observations", len(images), error)
+            return ()
+        self._faults.written("images of observations")
+        return files
 
     def _with_texts(self, row: RolloutRow) -> RolloutRow:
         if row.tokens is None:

@@ -26,7 +26,7 @@ from trigon.rewards.calls import (
     print_stack_after,
     results_of_list,
 )
-from trigon.rewards.contract import LoadedFunction, call_legacy, check_length
+from trigon.rewards.contract import LoadedFunction, call_legacy, check_length, limit_of_call
 
 SendResult = Callable[[str, int, Result], None]
 """Sends a result of a chunk: the chunk's id, the result's number, and the result."""
@@ -61,9 +61,10 @@ class _Calls:
         await loop.create_future()  # it is never set: the process ends in read()
 
     def _start(self, chunk: dict[str, Any]) -> None:
-        limit_cpu(self._timeout_seconds)
+        limit = self._limit(chunk["requests"])
+        limit_cpu(limit)
         task = asyncio.get_running_loop().create_task(self._score(chunk["chunk"], chunk["requests"]))
-        self._deadlines[task] = time.monotonic() + self._timeout_seconds
+        self._deadlines[task] = time.monotonic() + limit
         task.add_done_callback(self._end)
         self._watch()
 
@@ -86,7 +87,7 @@ class _Calls:
     async def _results(self, reward_inputs: list[RewardInput]) -> list[Result]:
         """Return a result for each reward_input, or one {"retry_singly": True} for all."""
         number, start = len(reward_inputs), time.perf_counter()
-        limit = asyncio.timeout(self._timeout_seconds)
+        limit = asyncio.timeout(self._limit(reward_inputs))
         # CancelledError: of a task of the user's code. Nothing else cancels this one.
         try:
             async with limit:
@@ -95,7 +96,7 @@ class _Calls:
             seconds = time.perf_counter() - start
             if limit.expired():
                 return list(self._timeout(error, number, seconds))
-            return list(failure_of_list(error, number, seconds=seconds))
+            return list(failure_of_list(error, self._function.contract, number, seconds=seconds))
         seconds = time.perf_counter() - start
         if limit.expired():  # it returned something when it was cancelled
             return list(self._timeout(TimeoutError(), number, seconds))
@@ -104,7 +105,7 @@ class _Calls:
     async def _call(self, reward_inputs: list[RewardInput]) -> object:
         """Return what the function returns for a chunk, as a list."""
         match self._function.contract:
-            case "batch":
+            case "batch" | "group":
                 return await self._function.call(reward_inputs)
             case "sequential":
                 [reward_input] = reward_inputs
@@ -115,10 +116,14 @@ class _Calls:
             case _:
                 assert_never(self._function.contract)
 
+    def _limit(self, reward_inputs: list[RewardInput]) -> float:
+        return limit_of_call(self._function.contract, len(reward_inputs), self._timeout_seconds)
+
     def _timeout(self, error: BaseException, number: int, seconds: float) -> Iterator[Result]:
-        if number > 1:
+        if number > 1 and self._function.contract != "group":
             yield {"retry_singly": True, "error": "", "timed_out": True}
             return
         where = failure(error.__cause__ or error)["traceback"]  # the cause is the cancellation, in the user's code
-        message = f"no score within {self._timeout_seconds:g} s; it was cancelled"
-        yield {"error": message, "traceback": where, "seconds": seconds, "timed_out": True}
+        limit = limit_of_call(self._function.contract, number, self._timeout_seconds)
+        message = f"no score within {limit:g} s; it was cancelled"
+        yield from [{"error": message, "traceback": where, "seconds": seconds / number, "timed_out": True}] * number

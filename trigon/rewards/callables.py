@@ -20,7 +20,7 @@ import cloudpickle
 from trigon.errors import RewardError
 from trigon.rewards.code import function_digest
 from trigon.rewards.contract import call_signature, detect_contract
-from trigon.rewards.load import RewardSource, RewardTerm, find_source
+from trigon.rewards.load import RewardSource, RewardTerm, find_source, spec_name, unique_name
 
 RewardFunction = Callable[..., Any]
 """A reward function by one of the contracts of trigon.rewards.contract.
@@ -28,8 +28,10 @@ RewardFunction = Callable[..., Any]
 A function of a single argument whose name and annotation say nothing scores one completion.
 """
 
-Reward = str | RewardFunction | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]
+Reward = str | RewardFunction | Sequence[RewardFunction | str | tuple[RewardFunction | str, float] | Mapping[str, Any]]
 """`file.py:function` or a shipped name, a function, or several of them, with weights (default: 1).
+
+One of several may also be a mapping {"function", "name", "weight", "kwargs"}, as in YAML.
 """
 
 MAX_PICKLE_BYTES = 256 << 20
@@ -55,37 +57,45 @@ def reward_source(reward: Reward, *, kwargs: Mapping[str, Any]) -> RewardSource 
         )
     terms: list[RewardTerm] = []
     for entry in reward:
-        function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0)
-        if not isinstance(function, str) and not callable(function):
-            raise RewardError(
-                f"reward has {_short(entry)}; each entry is a function, or (function, weight), and a function may be "
-                "the text file.py:function"
-            )
+        function, weight, term_kwargs, name = _read_entry(entry)
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not math.isfinite(weight):
             raise RewardError(f"reward has {_short(weight)} as the weight of {name_of(function)!r}; it is a number")
-        source = find_source(function) if isinstance(function, str) else _pickled(function, {})
-        name, number = name_of(function), 1
-        while name in ["overall", *(term.name for term in terms)]:  # overall is the weighted sum
-            number += 1
-            name = f"{name_of(function)}_{number}"
-        terms.append(RewardTerm(name, float(weight), source))
+        source = find_source(function) if isinstance(function, str) else _pickled(function, term_kwargs)
+        name = unique_name(name or name_of(function), [term.name for term in terms])
+        terms.append(RewardTerm(name, float(weight), source, term_kwargs))
     return tuple(terms)
+
+
+def _read_entry(entry: object) -> tuple[RewardFunction | str, Any, Mapping[str, Any], str]:
+    """Return function, weight, keyword arguments and name of one of several; "" without a name."""
+    known: dict[str, Any] = {"function": None, "weight": 1, "kwargs": {}, "name": ""}
+    if isinstance(entry, Mapping) and entry.keys() <= known.keys():
+        function, weight, kwargs, name = (known | dict(entry)).values()
+    else:
+        function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1)
+        kwargs, name = {}, ""
+    is_function = isinstance(function, str) or callable(function)
+    if not is_function or not isinstance(kwargs, Mapping) or re.fullmatch(r"\w*", str(name)) is None:
+        raise RewardError(
+            f"reward has {_short(entry)}; each entry is a function, (function, weight), or a dict of function, weight, "
+            "kwargs and name, a word. A function may be the text file.py:function"
+        )
+    return function, weight, kwargs, str(name)
 
 
 def describe_reward(reward: Reward) -> str:
     """Return a reward as text for the configuration of the run. Its weights are not checked."""
     if isinstance(reward, str) or not isinstance(reward, Sequence):
         return name_of(reward)
-    pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, 1) for each in reward]
-    return " + ".join(f"{weight} * {name_of(function)}" for function, weight in pairs)
+    entries = [_read_entry(each) for each in reward]
+    return " + ".join(f"{weight} * {name or name_of(function)}" for function, weight, _, name in entries)
 
 
 def name_of(function: RewardFunction | str) -> str:
     """Return the name of a reward function: letters, digits and _."""
     if isinstance(function, str):
-        path, _, name = function.rpartition(":")
-        return name if path else re.sub(r"\W+", "_", function)
+        return spec_name(function)
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
@@ -122,7 +132,7 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSourc
 
 
 def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: str) -> str | None:
-    """Return "batch", "sequential", or None for the legacy contract, which the signature shows.
+    """Return the name of a contract, or None for the legacy one, which the signature shows.
 
     REWARD_TYPE is that of the function or of its module.
     """

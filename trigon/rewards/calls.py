@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import LoadedFunction, WrongLength, call_legacy, check_length, read_scores
+from trigon.rewards.contract import (
+    LoadedFunction,
+    RewardContract,
+    WrongLength,
+    call_legacy,
+    check_length,
+    limit_of_call,
+    read_scores,
+)
 from trigon.system.cpus import count_usable_cpus
 
 RewardInput = dict[str, Any]
@@ -42,13 +50,14 @@ def score_chunk(
 ) -> Iterator[Result]:
     """Yield a result for each reward_input, or one {"retry_singly": True} for all."""
     match function.contract:
-        case "batch":
+        case "batch" | "group":
             start = time.perf_counter()
             try:
-                with _time_limit(timeout_seconds):
+                with _time_limit(limit_of_call(function.contract, len(reward_inputs), timeout_seconds)):
                     returned = check_length(function.call(reward_inputs), len(reward_inputs))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-                yield from failure_of_list(error, len(reward_inputs), seconds=time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                yield from failure_of_list(error, function.contract, len(reward_inputs), seconds=seconds)
                 return
             yield from results_of_list(returned, seconds=time.perf_counter() - start)
         case "sequential":
@@ -62,7 +71,7 @@ def score_chunk(
 
 
 def results_of_list(returned: Sequence[object], *, seconds: float) -> Iterator[Result]:
-    """Yield the result of each value that a batch function returned. seconds: of its call."""
+    """Yield the result of each value that a function returned for a list. seconds: of its call."""
     for value in returned:
         try:
             result: Result = {"scores": read_scores(value)}
@@ -71,9 +80,13 @@ def results_of_list(returned: Sequence[object], *, seconds: float) -> Iterator[R
         yield {**result, "seconds": seconds / len(returned)}
 
 
-def failure_of_list(error: BaseException, num_completions: int, *, seconds: float) -> Iterator[Result]:
-    """Yield the results for a list whose scoring raised an error."""
-    if num_completions > 1:
+def failure_of_list(
+    error: BaseException, contract: RewardContract, num_completions: int, *, seconds: float
+) -> Iterator[Result]:
+    """Yield the results for a list whose scoring raised an error: of a group, one for each."""
+    if contract == "group":
+        yield from [{**failure(error), "seconds": seconds / num_completions}] * num_completions
+    elif num_completions > 1:
         # Another error is that of one completion, which is found by scoring each alone.
         yield {"retry_singly": True, "error": str(error) if isinstance(error, WrongLength) else ""}
     else:

@@ -3,6 +3,7 @@
 Does not depend on files, processes and time limits.
 
     batch        REWARD_TYPE = "batch"       f(reward_inputs: list[dict], **kwargs) -> list[dict]
+    group        REWARD_TYPE = "group"       the same, for all completions of a prompt together
     sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
     legacy       chosen by its signature     f(response, ground_truth, **kwargs) -> dict
 
@@ -26,10 +27,11 @@ from datetime import date
 from typing import Any, Literal
 
 from trigon.errors import RewardError
+from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import FinishReason
 
-RewardContract = Literal["batch", "sequential", "legacy"]
+RewardContract = Literal["batch", "group", "sequential", "legacy"]
 
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
@@ -117,10 +119,10 @@ def detect_contract(
     is not in kwargs.
     Raises: RewardError if REWARD_TYPE is unknown, or the signature fits no contract.
     """
-    if reward_type == "batch" or reward_type == "sequential":
+    if reward_type == "batch" or reward_type == "group" or reward_type == "sequential":
         return reward_type
     if reward_type is not None:
-        raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch" or "sequential"')
+        raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch", "group" or "sequential"')
     signature = _signature(function, where=where, read=call_signature)
     parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
     names = [parameter.name for parameter in parameters]
@@ -148,10 +150,16 @@ def is_async(function: Callable[..., object]) -> bool:
 
 
 def bind_kwargs(
-    function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
+    function: Callable[..., object],
+    contract: RewardContract,
+    kwargs: Mapping[str, Any],
+    *,
+    where: str,
+    option: str = ARGUMENTS,
 ) -> Callable[..., object]:
     """Return the function with kwargs bound.
 
+    option: the name of kwargs in errors.
     Raises: RewardError if it does not accept one of kwargs, or requires one that is missing.
     """
     signature = _signature(function, where=where)
@@ -159,14 +167,13 @@ def bind_kwargs(
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     accepted = named[2 if contract == "legacy" else 1 :]
-    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where)
+    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
     positional = (None, None) if contract == "legacy" else (None,)
     try:
         signature.bind(*positional, **kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{where} cannot be called by the {contract} contract: {error}; "
-            f"set its keyword arguments in worker.reward.reward_function_kwargs"
+            f"{where} cannot be called by the {contract} contract: {error}; set its keyword arguments in {option}"
         ) from error
     return functools.partial(function, **kwargs)
 
@@ -178,9 +185,12 @@ def is_class(function: object) -> bool:
     return isinstance(function, type)
 
 
-def construct(function: Callable[..., object], kwargs: Mapping[str, Any], *, where: str) -> Callable[..., object]:
+def construct(
+    function: Callable[..., object], kwargs: Mapping[str, Any], *, where: str, option: str = ARGUMENTS
+) -> Callable[..., object]:
     """Return an object of a class that is a reward function, made with kwargs.
 
+    option: the name of kwargs in errors.
     Raises: RewardError if the class does not accept one of kwargs, requires one that is missing,
     or raises; or if its objects cannot be called.
     """
@@ -188,13 +198,11 @@ def construct(function: Callable[..., object], kwargs: Mapping[str, Any], *, whe
     parameters = signature.parameters.values()
     accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where)
+    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        raise RewardError(
-            f"{where} cannot be made: {error}; set its keyword arguments in worker.reward.reward_function_kwargs"
-        ) from error
+        raise RewardError(f"{where} cannot be made: {error}; set its keyword arguments in {option}") from error
     try:
         made = function(**kwargs)
     except (Exception, SystemExit) as error:
@@ -205,11 +213,13 @@ def construct(function: Callable[..., object], kwargs: Mapping[str, Any], *, whe
     return made
 
 
-def _require_accepted(kwargs: Mapping[str, Any], accepted: Sequence[str], *, accepts_any: bool, where: str) -> None:
+def _require_accepted(
+    kwargs: Mapping[str, Any], accepted: Sequence[str], *, accepts_any: bool, where: str, option: str
+) -> None:
     for key in kwargs:
         if key not in accepted and not accepts_any:
             raise RewardError(
-                f"{where} does not accept {key!r} of worker.reward.reward_function_kwargs{_nearest(key, accepted)}; "
+                f"{where} does not accept {key!r} of {option}{_nearest(key, accepted)}; "
                 f"it accepts {', '.join(accepted) or 'none'}"
             )
 
@@ -221,6 +231,11 @@ class WrongLength(RewardError):
 def call_legacy(function: Callable[..., Any], reward_input: Mapping[str, Any]) -> Any:
     """Return what a function of the legacy contract returns for a completion."""
     return function(reward_input["response"], reward_input["ground_truth"])
+
+
+def limit_of_call(contract: RewardContract, num_completions: int, timeout_seconds: float) -> float:
+    """Return the time limit of a call, in seconds: of a group, which cannot be split, their sum."""
+    return timeout_seconds * num_completions if contract == "group" else timeout_seconds
 
 
 def check_length(returned: object, length: int) -> list[object] | tuple[object, ...]:

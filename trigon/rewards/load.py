@@ -10,16 +10,21 @@ from __future__ import annotations
 import base64
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from trigon.errors import RewardError
 from trigon.names import SHIPPED_REWARDS
 from trigon.suggestions import nearest
+
+if TYPE_CHECKING:  # reward workers need no options
+    from trigon.config.schema import WeightedReward
 
 _MODULE_NAME = "trigon_reward_function"
 
@@ -54,12 +59,14 @@ class RewardSource:
 class RewardTerm:
     """One of several reward functions whose weighted sum is the reward.
 
-    name: begins the names of its parts.
+    name: begins the names of its parts. kwargs: keyword arguments, in which `env:NAME` stands for
+    the value of an environment variable.
     """
 
     name: str
     weight: float
     source: RewardSource
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_source(spec: str) -> RewardSource:
@@ -87,6 +94,37 @@ def find_source(spec: str) -> RewardSource:
     else:
         hint = f"use file.py:function, or one of the shipped {', '.join(SHIPPED_REWARDS)}"
     raise RewardError(f"worker.reward.reward_function={spec!r}: there is no file {file}; {hint}")
+
+
+def find_reward(option: str | Sequence[WeightedReward]) -> RewardSource | tuple[RewardTerm, ...]:
+    """Return the source of a reward function that an option names, or a term for each of several.
+
+    Raises: RewardError as find_source.
+    """
+    if isinstance(option, str):
+        return find_source(option)
+    names: list[str] = []
+    for entry in option:
+        names.append(unique_name(entry.name or spec_name(entry.function), names))
+    return tuple(
+        RewardTerm(name, entry.weight, find_source(entry.function), entry.kwargs)
+        for name, entry in zip(names, option, strict=True)
+    )
+
+
+def spec_name(spec: str) -> str:
+    """Return the name of a function's text: that of the function, or the text as a name."""
+    path, _, name = spec.rpartition(":")
+    return name if path else re.sub(r"\W+", "_", spec)
+
+
+def unique_name(name: str, others: Sequence[str]) -> str:
+    """Return the name of a term, with a number if another one has it. "overall" is the sum's."""
+    unique, number = name, 1
+    while unique in ("overall", *others):
+        number += 1
+        unique = f"{name}_{number}"
+    return unique
 
 
 def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:

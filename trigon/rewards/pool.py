@@ -6,7 +6,8 @@ scores.
 Completions are sent in chunks. Functions of the sequential and legacy contracts return scores one
 by one, so when their worker hangs or exits, the completion that caused it is known, and the rest of
 the chunk goes to another worker. Batch functions return scores for a whole chunk; when that fails,
-its completions are sent again one by one. A worker with an async function has several chunks at a
+its completions are sent again one by one. Group functions return scores for all completions of a
+prompt, which succeed or fail together. A worker with an async function has several chunks at a
 time; when it hangs or exits, each of them is sent again alone, to find the one that caused it.
 
 During a scoring, a thread of the pool communicates with the workers. So scoring continues, and its
@@ -19,6 +20,7 @@ import contextlib
 import logging
 import secrets
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -31,7 +33,7 @@ from trigon.errors import RewardError
 from trigon.json_files import parse_json
 from trigon.rewards.calls import BLOCKED_SECONDS
 from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
-from trigon.rewards.contract import RewardContract, RewardRequest, read_scores
+from trigon.rewards.contract import RewardContract, RewardRequest, limit_of_call, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pooled_worker import LOAD_SECONDS, PooledChunk, PooledWorker, PooledWorkers
 from trigon.rewards.process import (
@@ -120,6 +122,11 @@ class RewardPool:
         with self._lock:
             self._contract()
 
+    def scores_groups(self) -> bool:
+        """Wait as ready, and return whether all completions of a prompt are scored together."""
+        with self._lock:
+            return self._contract() == "group"
+
     def check(self, requests: Sequence[RewardRequest], *, described: str) -> None:
         """Call the function on dummy completions, so that an error is found before training.
 
@@ -170,10 +177,11 @@ class RewardPool:
     def _open_scoring(self, *, num_completions: int, chunk_size: int, max_failed_fraction: float) -> Iterator[Scoring]:
         """See scoring. chunk_size: of a batch function."""
         with self._lock:
-            is_batch = self._contract() == "batch"
+            contract = self._contract()
             scoring = Scoring(
                 num_completions=num_completions,
-                fixed_chunk_size=chunk_size if is_batch else None,
+                fixed_chunk_size=chunk_size if contract == "batch" else None,
+                by_group=contract == "group",
                 max_failed_fraction=max_failed_fraction,
                 name=self._name,
                 wake_pool=self._workers.wake,
@@ -228,18 +236,15 @@ class RewardPool:
         """Send chunks to the workers that can take one, first to those with the fewest."""
         while can_take := [w for w in self._workers if w.can_take_chunk(concurrency=self._concurrency)]:
             worker = min(can_take, key=lambda each: len(each.chunks))
-            # The chunks of batch functions are fixed, unless chunks of that size have timed out.
-            # Calls of async functions have time limits of their own, so none may wait for another.
-            is_batch = worker.contract == "batch"
-            max_size = self._max_chunk_size if is_batch else self._chunk_size(scoring.num_queued)
-            indices = scoring.next_chunk(max_size=1 if worker.is_async and not is_batch else max_size)
+            indices = scoring.next_chunk(max_size=self._max_size(worker, scoring))
             if not indices:
                 return
             is_alone = scoring.is_alone(indices)
             if is_alone and worker.chunks:  # when the worker with the fewest has none
                 scoring.requeue(indices, singly=False)
                 return
-            chunk = PooledChunk(deque(indices), time.monotonic() + self._limit_of(worker), is_alone)
+            chunk = PooledChunk(deque(indices), 0.0, is_alone)
+            chunk.deadline = time.monotonic() + self._limit_of(worker, chunk)
             chunk_id = secrets.token_hex(8)
             worker.chunks[chunk_id] = chunk
             line = f'{{"chunk": "{chunk_id}", "requests": {scoring.encode_chunk(indices)}}}'
@@ -248,9 +253,21 @@ class RewardPool:
                 scoring.requeue(worker.chunks.pop(chunk_id).pending, singly=False)
                 self._replace_worker(worker, scoring, timed_out=False)
 
-    def _limit_of(self, worker: PooledWorker) -> float:
+    def _max_size(self, worker: PooledWorker, scoring: Scoring) -> int:
+        """Return the maximum size of the next chunk of a worker."""
+        match worker.contract:
+            case "batch":  # fixed, unless chunks of that size have timed out
+                return self._max_chunk_size
+            case "group":
+                return sys.maxsize
+            case _:  # calls of async functions have time limits of their own, so none may wait for another
+                return 1 if worker.is_async else self._chunk_size(scoring.num_queued)
+
+    def _limit_of(self, worker: PooledWorker, chunk: PooledChunk) -> float:
         """Return how many seconds a worker may take for a result before it is killed."""
-        return self._timeout_seconds + (BLOCKED_SECONDS if worker.is_async else _GRACE_SECONDS)
+        assert worker.contract is not None
+        seconds = limit_of_call(worker.contract, len(chunk.pending), self._timeout_seconds)
+        return seconds + (BLOCKED_SECONDS if worker.is_async else _GRACE_SECONDS)
 
     def _warn_omitted(self, columns: Sequence[str]) -> None:
         for column in set(columns) - self._warned_columns:
@@ -321,12 +338,13 @@ class RewardPool:
             except RewardError as invalid:
                 error = str(invalid)
         chunk.pending.popleft()
-        chunk.deadline = time.monotonic() + self._limit_of(worker)
+        chunk.deadline = time.monotonic() + self._limit_of(worker, chunk)
         if not chunk.pending:
             del worker.chunks[chunk_id]
         if timed_out:
             scoring.fail(index, "timeout", error, traceback)
-            self._count_timeout(scoring.group_of(index), traceback)
+            if worker.contract != "group" or chunk.num_results == 1:
+                self._count_timeout(worker, scoring.group_of(index), traceback)
         elif error:
             scoring.fail(index, "failed", explain_withheld(error, self._env), traceback)
 
@@ -369,27 +387,32 @@ class RewardPool:
         if worker.contract == "batch" and len(chunk.pending) > 1:
             self._retry_singly(chunk, scoring, timed_out=timed_out)
             return
-        failed_index = chunk.pending.popleft()
-        scoring.requeue(chunk.pending, singly=True)
+        failed = list(chunk.pending)
+        if worker.contract != "group":
+            scoring.requeue(failed[1:], singly=True)
+            del failed[1:]
         if timed_out:
-            error = f"no score within {self._timeout_seconds:g} s; its worker was killed"
-            scoring.set_seconds(failed_index, self._timeout_seconds)
-            scoring.fail(failed_index, "timeout", error, output)
-            self._count_timeout(scoring.group_of(failed_index), output)
+            limit = limit_of_call(worker.contract, len(failed), self._timeout_seconds)
+            for index in failed:
+                scoring.set_seconds(index, self._timeout_seconds)
+                scoring.fail(index, "timeout", f"no score within {limit:g} s; its worker was killed", output)
+            self._count_timeout(worker, scoring.group_of(failed[0]), output)
         else:
             self._timeouts.clear()
             was_killed = code == -signal.SIGKILL and not worker.process.exceeded
-            if was_killed and scoring.retry(failed_index):  # it may not be the cause
+            if was_killed and scoring.retry(failed):  # it may not be the cause
                 return
-            scoring.fail(failed_index, "failed", f"its worker {exit_text}", output)
+            for index in failed:
+                scoring.fail(index, "failed", f"its worker {exit_text}", output)
 
-    def _count_timeout(self, group: object, output: str) -> None:
+    def _count_timeout(self, worker: PooledWorker, group: object, output: str) -> None:
         """Count a timeout. Raises: RewardError after too many in a row."""
         num_calls = self._num_workers * (self._concurrency if self._is_async else 1)
         num_timeouts = self._timeouts.add(group, num_calls=num_calls)
         if num_timeouts is not None:
+            counted = "groups" if worker.contract == "group" else "completions"
             raise RewardError(
-                f"{self._name} timed out for {num_timeouts} completions in a row (no score within "
+                f"{self._name} timed out for {num_timeouts} {counted} in a row (no score within "
                 f"worker.reward.timeout_seconds={self._timeout_seconds:g} s), so it seems to hang for all of them. "
                 f"Correct it, or raise the limit if it is only slow. Where the last call was:\n{output}".rstrip()
             )

@@ -114,7 +114,7 @@ class PooledWorkers:
         return True
 
     def wait(self, timeout_seconds: float | None) -> Iterator[PooledWorker]:
-        """Wait for wake(), the timeout or messages; log output, and yield workers with a message."""
+        """Wait for wake(), the timeout or messages. Yield workers with messages, and log output."""
         for key, _ in self._selector.select(timeout_seconds):
             if key.fileobj is self._wake_receiver:
                 self._wake_receiver.recv(4096)

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from trigon.errors import RewardError
@@ -39,6 +39,7 @@ class Scoring:
         *,
         num_completions: int,
         fixed_chunk_size: int | None,
+        by_group: bool,
         max_failed_fraction: float,
         name: str,
         wake_pool: Callable[[], None],
@@ -48,7 +49,8 @@ class Scoring:
 
         Args: num_completions: the maximum that will be added. fixed_chunk_size: for the batch
         contract, whose scores may depend on the chunk, the size of the fixed chunks of consecutive
-        indices; None if chunks may be arbitrary.
+        indices; None if chunks may be arbitrary. by_group: whether requests that are added together
+        are a chunk, for the group contract.
         name: of the reward function, for errors. wake_pool: wakes the pool's thread. warn_omitted:
         called with the columns that JSON cannot represent.
         """
@@ -65,7 +67,8 @@ class Scoring:
         self._indices: set[int] = set()
         self._encoded: dict[int, str] = {}
         self._groups: dict[int, object] = {}
-        self._has_fixed_chunks = fixed_chunk_size is not None
+        self._by_group = by_group
+        self._has_fixed_chunks = fixed_chunk_size is not None or by_group
         self._chunk_size = fixed_chunk_size or 1
         self._incomplete_chunks: dict[int, list[_EncodedRequest]] = {}  # by first index
         self._queue: deque[list[int]] = deque()  # the indices of each complete chunk
@@ -159,7 +162,10 @@ class Scoring:
                 assert 0 <= index < self._num_completions, f"index {index} of {self._num_completions}"
                 assert index not in self._indices, f"index {index} was added twice"
                 self._indices.add(index)
-                self._add_to_chunk(request)
+                if not self._by_group:
+                    self._add_to_chunk(request)
+            if self._by_group:
+                self._enqueue_group(requests)
 
     def _add_to_chunk(self, request: _EncodedRequest) -> None:
         first_index = request.index - request.index % self._chunk_size
@@ -167,6 +173,11 @@ class Scoring:
         chunk.append(request)
         if len(chunk) == min(self._chunk_size, self._num_completions - first_index):
             self._enqueue(self._incomplete_chunks.pop(first_index))
+
+    def _enqueue_group(self, group: list[_EncodedRequest]) -> None:
+        """Queue a group, or fail all of it if one of its requests cannot be sent."""
+        error = next((request.error for request in group if request.error), "")
+        self._enqueue([replace(request, error=error) for request in group])
 
     def _enqueue(self, chunk: list[_EncodedRequest]) -> None:
         for request in chunk:
@@ -219,12 +230,12 @@ class Scoring:
         """Return whether the worker of these requests may have nothing else."""
         return not self._alone.isdisjoint(indices)
 
-    def retry(self, index: int) -> bool:
-        """Put a request back at the front of the queue, once. Returns: False the second time."""
-        if index in self._retried:
+    def retry(self, indices: Sequence[int]) -> bool:
+        """Put a chunk back at the front of the queue, once. Returns: False the second time."""
+        if not self._retried.isdisjoint(indices):
             return False
-        self._retried.add(index)
-        self.requeue([index], singly=True)
+        self._retried.update(indices)
+        self.requeue(indices, singly=False)
         return True
 
     def encode_chunk(self, indices: Sequence[int]) -> str:

@@ -50,22 +50,24 @@ def make_setup(
         sources = [source]
         setup["source"] = asdict(source)
         where = source.where
-        name = Path(source.file).name if source.file else source.function if source.pickled else str(reward)
+        name = Path(source.file).name if source.file else source.function if source.pickled else source.module
+        name = name.rpartition("trigon.rewards.verifiers.")[2]  # a shipped one
     else:
         sources = [term.source for term in source]
-        setup["terms"] = [asdict(term) for term in source]
+        setup["terms"] = [{**asdict(term), "kwargs": resolve_arguments(term.kwargs, term.name)} for term in source]
         name = " + ".join(term.name for term in source)
         where = f"the sum of the reward functions {', '.join(repr(term.name) for term in source)}"
         if kwargs:
             raise RewardError(
                 "worker.reward.reward_function_kwargs are arguments of a single reward function, and there are "
-                f"{len(source)}; bind them with functools.partial"
+                f"{len(source)}; give each its own"
             )
     try:
         message = json.dumps({**setup, "kwargs": resolve_arguments(kwargs)})
     except (TypeError, ValueError) as error:
+        given = dict(kwargs) if isinstance(source, RewardSource) else {term.name: dict(term.kwargs) for term in source}
         raise RewardError(
-            f"{ARGUMENTS}={mask(ARGUMENTS, dict(kwargs))!r} cannot be sent to another process: {error}; use only text, "
+            f"{ARGUMENTS}={mask(ARGUMENTS, given)!r} cannot be sent to another process: {error}; use only text, "
             "numbers, lists and dicts"
         ) from error
     return RewardSetup(message, name, where, tuple(each.file for each in sources if each.file))

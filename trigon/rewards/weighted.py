@@ -23,22 +23,25 @@ T = TypeVar("T")
 def weighted_sum(terms: Sequence[LoadedTerm], *, concurrency: int) -> LoadedFunction:
     """Return a function that sums the rewards of all terms.
 
-    It is sequential, unless one of the functions scores several completions at a time, and async if
-    one of them is: these then run at the same time. Its parts are "overall", the weighted sum; by
+    It is sequential, unless one of the functions scores several completions at a time (then it is
+    of the batch contract, or of the group contract if one of them is), and async if one of them is:
+    these then run at the same time. Its parts are "overall", the weighted sum; by
     the name of each term its reward, without the weight; and its other parts with that name before
     them: "accuracy", "accuracy/steps".
     concurrency: calls of async functions at a time, where a list of completions is scored.
     """
-    contract: RewardContract = "batch" if any(function.contract == "batch" for _, function in terms) else "sequential"
+    contracts = {function.contract for _, function in terms}
+    contract: RewardContract = "group" if "group" in contracts else "batch" if "batch" in contracts else "sequential"
+    takes_list = contract != "sequential"
     if not any(function.is_async for _, function in terms):
 
         def score_all(reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
             return _sum_all(terms, [_scores(term, function, reward_inputs) for term, function in terms])
 
-        return LoadedFunction(score_all if contract == "batch" else _for_one(score_all), contract, is_async=False)
+        return LoadedFunction(score_all if takes_list else _for_one(score_all), contract, is_async=False)
     import asyncio  # here, since other functions do not need it
 
-    limit = asyncio.Semaphore(concurrency) if contract == "batch" else nullcontext()
+    limit = asyncio.Semaphore(concurrency) if takes_list else nullcontext()
 
     async def score_all_async(reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
         scores = await _gather([_scores_async(term, function, reward_inputs, limit) for term, function in terms])
@@ -47,7 +50,7 @@ def weighted_sum(terms: Sequence[LoadedTerm], *, concurrency: int) -> LoadedFunc
     async def score_one_async(reward_input: RewardInput) -> dict[str, float]:
         return (await score_all_async([reward_input]))[0]
 
-    return LoadedFunction(score_all_async if contract == "batch" else score_one_async, contract, is_async=True)
+    return LoadedFunction(score_all_async if takes_list else score_one_async, contract, is_async=True)
 
 
 def _for_one(score_all: Callable[[list[RewardInput]], list[dict[str, float]]]) -> Callable[..., dict[str, float]]:
@@ -73,7 +76,7 @@ def _sum(scores: Sequence[tuple[RewardTerm, Mapping[str, float]]]) -> dict[str, 
 def _scores(term: RewardTerm, function: LoadedFunction, reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
     """Return the scores of completions by one function. Raises: RewardError that names it."""
     match function.contract:
-        case "batch":
+        case "batch" | "group":
             return _read(term, check_length(function.call(reward_inputs), len(reward_inputs)))
         case "sequential":
             return _read(term, [function.call(reward_input) for reward_input in reward_inputs])
@@ -99,7 +102,7 @@ async def _scores_async(
             return await (call_legacy(function.call, reward_input) if is_legacy else function.call(reward_input))
 
     match function.contract:
-        case "batch":
+        case "batch" | "group":
             async with limit:
                 return _read(term, check_length(await function.call(reward_inputs), len(reward_inputs)))
         case "sequential" | "legacy":

@@ -41,6 +41,7 @@ from trigon.rewards.calls import Result, at_most, score_chunk
 from trigon.rewards.contract import LoadedFunction, bind_kwargs, construct, detect_contract, is_async, is_class
 from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
+from trigon.secrets import ARGUMENTS
 from trigon.system.signals import outlive_stop_signals
 from trigon.system.stacks import register_stacks
 
@@ -105,18 +106,21 @@ def _load_setup(setup: Mapping[str, Any]) -> LoadedFunction:
     """Return the function of a setup, or the sum of several. Raises: RewardError."""
     if setup["source"] is not None:
         return _load(RewardSource(**setup["source"]), setup["kwargs"])
-    terms = [RewardTerm(term["name"], term["weight"], RewardSource(**term["source"])) for term in setup["terms"]]
-    return weighted_sum([(term, _load(term.source, {})) for term in terms], concurrency=setup["concurrency"])
+    terms = [RewardTerm(**{**term, "source": RewardSource(**term["source"])}) for term in setup["terms"]]
+    loaded = [(term, _load(term.source, term.kwargs, option=f"kwargs of {term.name!r}")) for term in terms]
+    return weighted_sum(loaded, concurrency=setup["concurrency"])
 
 
-def _load(source: RewardSource, kwargs: Mapping[str, Any]) -> LoadedFunction:
-    """Return a function with its arguments bound. Raises: RewardError."""
+def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGUMENTS) -> LoadedFunction:
+    """Return a function with its arguments bound. option: their name. Raises: RewardError."""
     function, reward_type = load_function(source)
     if is_class(function):  # once for each worker, so that it can load a model or open a connection
-        function, kwargs = construct(function, kwargs, where=source.where), {}
+        function, kwargs = construct(function, kwargs, where=source.where, option=option), {}
     contract = detect_contract(function, reward_type, kwargs, where=source.where)
     return LoadedFunction(
-        bind_kwargs(function, contract, kwargs, where=source.where), contract, is_async=is_async(function)
+        bind_kwargs(function, contract, kwargs, where=source.where, option=option),
+        contract,
+        is_async=is_async(function),
     )
 
 

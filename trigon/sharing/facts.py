@@ -101,7 +101,7 @@ def read_facts(
         datasets=tuple(dict.fromkeys(each for each, _ in sources if each is not None)),
         dataset_names=tuple(dict.fromkeys(name for _, name in sources)),
         val_names=tuple(name for _, name in sources_of(run, values["data.val_files"])),
-        reward=short_path(str(values["worker.reward.reward_function"])),
+        reward=_describe_reward(values["worker.reward.reward_function"]),
         values=values,
         changed=changed,
         validations=tuple(read_validations(run, int(record["step"]))),
@@ -195,3 +195,11 @@ def _equal(value: Any, default: Any) -> bool:
         return list(each) if isinstance(each, Sequence) and not isinstance(each, str) else each
 
     return bool(plain(value) == plain(default))
+
+
+def _describe_reward(value: Any) -> str:
+    """Return the reward functions of a configuration without folders, with weights if several."""
+    if not isinstance(value, list | tuple):
+        return short_path(str(value))
+    entries = [{"function": each} if isinstance(each, str) else each for each in value]
+    return " + ".join(f"{each.get('weight', 1):g} * {short_path(str(each['function']))}" for each in entries)

@@ -54,7 +54,8 @@ def export(
         for summary, rows in _groups(run, found.ids, max_rollouts // len(runs)):
             num_rollouts += len(rows)
             chosen.append({**summary, "rows": [json.loads(row_to_line(row)) for row in rows]})
-            for name in rows[0].image_files:
+            observed = (name for row in rows for turn in row.turns for name in turn.image_files)
+            for name in dict.fromkeys((*rows[0].image_files, *observed)):
                 if (image := read_image(run.record.path, name)) is not None:
                     content, media_type = shrink(*image, max_bytes=MAX_IMAGE_BYTES, max_side=MAX_IMAGE_SIDE)
                     images[f"{number}/{name}"] = f"data:{media_type};base64,{b64encode(content).decode()}"

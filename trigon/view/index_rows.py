@@ -109,7 +109,9 @@ def _check_types(row: RolloutRow, place: str) -> None:
     for name, kind in types:
         if not isinstance(getattr(row, name), kind):
             raise DataError(f"{place} is not a rollout: {name} is {type(getattr(row, name)).__name__}")
-    if not all(isinstance(file, str) for file in row.image_files):
+    if not all(
+        isinstance(file, str) for files in (row.image_files, *(t.image_files for t in row.turns)) for file in files
+    ):
         raise DataError(f"{place} is not a rollout: image_files has other values than text")
 
 

@@ -104,7 +104,9 @@ export function groupView({ onOpen, onBack, onMove }) {
   function completion(row) {
     const parts = Object.entries(row.parts).filter(([name]) => name !== "overall");
     const current = usable();
-    const text = current !== "plain" && row.tokens
+    const text = current === "plain" && row.turns?.length
+      ? turnTexts(row)
+      : current !== "plain" && row.tokens
       ? tokenText(row, current, scaleOf(shown.rows, current), (which, t) => facts.replaceChildren(...tokenFacts(which, t)))
       : h("div.text", {}, row.response ? marked(row.response, shown.search) : h("span.muted", {}, "(empty)"));
     text.classList.add("clipped");
@@ -121,6 +123,19 @@ export function groupView({ onOpen, onBack, onMove }) {
       parts.length ? h("ul.parts", {}, parts.map(([name, value]) => h("li", {}, h("span.muted", {}, visible(name)), " ", number(value, 3)))) : null,
       row.outcome === "ok" ? null : h("p.problem", {}, h("b", {}, `Reward function: ${visible(row.outcome)}`), " ", visible(row.error)),
       text);
+  }
+
+  function turnTexts(row) {
+    return h("ol.turns", {}, row.turns.map((turn) => h("li.turn", {},
+      turn.observation || turn.image_files.length ? h("div.observation", {},
+        turn.image_files.length ? h("div.images", {}, turn.image_files.map((name) => {
+          const address = imageAddress(shown.run, name);
+          return h("button.image", { type: "button", "aria-label": "Enlarge an observed image", on: { click: () => enlarge(address, name) } },
+            picture(address, "an observed image"));
+        })) : null,
+        h("div.text", {}, marked(turn.observation, shown.search))) : null,
+      h("div.text", {}, turn.text ? marked(turn.text, shown.search) : h("span.muted", {}, "(empty)")),
+      turn.reward === null ? null : h("p.muted.turn-reward", {}, "reward of the turn ", number(turn.reward, 3)))));
   }
 
   function historyStrip(history, run, group, place, siblings) {

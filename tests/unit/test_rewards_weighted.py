@@ -1,0 +1,186 @@
+"""Several reward functions with weights: configuration, scores, secrets, resuming."""
+
+import json
+from contextlib import closing
+
+import pytest
+
+from trigon.build.origin import KEY, Origin
+from trigon.build.run import open_rewards
+from trigon.checkpoint.store import Checkpoint
+from trigon.config.load import dump_config, load_config
+from trigon.config.rewards import describe_option, reward_specs
+from trigon.config.schema import WeightedReward
+from trigon.errors import CheckpointError, ConfigError, RewardError
+from trigon.evaluation.score import run_kwargs
+from trigon.planning.configuration import load_planned
+from trigon.records.run import RunRecord
+from trigon.rewards.contract import RewardRequest
+from trigon.secrets import MASKED, REWARD, hide
+from trigon.sharing.facts import _describe_reward
+
+FUNCTIONS = """
+import asyncio
+
+def exact(response, ground_truth):
+    return {"overall": float(response == ground_truth), "characters": len(response)}
+
+def brief(reward_inputs, limit):
+    return [{"overall": float(each["response_length"] < limit)} for each in reward_inputs]
+
+async def judge(reward_input, key="none"):
+    await asyncio.sleep(0.01)
+    if reward_input["response"] == "fail":
+        raise ValueError("no")
+    return len(key)
+"""
+SECRET = "sk-a1b2c3d4e5f6a1b2c3d4e5f6"
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Return a function that loads a configuration, and the folder of the functions."""
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def make(*overrides, path=None):
+        needed = [
+            f"worker.actor.model.model_path={tmp_path / 'model'}",
+            f"data.train_files={tmp_path / 'a.jsonl'}",
+            "trainer.val_before_train=false",
+            "worker.rollout.n=2",
+        ]
+        return load_config(path, [*needed, *overrides]).config
+
+    return make
+
+
+def entries(folder, *, weight=0.5, limit=10, key="k"):
+    return [
+        {"function": f"{folder}/rewards.py:exact"},
+        {"function": f"{folder}/rewards.py:brief", "weight": weight, "kwargs": {"limit": limit}},
+        {"function": f"{folder}/rewards.py:judge", "name": "style", "weight": -2, "kwargs": {"key": key}},
+    ]
+
+
+def override(value):
+    return f"{REWARD}={json.dumps(value)}"
+
+
+def scores_of(config, *responses):
+    pool = open_rewards(config)
+    with closing(pool):
+        return pool.score([RewardRequest(each, len(each), "4", "?", "stop", {}) for each in responses])
+
+
+def test_functions_of_all_contracts_are_summed_and_a_failure_costs_its_completion(load, tmp_path):
+    config = load(override(entries(tmp_path)), "worker.reward.max_failed_fraction=1")
+    right, failed, long = scores_of(config, "4", "fail", "a long answer")
+    parts = {"overall": -0.5, "exact": 1, "exact/characters": 1, "brief": 1, "style": 1}
+    assert right.parts == parts
+    assert long.parts == {"overall": -2.0, "exact": 0, "exact/characters": 13, "brief": 0, "style": 1}
+    assert (failed.outcome, failed.error) == ("failed", "ValueError: no (rewards.py:13)")
+
+
+def test_yaml_and_the_command_line_take_the_same_list_and_texts_stay_texts(load, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("worker:\n  reward:\n    reward_function:\n      - math\n      - {function: r1v, weight: 2}\n")
+    from_file = load(path=path).worker.reward.reward_function
+    assert from_file == (WeightedReward(function="math"), WeightedReward(function="r1v", weight=2))
+    assert load(f"{REWARD}=[math, {{function: r1v, weight: 2}}]").worker.reward.reward_function == from_file
+    assert load(f"{REWARD}=math").worker.reward.reward_function == "math"
+    assert reward_specs(from_file) == ("math", "r1v")
+    assert (describe_option(from_file), describe_option("math")) == ("1 * math + 2 * r1v", "math")
+
+
+def test_the_configuration_that_a_run_writes_is_read_to_an_equal_one(load, tmp_path):
+    config = load(override(entries(tmp_path)))
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml", []).config == config
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("[]", "worker.reward.reward_function is not set"),
+        ("[{weight: 1}]", "but must be text, or a list, each a mapping of function, name, weight, kwargs, or null"),
+        ("[{function: math, weigth: 1}]", "but must be text, or a list"),
+        ("[{function: math, weight: much}]", "but must be text, or a list"),
+        ("[{function: math, weight: .nan}]", "but must be text, or a list"),
+        ("[math, nothing.py:main]", "worker.reward.reward_function[1]: there is no nothing.py"),
+    ],
+)
+def test_a_list_that_is_none_is_a_problem_that_says_what_is_one(load, value, problem):
+    with pytest.raises(ConfigError) as caught:
+        load(f"{REWARD}={value}")
+    assert problem in str(caught.value)
+
+
+def test_arguments_besides_a_list_are_refused(load):
+    with pytest.raises(ConfigError, match="give each its own"):
+        load(f"{REWARD}=[math, r1v]", "worker.reward.reward_function_kwargs.format_weight=0.5")
+
+
+def test_an_unknown_argument_of_one_function_names_it(load, tmp_path):
+    value = entries(tmp_path)
+    value[1]["kwargs"] = {"limt": 3}
+    with pytest.raises(RewardError, match=r"does not accept 'limt' of kwargs of 'brief' \(did you mean 'limit'"):
+        scores_of(load(override(value)), "4")
+
+
+def test_a_secret_argument_is_written_nowhere_and_asked_for_again(load, tmp_path, monkeypatch):
+    value = entries(tmp_path)
+    value[2]["kwargs"] = {"api_key": SECRET, "key": "env:JUDGE_KEY"}
+    config = load(override(value))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(config))
+    assert SECRET not in (folder / "config.yaml").read_text()
+    written = RunRecord(folder).config()["worker"]["reward"]["reward_function"]
+    assert written[2]["kwargs"] == {"api_key": MASKED, "key": "env:JUDGE_KEY"}
+    with pytest.raises(ConfigError, match=r"reward_function\[2\]\.kwargs\.api_key .* or env:NAME, which reads it"):
+        load_config(folder / "config.yaml", [])
+    planned = load_planned(folder / "config.yaml", []).config.worker.reward.reward_function
+    assert [(entry.weight, dict(entry.kwargs)) for entry in planned] == [(1, {}), (0.5, {}), (-2, {})]
+    published = hide(REWARD, written)
+    assert published[2] == {
+        "function": "rewards.py:judge", "name": "style", "weight": -2.0,
+        "kwargs": {"api_key": "(hidden)", "key": "env:JUDGE_KEY"},
+    }  # fmt: skip
+    assert _describe_reward(written) == "1 * rewards.py:exact + 0.5 * rewards.py:brief + -2 * rewards.py:judge"
+
+
+def test_the_value_of_a_variable_reaches_one_function_and_a_missing_one_is_an_error(load, tmp_path, monkeypatch):
+    config = load(override(entries(tmp_path, key="env:JUDGE_KEY")))
+    with pytest.raises(RewardError, match="'style': key is env:JUDGE_KEY, but the environment variable"):
+        open_rewards(config)
+    monkeypatch.setenv("JUDGE_KEY", "four")
+    assert scores_of(config, "4")[0].parts["style"] == 4
+
+
+def test_the_arguments_of_a_stored_run_are_found_by_function(load, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(load(override(entries(tmp_path, limit=7)))))
+    assert run_kwargs(RunRecord(folder), f"{tmp_path}/rewards.py:brief") == {"limit": 7}
+    assert run_kwargs(RunRecord(folder), "math") == {}
+
+
+def test_a_resumed_run_notices_other_code_weights_and_arguments(load, tmp_path):
+    def origin(checkpoint=None, **changes):
+        result = Origin(load(override(entries(tmp_path, **changes))), checkpoint, lambda line: None)
+        result.add_options(None)
+        return result
+
+    progress = json.loads(json.dumps({KEY: origin().state()}))
+    checkpoint = Checkpoint(7, tmp_path, progress, None)
+    assert origin(checkpoint).accepted == []
+    with pytest.raises(CheckpointError, match=r"reward_function was .*0\.5 \* .* and is now .*0\.6 \* "):
+        origin(checkpoint, weight=0.6)
+    with pytest.raises(CheckpointError, match=r"reward_function_kwargs has other content than then \(brief\.limit\)"):
+        origin(checkpoint, limit=11)
+    (tmp_path / "rewards.py").write_text(FUNCTIONS.replace("len(key)", "2 * len(key)"))
+    with pytest.raises(CheckpointError, match=r"reward_function has other content than then \(code\)"):
+        origin(checkpoint)

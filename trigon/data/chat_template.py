@@ -1,0 +1,144 @@
+"""Renders chat messages with a model's chat template, and tokenizes the text.
+
+Prompts (prompts.py) and what comes between the turns of an episode (turns.py) are made by the same
+code, so that both are written as the model's chat template writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trigon.data.messages import Message, content_parts
+from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
+
+if TYPE_CHECKING:
+    from trigon.models.load import Processors
+
+_PROBE = "trigon-probe"
+"""A text that no template writes by itself."""
+
+# What Qwen2.5's and Qwen3's chat templates write for tools: the format of Hermes.
+_TOOLS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{schemas}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class ChatTemplate:
+    """A model's chat template with its tokenizer. Thread-safe.
+
+    writes_tools: whether the template writes the schemas of tools. If it does not, as that of
+    Qwen2.5-VL, they are added to the system message, in the format of Hermes.
+    """
+
+    def __init__(self, processors: Processors, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Read the template of a tokenizer.
+
+        tools: JSON schemas of tools, as transformers.utils.get_json_schema returns them.
+        Raises: ConfigError if the template exceeds the limits of templates.py.
+        """
+        self._tokenizer = processors.tokenizer
+        check_chat_template(self._tokenizer)
+        # The first call resets the truncation and padding that a tokenizer was saved with, which is
+        # not thread-safe.
+        self.tokenize("")
+        self._tools = [dict(tool) for tool in tools]
+        self._content_of: Callable[[str], Any] = str
+        if processors.family.has_vision:
+            self._content_of = content_parts if self._shows(content_parts) or not self._shows(_parts) else _parts
+        self.writes_tools = bool(tools) and self._render_tools()
+        self._tools_section = ""
+        if tools and not self.writes_tools:
+            schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self._tools)
+            self._tools_section = _TOOLS.format(schemas=schemas)
+            self._default_system = self._find_default_system()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a rendered text."""
+        # The chat template writes every special token itself, so none is added.
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """Return messages as the template writes them.
+
+        generation_prompt: whether the beginning of the assistant's next message follows.
+        Raises: TemplateFailure.
+        """
+        if self._tools_section:
+            messages = self._with_tools_section(messages)
+        return self._apply(
+            messages, tools=self._tools if self.writes_tools else None, generation_prompt=generation_prompt
+        )
+
+    def _apply(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None, generation_prompt: bool
+    ) -> str:
+        with bounded_rendering():
+            text: str = self._tokenizer.apply_chat_template(
+                [{"role": message.role, "content": self._content_of(message.content)} for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        return text
+
+    def _shows(self, content_of: Callable[[str], Any]) -> bool:
+        """Return whether the template writes the text of contents in this form.
+
+        That of LLaVA writes none that is not a list of parts.
+        """
+        try:
+            with bounded_rendering():
+                text = self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content_of(_PROBE)}], tokenize=False
+                )
+        except TemplateFailure:  # which is that of every row
+            return False
+        return _PROBE in text
+
+    def _render_tools(self) -> bool:
+        """Return whether the template writes anything for tools."""
+        probe = [Message("user", _PROBE)]
+        try:
+            with_tools = self._apply(probe, tools=self._tools, generation_prompt=True)
+            return with_tools != self._apply(probe, tools=None, generation_prompt=True)
+        except TemplateFailure:
+            return True  # and each row has the error
+
+    def _with_tools_section(self, messages: Sequence[Message]) -> list[Message]:
+        has_system = bool(messages) and messages[0].role == "system"
+        system = messages[0].content if has_system else self._default_system
+        content = f"{system}\n\n{self._tools_section}" if system else self._tools_section
+        return [Message("system", content), *messages[has_system:]]
+
+    def _find_default_system(self) -> str:
+        """Return the system message that the template writes where there is none; "" if none."""
+        question = Message("user", "trigon-question")
+        try:
+            default = self._apply([question], tools=None, generation_prompt=False)
+            given = self._apply([Message("system", _PROBE), question], tools=None, generation_prompt=False)
+        except TemplateFailure:
+            return ""
+        before, _, after = given.partition(_PROBE)
+        if default.startswith(before) and default.endswith(after) and len(default) >= len(before) + len(after):
+            return default[len(before) : len(default) - len(after)]
+        return ""
+
+
+def _parts(content: str) -> Any:
+    """Return a content as parts, also if it is text alone."""
+    parts = content_parts(content)
+    return [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
