@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trigon.build.run import open_rewards
+from trigon.build.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
 

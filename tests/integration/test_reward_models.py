@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from trigon.build.run import open_rewards
+from trigon.build.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.contract import RewardRequest
 

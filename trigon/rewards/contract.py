@@ -65,6 +65,9 @@ class RewardRequest:
     prompt: the text of the prompt. finish_reason: whether the completion ended by itself or was
     truncated.
     row: the other columns of the dataset's row, except images.
+    turns: with an environment or tools, each turn as {"observation": what the model saw before it,
+    with one <image> for each image, "text": what it wrote, "reward": of the environment, or None}.
+    response is then the text of all turns, without what was observed. Empty otherwise.
     """
 
     response: str
@@ -73,6 +76,7 @@ class RewardRequest:
     prompt: str
     finish_reason: FinishReason
     row: Mapping[str, Any]
+    turns: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
