@@ -71,7 +71,16 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_ALIASES: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Longer names that are accepted as well."""
 
-ShippedReward = Literal["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui"]
+ToolFormat = Literal["hermes", "llama3_json", "qwen3_xml"]
+"""How a model writes the call of a tool."""
+
+ObservationRole = Literal["user", "tool"]
+"""The role of the messages in which a model sees what an environment or a tool returned."""
+
+BUILT_IN_TOOLS: tuple[str, ...] = ("crop", "python")
+"""The tools that need no file."""
+
+ShippedReward = Literal["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui", "environment"]
 """Reward functions in rewards/verifiers, which need no file."""
 
 SHIPPED_REWARDS: tuple[str, ...] = get_args(ShippedReward)

@@ -23,12 +23,21 @@ MASKED = "(secret, not written)"
 ARGUMENTS = "worker.reward.reward_function_kwargs"
 """The option with values that only the user's reward function knows."""
 
+ENVIRONMENT_ARGUMENTS = "worker.rollout.environment_kwargs"
+"""The same of an environment."""
+
 REWARD = "worker.reward.reward_function"
-"""The option that may be a list of reward functions, each with arguments of its own."""
+VAL_REWARD = "worker.reward.val_reward_function"
+"""The options that may be lists of reward functions, each with arguments of its own."""
+
+USER_ARGUMENTS = (ARGUMENTS, f"{REWARD}.kwargs", f"{VAL_REWARD}.kwargs", ENVIRONMENT_ARGUMENTS)
+"""The options in which `env:NAME` has a meaning, and whose texts are not published.
+
+Those in the middle are of each function in a list.
+"""
 
 FREE_MAPPINGS = (
-    ARGUMENTS,
-    f"{REWARD}.kwargs",  # of each in the list
+    *USER_ARGUMENTS,
     "worker.reward.score_function_kwargs",  # its older name, in folders of older runs
     "worker.actor.model.override_config",
 )
@@ -325,14 +334,14 @@ def hide(name: str, value: Any, *, free: bool = False) -> Any:
 
     A value whose name sounds like a secret is hidden as a whole, parts of texts that look like one
     are hidden, queries of addresses are left out, and absolute paths lose their folders.
-    Of the arguments of a reward function only numbers, booleans, words and the names of models are
-    published, since no pattern knows all secrets.
+    Of the arguments of the user's own code only numbers, booleans, words and the names of models
+    are published, since no pattern knows all secrets.
     name: of the option, or a key inside it. free: whether the value belongs to a user's mapping,
     in which any long random text is hidden too.
     """
-    if name in (ARGUMENTS, f"{REWARD}.kwargs"):
+    if name in USER_ARGUMENTS:
         return _hide_argument("", value)
-    if name == REWARD and isinstance(value, list | tuple):
+    if name in (REWARD, VAL_REWARD) and isinstance(value, list | tuple):
         return [
             {key: hide(f"{name}.{key}", item) for key, item in each.items()}
             if isinstance(each, Mapping)

@@ -112,6 +112,7 @@ class SamplingParams:
     ignore_eos: continue after an end-of-sequence token, up to max_tokens.
     seed: seed of the run. The caller of the engine derives the seed of each completion from (seed,
     step, prompt_id, sample).
+    one_turn: sample one turn after each prompt, also where completions have environments or tools.
     """
 
     n: int
@@ -121,6 +122,7 @@ class SamplingParams:
     max_tokens: int
     ignore_eos: bool
     seed: int
+    one_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,3 +222,49 @@ def test_a_record_from_before_tokenizers_were_always_recorded_is_not_compared_wi
 
     model = config(worker__actor__model__model_path=folder_of(tmp_path / "model", "a b c"))
     assert resumed(model, saved_by(model, change=earlier))[1] == []
+
+
+def test_the_code_of_an_environment_and_of_tools_is_compared(tmp_path):
+    file = tmp_path / "games.py"
+    file.write_text("class Maze:\n    size = 3\n")
+    maze = config(worker__rollout__environment=f"{file}:Maze")
+    checkpoint = saved_by(maze)
+    assert resumed(maze, checkpoint)[0].accepted == []
+    file.write_text("class Maze:\n    size = 3  # cells\n")  # a comment is no difference
+    assert resumed(maze, checkpoint)[0].accepted == []
+    file.write_text("class Maze:\n    size = 4\n")
+    with pytest.raises(CheckpointError, match=r"worker\.rollout\.environment has other content than then \(Maze\)"):
+        resumed(maze, checkpoint)
+    with pytest.raises(CheckpointError, match=r"worker\.rollout\.environment was .*games\.py:Maze, and is now null"):
+        resumed(config(), checkpoint)
+    tools = config(worker__rollout__tools=["crop", f"{file}:search"])
+    with pytest.raises(CheckpointError, match=r"worker\.rollout\.tools was crop, .*, and is now crop, .*\(search\)"):
+        resumed(config(worker__rollout__tools=["crop"]), saved_by(tools))
+
+
+def test_arguments_and_limits_of_an_environment_are_compared():
+    def maze(**changes):
+        return config(worker__rollout__environment="games.maze:Maze", **changes)
+
+    before = maze(worker__rollout__environment_kwargs={"size": 3, "api_key": KEY_1})
+    checkpoint = saved_by(before)
+    assert KEY_1 not in json.dumps(checkpoint.progress)
+    resumed(maze(worker__rollout__environment_kwargs={"size": 3, "api_key": KEY_2}), checkpoint)
+    with pytest.raises(CheckpointError, match=r"environment_kwargs has other content than then \(size\)"):
+        resumed(maze(worker__rollout__environment_kwargs={"size": 4}), checkpoint)
+    kwargs = {"worker__rollout__environment_kwargs": {"size": 3}}
+    with pytest.raises(CheckpointError, match=r"worker\.rollout\.max_turns was 8, and is now 3"):
+        resumed(maze(**kwargs, worker__rollout__max_turns=3), checkpoint)
+    resumed(maze(**kwargs, worker__rollout__environment_timeout_seconds=3), checkpoint)
+
+
+def test_a_checkpoint_of_a_version_without_environments_had_none():
+    def without(state):
+        for name in ("environment", "environment_kwargs", "tools"):
+            del state["contents"][f"worker.rollout.{name}"]
+        return state
+
+    checkpoint = saved_by(config(), change=without)
+    assert resumed(config(), checkpoint)[0].accepted == []
+    with pytest.raises(CheckpointError, match=r"worker\.rollout\.tools was null, and is now crop"):
+        resumed(config(worker__rollout__tools=["crop"]), checkpoint)

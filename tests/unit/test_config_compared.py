@@ -19,7 +19,11 @@ BY_CONTENT = {
     "worker.actor.model.model_path",
     "worker.actor.model.tokenizer_path",
     "worker.reward.reward_function",
+    "worker.reward.val_reward_function",
     "worker.reward.reward_function_kwargs",
+    "worker.rollout.environment",
+    "worker.rollout.environment_kwargs",
+    "worker.rollout.tools",
 }
 
 # Places of files, memory, devices, kernels, limits: what they change is rounding, or which rows and
@@ -61,6 +65,8 @@ FREE = {
     "worker.rollout.disable_tqdm",
     "worker.rollout.parity_tolerance",
     "worker.rollout.weight_check_freq",
+    "worker.rollout.environment_timeout_seconds",
+    "worker.rollout.environment_workers",
     "worker.ref.fsdp.enable_full_shard",
     "worker.ref.fsdp.enable_cpu_offload",
     "worker.ref.offload.offload_params",
@@ -86,7 +92,8 @@ CONFIGS = [
                 "loss_type": "cispo",
                 "optim": {"lr_scheduler_type": "cosine"},
                 "model": {"lora": {"rank": 4}},
-            }
+            },
+            "rollout": {"tools": ("crop",)},
         },
     ),
 ]

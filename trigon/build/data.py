@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from trigon.build.options import (
     count_data_threads,
@@ -14,6 +15,7 @@ from trigon.build.options import (
     model_path,
 )
 from trigon.config.defaults import PIXEL_CACHE_BYTES
+from trigon.config.episode_checks import has_episodes
 from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
@@ -52,13 +54,22 @@ def read_processors(config: Config) -> Processors:
     )
 
 
-def open_builder(config: Config, processors: Processors, *, process_images: bool | None = None) -> PromptBuilder:
+def open_builder(
+    config: Config,
+    processors: Processors,
+    *,
+    process_images: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
-    With one worker it also processes their images; with several, each worker processes its own (see
-    open_images). process_images: True or False decides it.
+    With one worker it also processes their images; with several, and with environments or tools,
+    the process of each engine does (see open_images).
+    process_images: True or False decides it. tools: descriptions of the tools.
     """
     data = config.data
+    if process_images is None:
+        process_images = num_workers(config) == 1 and not has_episodes(config)
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,
@@ -70,7 +81,9 @@ def open_builder(config: Config, processors: Processors, *, process_images: bool
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
-        process_images=num_workers(config) == 1 if process_images is None else process_images,
+        process_images=process_images,
+        tools=tools,
+        generation_prompt=config.worker.rollout.environment is None,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,

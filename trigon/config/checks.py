@@ -10,6 +10,7 @@ from typing import Any, assert_never, cast
 
 from trigon.config.compared import find_unknown_names
 from trigon.config.defaults import resolve_weight_dtype
+from trigon.config.episode_checks import EPISODE_CHECKS, warn_of_episodes
 from trigon.config.files import FILE_CHECKS, REQUIRED_CHECKS
 from trigon.config.plan import (
     context_length,
@@ -56,7 +57,7 @@ def find_problems(config: Config, *, uncertain: Collection[str] = ()) -> list[st
 
 def find_warnings(config: Config) -> tuple[str, ...]:
     """Return warnings about options that work against each other or have no effect."""
-    return (*_warn_of_conflicts(config), *_warn_of_unused(config))
+    return (*_warn_of_conflicts(config), *_warn_of_unused(config), *warn_of_episodes(config))
 
 
 def find_device_warnings(config: Config, device: DeviceType) -> tuple[str, ...]:
@@ -333,6 +334,7 @@ _CHECKS: tuple[Callable[[Config], list[str]], ...] = (
     _check_mismatch_correction,
     _check_lengths,
     find_unknown_names,
+    *EPISODE_CHECKS,
     *REQUIRED_CHECKS,
     *FILE_CHECKS,
 )

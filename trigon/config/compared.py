@@ -14,10 +14,12 @@ from typing import Any
 from trigon.config.defaults import (
     resolve_cispo_cap,
     resolve_loss_fixed_length,
+    resolve_observation_role,
     resolve_prompts_per_round,
     resolve_reference_dtype,
     resolve_weight_dtype,
 )
+from trigon.config.episode_checks import has_episodes
 from trigon.config.options import options
 from trigon.config.schema import Config
 from trigon.suggestions import nearest_key
@@ -35,7 +37,7 @@ def compared_options(config: Config) -> dict[str, Any]:
     An option without effect in this configuration is left out, and one whose default follows from
     others has the value that it stands for.
     """
-    values = {**_data(config), **_algorithm(config), **_actor(config), **_rollout(config)}
+    values = {**_data(config), **_algorithm(config), **_actor(config), **_rollout(config), **_episodes(config)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -192,6 +194,21 @@ def _rollout(config: Config) -> dict[str, Any]:
         f"{prefix}max_tokens": override.max_tokens,
         "worker.reward.skip_special_tokens": config.worker.reward.skip_special_tokens,
     }
+
+
+def _episodes(config: Config) -> dict[str, Any]:
+    """Return the options of episodes. The code of environments and tools is compared elsewhere."""
+    rollout = config.worker.rollout
+    if not has_episodes(config):
+        return {}
+    values: dict[str, Any] = {
+        "worker.rollout.observation_role": resolve_observation_role(config),
+        "worker.rollout.max_turns": rollout.max_turns,
+        "worker.rollout.max_turn_tokens": rollout.max_turn_tokens,
+    }
+    if rollout.tools:
+        values["worker.rollout.tool_format"] = rollout.tool_format
+    return values
 
 
 def schedule_depends_on_length(config: Config) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trigon.config.schema import Config
-from trigon.names import DeviceType, Dtype
+from trigon.names import DeviceType, Dtype, ObservationRole
 from trigon.resuming import SameCommand
 
 # -- defaults that depend on the device -----------------------------------------------------------
@@ -152,6 +152,12 @@ def resolve_cispo_cap(config: Config) -> float:
 def resolve_loss_fixed_length(config: Config) -> int:
     """Return the tokens by which loss_avg_mode=seq_fixed divides. Default: max_response_length."""
     return config.worker.actor.loss_fixed_length or config.data.max_response_length
+
+
+def resolve_observation_role(config: Config) -> ObservationRole:
+    """Return the role of the messages with observations. Default: tool for tools, else user."""
+    rollout = config.worker.rollout
+    return rollout.observation_role or ("tool" if rollout.tools else "user")
 
 
 def resolve_prompts_per_round(config: Config) -> int:

@@ -20,8 +20,10 @@ from trigon.names import (
     KlEstimator,
     LearningRateSchedule,
     LossAveraging,
+    ObservationRole,
     OptimizerStrategy,
     PolicyLossType,
+    ToolFormat,
     WatchLevel,
 )
 
@@ -68,6 +70,9 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 
 Variables = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of environment variables. A single one may be written without the brackets of a list."""
+
+Tools = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
+"""Tools. A single one may be written without the brackets of a list."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_files)]
 """Names of options. A single one may be written without the brackets of a list."""
@@ -509,7 +514,7 @@ class RolloutConfig(Section):
     completion."""
 
     limit_images: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Maximum number of images per prompt; 0: the engine's limit."""
+    """Maximum number of images per prompt; 0: any number. Those of observations do not count."""
 
     dtype: DtypeOption = "bf16"
     """Dtype of the engine's weights and computation."""
@@ -570,6 +575,44 @@ class RolloutConfig(Section):
     weight_check_freq: int = Field(default=1, ge=0, le=MAX_STEPS)
     """Steps between comparisons, by checksum, of vLLM's weights with the trainer's.
     0: never. Trigon only."""
+
+    environment: str | None = None
+    """Class that completions of several turns act in: `file.py:Class` or `module:Class`.
+    See docs/agents.md. null: completions of one turn. Trigon only."""
+
+    environment_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its constructor; `env:NAME` reads an environment variable.
+    Secrets among them are not written anywhere. Trigon only."""
+
+    tools: Tools = ()
+    """Functions that the model may call, instead of an environment: `[crop, tools.py:search]`.
+    crop and python are built in, others `file.py:function` or `module:function`. Trigon only."""
+
+    tool_format: Literal["auto", ToolFormat] = "auto"
+    """How the model writes calls of tools; auto: as its chat template says.
+    Trigon only."""
+
+    observation_role: ObservationRole | None = None
+    """Role of the messages with observations; null: tool for tools, user for an environment.
+    Where a chat template removes the thoughts before a message of the user (Qwen3), `tool` keeps
+    them. Trigon only."""
+
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Maximum number of turns of a completion, with an environment or tools.
+    Raising it allows longer episodes; tokens are limited by data.max_response_length. Trigon only.
+    """
+
+    max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Maximum number of tokens that the model samples in a turn; null: as many as are left.
+    A turn that reaches it ends the episode. Trigon only."""
+
+    environment_timeout_seconds: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
+    """Maximum seconds of a reset or a step of the environment, or of a turn's tools.
+    Then its process is killed, and the completion is skipped. Trigon only."""
+
+    environment_workers: int = Field(default=256, ge=1, le=4096)
+    """Maximum number of episodes at a time in each rollout worker, each in a process of its own;
+    others wait. Lowering it needs less memory. Trigon only."""
 
     val_override_config: ValOverride = Field(default_factory=ValOverride)
 
@@ -634,6 +677,10 @@ class RewardConfig(Section):
     reward_function_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of a single reward function; `env:NAME` reads an environment
     variable. Secrets among them are not written anywhere, see docs/rewards.md."""
+
+    val_reward_function: str | Rewards | None = None
+    """The reward function of validation and of `trigon eval`, written like reward_function, with
+    arguments in the list only. null: reward_function. Trigon only."""
 
     env: Variables = ()
     """Environment variables that reward workers get besides those of docs/rewards.md, by name:

@@ -15,19 +15,20 @@ from trigon.errors import RewardError
 from trigon.secrets import ARGUMENTS, masked_names, remember, secrets_in, variable_of
 
 
-def resolve_arguments(kwargs: Mapping[str, Any], term: str = "") -> dict[str, Any]:
+def resolve_arguments(kwargs: Mapping[str, Any], term: str = "", *, option: str = ARGUMENTS) -> dict[str, Any]:
     """Return the keyword arguments with the value of its variable in place of each `env:NAME`.
 
-    term: which of several functions they are of, for errors.
+    term: which of several functions they are of, for errors. option: in which they are: those of a
+    reward function, or of an environment.
     Raises: RewardError if a variable is not set, or if a secret is missing, since a run wrote the
     file that the arguments are from.
     """
-    option = f"kwargs of the reward function {term!r}: " if term else f"{ARGUMENTS}."
-    for name in masked_names(ARGUMENTS, kwargs):
-        name = f"{option}{name.removeprefix(f'{ARGUMENTS}.')}"
+    place = f"kwargs of the reward function {term!r}: " if term else f"{option}."
+    for name in masked_names(option, kwargs):
+        name = f"{place}{name.removeprefix(f'{option}.')}"
         raise RewardError(f"{name} is a secret that the run folder does not have; give it again, or write env:NAME")
-    remember(secrets_in(ARGUMENTS, kwargs))
-    return {key: _resolve(f"{option}{key}", value) for key, value in kwargs.items()}
+    remember(secrets_in(option, kwargs))
+    return {key: _resolve(f"{place}{key}", value) for key, value in kwargs.items()}
 
 
 def _resolve(name: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
@@ -63,6 +63,9 @@ class RewardRequest:
     prompt: the text of the prompt. finish_reason: whether the completion ended by itself or was
     truncated.
     row: the other columns of the dataset's row, except images.
+    turns: with an environment or tools, each turn as {"observation": what the model saw before it,
+    with one <image> for each image, "text": what it wrote, "reward": of the environment, or None}.
+    response is then the text of all turns, without what was observed. Empty otherwise.
     """
 
     response: str
@@ -71,6 +74,7 @@ class RewardRequest:
     prompt: str
     finish_reason: FinishReason
     row: Mapping[str, Any]
+    turns: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,9 @@ class EpisodeSettings:
     observation follows each prompt, which then has no generation prompt.
     max_turns: most turns of an episode. max_turn_tokens: most sampled tokens of a turn; None: no
     limit but that of the completion.
-    load_pixels: processes the images of one observation, or of a prompt that has files; called in
-    threads. Raises DataError for files that cannot be decoded.
+    load_pixels: processes the images of one observation; called in threads. load_prompts: returns
+    prompts with pixel values in place of files. Both raise DataError for files that cannot be
+    decoded.
     max_episodes: most episodes at a time, in every engine; None: all of a call.
     turn_by_turn: whether the next turns of all episodes begin together, in the order of prompts and
     samples, once all environments have answered. Then the engine gets the same requests in the same
@@ -90,6 +91,7 @@ class EpisodeSettings:
     opens: bool
     max_turns: int
     load_pixels: Callable[[EncodedMedia], Vision]
+    load_prompts: Callable[[Sequence[Prompt]], list[Prompt]]
     max_turn_tokens: int | None = None
     max_episodes: int | None = None
     turn_by_turn: bool | None = None

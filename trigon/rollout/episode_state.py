@@ -16,7 +16,8 @@ class Episode:
 
     number: for the environments. unprocessed: the prompt with files. visions: of all tokens so far.
     token_ids, logprobs, turns, media: as in Completion, so far. observation: the text of the tokens
-    after the last turn. asked: when the environment was asked, by time.perf_counter().
+    after the last turn, and num_images how many they have. asked: when the environment was asked,
+    by time.perf_counter().
     """
 
     number: int
@@ -31,6 +32,7 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     media: list[EncodedMedia] = field(default_factory=list)
     observation: str = ""
+    num_images: int = 0
     asked: float = 0.0
 
     @property
@@ -44,6 +46,7 @@ class Episode:
         self.observation = tokens.text
         if tokens.media is not None:
             assert vision is not None
+            self.num_images = len(tokens.media.encoded)
             self.media.append(tokens.media)
             self.visions.append(vision)
 
@@ -64,8 +67,8 @@ class Episode:
         start = len(self.token_ids)
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
-        self.turns.append(Turn(start, len(self.token_ids), turn.text, self.observation))
-        self.observation = ""
+        self.turns.append(Turn(start, len(self.token_ids), turn.text, self.observation, num_images=self.num_images))
+        self.observation, self.num_images = "", 0
 
     def completion(self, reason: FinishReason, *, policy_version: int, end_token_id: int, error: str) -> Completion:
         """Return all turns, at the end of the episode.

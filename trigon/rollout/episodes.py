@@ -27,7 +27,7 @@ from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup
 from trigon.rollout.seeds import sample_seed
 from trigon.rollout.turns import SampledTurn, TurnEngine
-from trigon.types import Completion, EncodedMedia, FinishReason, Prompt, SamplingParams, Vision
+from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
 
 POLL_SECONDS = 1.0
 """How long the environments are waited for before progress is reported."""
@@ -69,16 +69,7 @@ class Episodes:
 
         Raises: DataError if a file cannot be decoded.
         """
-        if self._settings is None:
-            return list(prompts)
-        load = self._settings.load_pixels
-
-        def load_prompt(prompt: Prompt) -> Prompt:
-            encoded = prompt.vision
-            return replace(prompt, vision=load(encoded)) if isinstance(encoded, EncodedMedia) else prompt
-
-        with ThreadPoolExecutor(_NUM_LOADERS, "prompts") as loaders:
-            return list(loaders.map(load_prompt, prompts))
+        return list(prompts) if self._settings is None else self._settings.load_prompts(prompts)
 
     def run(
         self,
@@ -118,7 +109,8 @@ class Episodes:
         ]
         groups = Groups(len(prompts), sampling.n)
         rules = _Rules(sampling, self._turn_by_turn, self._decode, self._end_token_id, policy_version)
-        with closing(_Run(self._settings, turns, episodes, groups, rules)) as run:
+        settings = None if sampling.one_turn else self._settings
+        with closing(_Run(settings, turns, episodes, groups, rules)) as run:
             run.finish(on_progress, on_group)
         # Not of a call that failed, whose episodes all run again.
         self._metrics = merge(self._metrics, run.metrics())
