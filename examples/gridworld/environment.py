@@ -16,9 +16,9 @@ from trigon.environments.gymnasium import GymnasiumEnvironment
 
 
 class Room(GymnasiumEnvironment):
-    """A room of `size` x `size` squares, its walls included, with a random start and the goal in a corner."""
+    """A room of size x size squares, with its walls, a random start, and the goal in a corner."""
 
-    def __init__(self, size: int = 5, tile_pixels: int = 28, max_steps: int = 8) -> None:
+    def __init__(self, size: int = 5, tile_pixels: int = 32, max_steps: int = 8) -> None:
         super().__init__(
             f"MiniGrid-Empty-Random-{size}x{size}-v0",
             actions=["left", "right", "forward"],

@@ -14,6 +14,7 @@ require("minigrid")
 
 from gymnasium import spaces  # noqa: E402
 
+from support.pooled_episode import play_in_pool  # noqa: E402
 from trigon.environments.gymnasium import GymnasiumEnvironment  # noqa: E402
 
 ROOM = "minigrid:MiniGrid-Empty-Random-5x5-v0"
@@ -131,6 +132,22 @@ def test_rows_may_name_their_environment(make):
     small = room.reset({"seed": 0, "level": ROOM})
     large = room.reset({"seed": 0, "level": "minigrid:MiniGrid-Empty-8x8-v0"})
     assert (pixels(small).shape[0], pixels(large).shape[0]) == (50, 80)
+
+
+def test_episodes_run_in_processes_as_in_a_run():
+    environment = "trigon.environments.gymnasium:GymnasiumEnvironment"
+    kwargs = {"env_id": ROOM, "actions": ["left", "right", "forward"], "env_kwargs": {"tile_size": 28, "max_steps": 3}}
+    rows = [{"seed": 1}, {"seed": 1}, {"seed": 2}]
+    one, again, other = play_in_pool(environment, kwargs, rows, ["left", "perhaps", "right", "right"])
+    assert [outcome.error for outcome in (*one, *again, *other)] == [""] * 15
+    [first] = one[0].observation.messages
+    assert (first.role, first.text, len(first.images)) == ("user", "<image>get to the green goal square", 1)
+    [second] = one[2].observation.messages
+    assert (second.text, second.images) == ("Unknown action. Write one of: left, right, forward.", ())
+    assert [(outcome.reward, outcome.done) for outcome in one] == [(None, False), *[(0.0, False)] * 3, (0.0, True)]
+    assert one[4].observation is None
+    assert [outcome.observation for outcome in one] == [outcome.observation for outcome in again]
+    assert one[0].observation != other[0].observation
 
 
 # -- Others: text, arrays, action spaces -----------------------------------------------------------

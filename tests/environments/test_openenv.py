@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # OpenEnv and what it import
 
 require("openenv.core")
 
+from support.pooled_episode import play_in_pool  # noqa: E402
 from trigon.environments.openenv import OpenEnvEnvironment  # noqa: E402
 
 SERVER = Path(__file__).parents[1] / "support" / "openenv_server.py"
@@ -148,6 +149,16 @@ def test_an_observation_without_anything_to_show_is_named():
         OpenEnvEnvironment("http://127.0.0.1:1").describe({"metadata": {"a": 1}, "echoed": ""})
 
 
+def test_episodes_run_in_processes_as_in_a_run(server):
+    environment = "trigon.environments.openenv:OpenEnvEnvironment"
+    kwargs = {"base_url": server, "action": {"message": "{action}"}, "text_keys": ["echoed"]}
+    one, other = play_in_pool(environment, kwargs, [{"seed": 1}, {"seed": 2}], ["hello", "bye"])
+    assert [outcome.error for outcome in (*one, *other)] == [""] * 6
+    texts = [outcome.observation.messages[0].text for outcome in (one[0], other[0], one[1])]
+    assert texts == ["ready, seed 1", "ready, seed 2", "hello"]
+    assert [(outcome.reward, outcome.done) for outcome in one] == [(None, False), (5.0, False), (3.0, True)]
+
+
 # -- Servers that fail -----------------------------------------------------------------------------
 
 
@@ -179,7 +190,7 @@ def test_an_address_without_a_server_raises():
     echo.close()
 
 
-# The server cannot end this session before its step is over, so this test is the last.
+# The server cannot end this session before its step is over, so no test after it uses the server.
 @pytest.mark.faults
 def test_a_step_that_hangs_ends_at_the_time_limit(connect):
     echo = connect(timeout_seconds=1.0)
@@ -188,3 +199,11 @@ def test_a_step_that_hangs_ends_at_the_time_limit(connect):
         echo.step("hang")
     echo.timeout_seconds = 20.0
     assert echo.reset(ROW)["text"].startswith("echoed: ready")  # a new session
+
+
+@pytest.mark.faults
+def test_a_server_that_cannot_be_reached_costs_each_episode_with_the_reason():
+    environment = "trigon.environments.openenv:OpenEnvEnvironment"
+    [[outcome]] = play_in_pool(environment, {"base_url": "http://127.0.0.1:9"}, [{"seed": 1}], [])
+    assert outcome.done
+    assert "the OpenEnv server http://127.0.0.1:9 started no episode" in outcome.error

@@ -107,6 +107,8 @@ ONLY_IN = {
     "tensorboard": ("report/loggers/tensorboard.py",),
     "torch.utils.tensorboard": ("report/loggers/tensorboard.py",),
     "trackio": ("report/loggers/trackio.py",),
+    "gymnasium": ("environments/gymnasium.py",),
+    "openenv": ("environments/openenv.py",),
 }
 
 # rewards/process.py and the supervisor choose the environment of the processes that run user code;
