@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from trigon.build.episodes import make_episode_options
 from trigon.build.options import (
     count_data_threads,
     count_image_threads,
@@ -52,13 +54,19 @@ def read_processors(config: Config) -> Processors:
     )
 
 
-def open_builder(config: Config, processors: Processors, *, process_images: bool | None = None) -> PromptBuilder:
+def open_builder(
+    config: Config,
+    processors: Processors,
+    *,
+    process_images: bool | None = None,
+    schemas: Sequence[Mapping[str, Any]] = (),
+) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
     With one worker it also processes their images; with several, each worker processes its own (see
-    open_images). process_images: True or False decides it.
+    open_images). process_images: True or False decides it. schemas: of worker.rollout.tools.
     """
-    data = config.data
+    data, episodes = config.data, make_episode_options(config)
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,
@@ -74,6 +82,8 @@ def open_builder(config: Config, processors: Processors, *, process_images: bool
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,
+        tools=schemas,
+        generation_prompt=episodes is None or not episodes.opens,
     )
 
 
