@@ -9,7 +9,7 @@ where the player stands and looks. The reward is MiniGrid's: 0, and for reaching
 
 from typing import Any
 
-import minigrid  # noqa: F401 - registers its rooms; imported here, it is imported once, not in each episode
+import minigrid  # noqa: F401 - registers its environments; imported here, it is imported once, not in each episode
 from PIL import Image
 
 from trigon.environments.gymnasium import GymnasiumEnvironment
