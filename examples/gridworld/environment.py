@@ -9,25 +9,37 @@ where the player stands and looks. The reward is MiniGrid's: 0, and for reaching
 
 from typing import Any
 
-import minigrid  # noqa: F401 - registers its rooms; imported here, it is imported once, not in each episode
+from minigrid.core.world_object import Floor
+from minigrid.envs import EmptyEnv
 from PIL import Image
 
 from trigon.environments.gymnasium import GymnasiumEnvironment
 
+TILE_PIXELS = 28  # each square is an image token of Qwen2.5-VL
+
+
+class PaintedRoom(EmptyEnv):
+    """An empty room with the goal in a corner, a random start, and the two ways to the goal painted."""
+
+    def _gen_grid(self, width: int, height: int) -> None:
+        super()._gen_grid(width, height)
+        for place in range(1, width - 2):
+            self.put_obj(Floor("blue"), width - 2, place)
+            self.put_obj(Floor("yellow"), place, height - 2)
+
 
 class Room(GymnasiumEnvironment):
-    """A room of size x size squares, with its walls, a random start, and the goal in a corner."""
+    """An environment of 5 x 5 squares, its walls included, that ends after eight steps."""
 
-    def __init__(self, size: int = 5, tile_pixels: int = 32, max_steps: int = 8) -> None:
-        super().__init__(
-            f"MiniGrid-Empty-Random-{size}x{size}-v0",
-            actions=["left", "right", "forward"],
-            env_kwargs={"tile_size": tile_pixels, "highlight": False, "max_steps": max_steps},
+    def __init__(self) -> None:
+        super().__init__("PaintedRoom", actions=["left", "right", "forward"])
+
+    def make(self, env_id: str) -> PaintedRoom:
+        return PaintedRoom(
+            size=5, agent_start_pos=None, max_steps=8, tile_size=TILE_PIXELS, highlight=False, render_mode="rgb_array"
         )
-        self.tile_pixels = tile_pixels
 
     def describe(self, observation: Any) -> tuple[str, list[Image.Image]]:
-        """Return the room without its walls: each square is as many pixels as an image token."""
+        """Return the room without its walls."""
         _, [image] = super().describe(observation)
-        wall = self.tile_pixels
-        return "", [image.crop((wall, wall, image.width - wall, image.height - wall))]
+        return "", [image.crop((TILE_PIXELS, TILE_PIXELS, image.width - TILE_PIXELS, image.height - TILE_PIXELS))]

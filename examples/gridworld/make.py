@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [row_of(seed) for seed in range(first, first + number)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{folder / name}.jsonl: {number} rows")
-    make_tiny(folder / "model", model_type="qwen3_vl", seed=chosen.seed)
+    make_tiny(folder / "model", seed=chosen.seed)
     learn_demonstrations(
         folder / "model",
         lambda index: demonstrate(index, random.Random(f"{chosen.seed} {index}")),
