@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -362,6 +362,33 @@ def test_a_stopped_episode_says_nothing_more(tmp_path):
         assert pool.poll(0.5) == []
         with pytest.raises(KeyError):
             pool.step(0, "go")
+
+
+def described(settings):
+    with closing(EnvironmentPool(settings, describe=True)) as pool:
+        return pool.schemas
+
+
+def test_tools_are_described_when_the_code_is_loaded(tmp_path):
+    assert described(settings_of(tmp_path)) == ()
+    [crop] = described(EnvironmentSettings(environment=None, tools=find_tools(["crop"])))
+    assert list(crop["function"]["parameters"]["properties"]) == ["bbox_2d", "img_idx"]
+    (tmp_path / "tools.py").write_text("def look(place: str): 'Look somewhere.'")
+    with pytest.raises(EpisodeError, match="tool 'look' cannot be described to the model"):
+        described(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"])))
+
+
+def test_a_class_given_in_python_runs_in_processes_of_its_own():
+    class Echo:
+        def reset(self, row):
+            self.pid = os.getpid()
+
+        def step(self, action):
+            return f"{action} {self.pid != os.getppid()}", False
+
+    with running(EnvironmentSettings(environment=find_environment(Echo))) as pool:
+        started(pool, 1)
+        assert step(pool, "hello").observation.messages[0].text == "hello True"
 
 
 def test_code_that_cannot_be_used_says_so_before_an_episode(tmp_path):

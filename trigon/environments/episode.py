@@ -69,10 +69,10 @@ def run_episode(connection: socket.socket, make: Callable[[], Any], limits: Epis
                     max_image_pixels=limits.max_image_pixels,
                 )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            connection.sendall(encode_frame(_failure(error)))
+            _send(connection, encode_frame(_failure(error)))
             return
         if not frame.content.get("quiet"):
-            connection.sendall(_encode(observation, reward, done))
+            _send(connection, _encode(observation, reward, done))
     close = getattr(environment, "close", None)
     if callable(close):
         close()
@@ -101,8 +101,15 @@ def _seed() -> None:
 
 def _frames(connection: socket.socket) -> Iterator[Frame]:
     reader = FrameReader(max_bytes=MAX_FRAME_BYTES)
-    while data := connection.recv(1 << 18):
-        yield from reader.feed(data)
+    # It ends with ConnectionResetError if the other side had not read all when it closed.
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(1 << 18):
+            yield from reader.feed(data)
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was stopped meanwhile
+        connection.sendall(data)
 
 
 def _open(frame: Frame) -> list[Image.Image]:

@@ -186,7 +186,12 @@ class ForkServer:
         return schemas
 
     def _fork(self, number: int, connection_fd: int) -> None:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or too little memory, which may pass
+            os.close(connection_fd)
+            self.send({"ended": number, "status": 0, "reason": f"could not be started: {error.strerror}"})
+            return
         if pid == 0:
             self._become_episode(connection_fd)
         os.close(connection_fd)

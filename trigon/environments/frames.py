@@ -36,18 +36,24 @@ class Frame:
 
 def encode_frame(content: Mapping[str, Any], files: Sequence[bytes] = ()) -> bytes:
     """Return a frame as bytes. Raises: TypeError or ValueError if JSON cannot represent content."""
-    text = json.dumps(content, default=_to_plain).encode()
+    text = json.dumps(content).encode()
     lengths = struct.pack(f"!{len(files)}I", *(len(file) for file in files))
     return b"".join([_PREFIX.pack(len(text), len(files)), lengths, text, *files])
 
 
 def encode_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the columns of a row that JSON can represent, and the names of the others.
+    """Return the columns of a row that JSON can represent, as JSON has them, and the other names.
 
-    Numpy scalars and arrays count as numbers and lists, dates as ISO strings.
+    Numpy scalars and arrays become numbers and lists, dates ISO strings, tuples lists.
     """
-    kept = {column: value for column, value in row.items() if _is_json(value)}
-    return kept, tuple(column for column in row if column not in kept)
+    kept: dict[str, Any] = {}
+    omitted: list[str] = []
+    for column, value in row.items():
+        try:
+            kept[column] = json.loads(json.dumps(value, default=_to_plain))
+        except (TypeError, ValueError, RecursionError):
+            omitted.append(column)
+    return kept, tuple(omitted)
 
 
 class FrameReader:
@@ -90,14 +96,6 @@ class FrameReader:
             position += length
         del received[:end]
         return Frame(content, tuple(files))
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value, default=_to_plain)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _to_plain(value: object) -> object:

@@ -13,7 +13,7 @@ from trigon.errors import EngineError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.types import Completion, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
 def collect(
@@ -92,6 +92,7 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
         finish_reason=completion.finish_reason,
         row=prompt.row,
         turns=_turns(completion),
+        media=prompt.vision if isinstance(prompt.vision, EncodedMedia) else prompt.read_media,
     )
 
 
