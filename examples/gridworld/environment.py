@@ -1,6 +1,6 @@
-"""A room of MiniGrid: the model sees the room from above, and writes left, right or forward.
+"""A corridor of MiniGrid: the model sees it from above, and writes left, right or forward.
 
-    worker.rollout.environment=examples/gridworld/environment.py:Room
+    worker.rollout.environment=examples/gridworld/environment.py:Corridor
 
 Needs `pip install "trigon-rl[gymnasium]" minigrid`. A row has the column `seed`, which decides
 where the player stands and looks. The reward is MiniGrid's: 0, and for reaching the green square
@@ -9,37 +9,43 @@ where the player stands and looks. The reward is MiniGrid's: 0, and for reaching
 
 from typing import Any
 
-from minigrid.core.world_object import Floor
-from minigrid.envs import EmptyEnv
+from minigrid.core.grid import Grid
+from minigrid.core.mission import MissionSpace
+from minigrid.core.world_object import Goal
+from minigrid.minigrid_env import MiniGridEnv
 from PIL import Image
 
 from trigon.environments.gymnasium import GymnasiumEnvironment
 
 TILE_PIXELS = 28  # each square is an image token of Qwen2.5-VL
+LENGTH = 4
 
 
-class PaintedRoom(EmptyEnv):
-    """An empty room with the goal in a corner, a random start, and the two ways to the goal painted."""
+class CorridorEnv(MiniGridEnv):
+    """Squares in a row, with the goal at the right end, and a random start."""
+
+    def __init__(self, **options: Any) -> None:
+        mission = MissionSpace(mission_func=lambda: "get to the green goal square")
+        super().__init__(mission, width=LENGTH + 2, height=3, see_through_walls=True, **options)
 
     def _gen_grid(self, width: int, height: int) -> None:
-        super()._gen_grid(width, height)
-        for place in range(1, width - 2):
-            self.put_obj(Floor("blue"), width - 2, place)
-            self.put_obj(Floor("yellow"), place, height - 2)
+        self.grid = Grid(width, height)
+        self.grid.wall_rect(0, 0, width, height)
+        self.put_obj(Goal(), LENGTH, 1)
+        self.place_agent()
+        self.mission = "get to the green goal square"
 
 
-class Room(GymnasiumEnvironment):
-    """An environment of 5 x 5 squares, its walls included, that ends after eight steps."""
+class Corridor(GymnasiumEnvironment):
+    """An environment of squares in a row that ends after eight steps."""
 
     def __init__(self) -> None:
-        super().__init__("PaintedRoom", actions=["left", "right", "forward"])
+        super().__init__("Corridor", actions=["left", "right", "forward"])
 
-    def make(self, env_id: str) -> PaintedRoom:
-        return PaintedRoom(
-            size=5, agent_start_pos=None, max_steps=8, tile_size=TILE_PIXELS, highlight=False, render_mode="rgb_array"
-        )
+    def make(self, env_id: str) -> CorridorEnv:
+        return CorridorEnv(max_steps=8, tile_size=TILE_PIXELS, highlight=False, render_mode="rgb_array")
 
     def describe(self, observation: Any) -> tuple[str, list[Image.Image]]:
-        """Return the room without its walls."""
+        """Return the squares without the walls around them."""
         _, [image] = super().describe(observation)
         return "", [image.crop((TILE_PIXELS, TILE_PIXELS, image.width - TILE_PIXELS, image.height - TILE_PIXELS))]
