@@ -6,6 +6,7 @@
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 VENV_LOGGERS ?= .venv-loggers
+VENV_ENVIRONMENTS ?= .venv-environments
 PYTEST = bin/python -m pytest
 # The tests of a file run in one process, since they share models and engines. At most four
 # processes: each needs some GB of memory.
@@ -13,7 +14,7 @@ PARALLEL = -n auto --maxprocesses 4 --dist loadfile
 DURATIONS = --durations 15 --durations-min 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-faults test-oldest test-loggers bench docs audit lint format clean
+.PHONY: help setup laptop-model quickstart gpu-check test test-all test-unit test-faults test-oldest test-loggers test-environments bench docs audit lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -51,6 +52,9 @@ test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported trans
 test-loggers: $(VENV_LOGGERS)/.ready ## the loggers with their libraries, which need an environment of their own (one minute)
 	TRIGON_TEST_LOGGERS=1 $(VENV_LOGGERS)/bin/python -m pytest tests/loggers
 
+test-environments: $(VENV_ENVIRONMENTS)/.ready ## environments of Gymnasium and OpenEnv with their packages, and the gridworld that is learned
+	TRIGON_TEST_ENVIRONMENTS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(DURATIONS) tests/environments
+
 bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (20 minutes on 2 idle cores)
 	$(VENV)/bin/python benchmarks/bench.py
 
@@ -70,7 +74,7 @@ format: $(VENV)/.ready ## apply ruff's fixes and formatting
 	$(VENV)/bin/ruff format
 
 clean: ## remove the environments and the tools' caches; keep runs and checkpoints
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) .venv-audit .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_LOGGERS) $(VENV_ENVIRONMENTS) .venv-audit .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # The stamp file marks an environment as complete, and up to date with its pins.
 $(VENV)/.ready: constraints/cpu.txt pyproject.toml scripts/setup.sh
@@ -88,6 +92,10 @@ $(VENV_OLDEST)/.ready: constraints/cpu-oldest.txt pyproject.toml scripts/setup.s
 	scripts/setup.sh $(VENV_OLDEST) constraints/cpu-oldest.txt
 	@touch $@
 
-$(VENV_LOGGERS)/.ready: $(VENV)/.ready constraints/loggers.txt scripts/setup_loggers.sh
-	scripts/setup_loggers.sh $(VENV_LOGGERS) $(VENV)
+$(VENV_LOGGERS)/.ready: $(VENV)/.ready constraints/loggers.txt scripts/setup_on_top.sh
+	scripts/setup_on_top.sh $(VENV_LOGGERS) $(VENV) constraints/loggers.txt
+	@touch $@
+
+$(VENV_ENVIRONMENTS)/.ready: $(VENV)/.ready constraints/environments.txt scripts/setup_on_top.sh
+	scripts/setup_on_top.sh $(VENV_ENVIRONMENTS) $(VENV) constraints/environments.txt
 	@touch $@

@@ -17,7 +17,7 @@ SERVICE=${AUDIT_SERVICE:-pypi}
 PIP_AUDIT=2.10.0
 IGNORED=constraints/audit-ignore.txt
 FILES=("$@")
-((${#FILES[@]})) || FILES=(constraints/cpu.txt constraints/cpu-oldest.txt constraints/gpu.txt constraints/loggers.txt)
+((${#FILES[@]})) || FILES=(constraints/cpu.txt constraints/cpu-oldest.txt constraints/gpu.txt constraints/loggers.txt constraints/environments.txt)
 
 not_checked() {
     printf '\nNothing was checked: %s\n' "$*" >&2

@@ -118,6 +118,7 @@ def train(
     data: Data | None = None,
     reward: Reward | PurePath | None = None,
     val_data: Data | None = None,
+    val_reward: Reward | PurePath | None = None,
     config: str | PurePath | None = None,
     options: Mapping[str, Any] | None = None,
     on_step: Callable[[int, Mapping[str, float]], object] | None = None,
@@ -139,6 +140,7 @@ def train(
             weight), whose weighted sum is the reward (worker.reward.reward_function).
         val_data: the validation data (data.val_files). Without any there is no validation before
             training, unless trainer.val_before_train is set.
+        val_reward: the reward of validation, given like reward; None: the same.
         config: a YAML file to start from.
         options: options by the names of docs/configuration.md, dotted or nested.
         on_step: called with (step, metrics) when a step is finished and its checkpoint, if one is
@@ -163,6 +165,7 @@ def train(
         data=data,
         reward=reward,
         val_data=val_data,
+        val_reward=val_reward,
         config=config,
         loggers=loggers,
         options=options,
@@ -179,7 +182,9 @@ def train(
         stop=StopSignals(owns_process=False),
         export_to=None if export_to is None else Path(export_to),
         loggers=given.loggers,
-        objects=RunObjects(sources=sources, reward=given.reward, hooks=Hooks(on_step, on_rollouts)),
+        objects=RunObjects(
+            sources=sources, reward=given.reward, val_reward=given.val_reward, hooks=Hooks(on_step, on_rollouts)
+        ),
     )
     return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
 
@@ -262,12 +267,14 @@ class Arguments:
     """The arguments of train or plan, read and checked.
 
     data: the datasets that are Python objects, by what the configuration has in their place.
-    reward: the same for the reward function; None: the configuration names it, or a plan is made.
+    reward, val_reward: the same for reward functions; None: the configuration names it, or a plan
+    is made.
     """
 
     loaded: LoadedConfig
     data: Mapping[str, Any]
     reward: RewardSource | tuple[RewardTerm, ...] | None
+    val_reward: RewardSource | tuple[RewardTerm, ...] | None
     loggers: Sequence[Logger]
 
 
@@ -281,6 +288,7 @@ def read_arguments(
     loggers: str | Sequence[str | Logger] | None,
     options: Mapping[str, Any] | None,
     keyword_options: Mapping[str, Any],
+    val_reward: Reward | PurePath | None = None,
     planned: bool = False,
 ) -> Arguments:
     """Return the arguments of train as a configuration and Python objects. Raises: as train.
@@ -298,24 +306,26 @@ def read_arguments(
             named[key] = spec if names is None else names
             datasets |= {spec: given} if names is None else {}
     objects = set(datasets)
-    function = None if reward is None or isinstance(reward, str | PurePath) else reward
-    if function is not None:
-        named["worker.reward.reward_function"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
-        objects.add(named["worker.reward.reward_function"])
-    elif reward is not None:
-        named["worker.reward.reward_function"] = str(reward)
+    functions: dict[str, Reward] = {}
+    for key, function in (("reward_function", reward), ("val_reward_function", val_reward)):
+        if isinstance(function, str | PurePath):
+            named[f"worker.reward.{key}"] = str(function)
+        elif function is not None:
+            named[f"worker.reward.{key}"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
+            objects.add(named[f"worker.reward.{key}"])
+            functions[key] = function
     log_names, log_objects = _split_loggers(loggers)
     if log_names:
         named["trainer.logger"] = log_names
     path, values = None if config is None else Path(config), [dict(options or {}), keyword_options, named]
     loaded = _load(path, values, None if planned else objects)
-    kwargs = loaded.config.worker.reward.reward_function_kwargs
-    return Arguments(
-        loaded,
-        datasets,
-        None if function is None or planned else reward_source(function, kwargs=kwargs),
-        log_objects,
+    kwargs = {"reward_function": loaded.config.worker.reward.reward_function_kwargs}
+    sources = (
+        {}
+        if planned
+        else {key: reward_source(function, kwargs=kwargs.get(key, {})) for key, function in functions.items()}
     )
+    return Arguments(loaded, datasets, sources.get("reward_function"), sources.get("val_reward_function"), log_objects)
 
 
 def _split_loggers(loggers: Any) -> tuple[list[str], list[Logger]]:

@@ -7,13 +7,15 @@
     |   `-- ObservationError  what an environment shows: an unreadable image; ends the episode
     |-- ModelError         the model: an unsupported family, missing or misshapen weights
     |-- RewardError        the reward function: it cannot be loaded, or fails too often
+    |-- EpisodeError       the environment or a tool: it cannot be loaded, or its processes fail
     |-- EngineError        an engine violated its protocol
     |   |-- RolloutError   the rollout engine failed while it loaded weights or sampled
     |   |-- ParityError    rollout engine and trainer have different weights
     |   `-- WorkerError    a worker died, hung, or raised an unexpected error
     |-- NotFiniteError     training has diverged: weights, gradients or log-probabilities are nan
     |-- CheckpointError    a checkpoint is damaged, incomplete, or of another run
-    |   `-- DiskError      it could not be written: the disk is full, read-only, gone, ...
+    |   |-- DiskError      it could not be written: the disk is full, read-only, gone, ...
+    |   `-- PeerError      another rank could not write or read its part
     |-- PushError          the Hugging Face Hub cannot be reached, or refuses a model
     `-- WatchError         a watcher stopped the run: training fails, or memory runs out
 
@@ -51,6 +53,10 @@ class RewardError(TrigonError):
     """The reward function cannot be used."""
 
 
+class EpisodeError(TrigonError):
+    """The environment or a tool of episodes cannot be used."""
+
+
 class EngineError(TrigonError):
     """An engine violated its protocol."""
 
@@ -77,6 +83,10 @@ class CheckpointError(TrigonError):
 
 class DiskError(CheckpointError):
     """A checkpoint or an export could not be written. What was there before is intact."""
+
+
+class PeerError(CheckpointError):
+    """Another rank could not write or read its part; it raises the error that is the cause."""
 
 
 class WatchError(TrigonError):

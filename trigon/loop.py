@@ -317,7 +317,7 @@ def validate(run: Run, progress: Progress) -> Metrics:
     """Sample, score and report the validation prompts, and return the metrics."""
     assert run.evaluator is not None, "validation needs prompts"
     with awake(run, version=progress.step):
-        groups = run.evaluator.sample(run.rollout, run.rewards, phase=run.report.phase)
+        groups = run.evaluator.sample(run.rollout, run.val_rewards or run.rewards, phase=run.report.phase)
     metrics = describe_validation(groups)
     run.report.validation(
         progress.step,

@@ -80,7 +80,7 @@ ObservationRole = Literal["user", "tool"]
 BUILT_IN_TOOLS: tuple[str, ...] = ("crop", "python")
 """The tools that need no file."""
 
-ShippedReward = Literal["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui"]
+ShippedReward = Literal["math", "r1v", "dapo", "counting", "geoqa", "vqa", "android_gui", "environment"]
 """Reward functions in rewards/verifiers, which need no file."""
 
 SHIPPED_REWARDS: tuple[str, ...] = get_args(ShippedReward)

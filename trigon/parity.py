@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +66,7 @@ class ParityCheck:
         probes: dict[int, Probe] = {}  # by replica
         if sampling.top_p == 1.0 and sampling.top_k == -1:
             by_replica: dict[int, list[RolloutGroup]] = {}
-            for group in groups:
+            for group in _without_failed(groups):
                 completion = group.rollouts[0].completion
                 if completion.policy_version == step - 1:
                     by_replica.setdefault(completion.replica, []).append(group)
@@ -175,6 +175,14 @@ def _sampling_logprobs(group: RolloutGroup) -> Tensor:
     return torch.cat([torch.tensor(rollout.completion.sampling_logprobs) for rollout in group.rollouts])
 
 
+def _without_failed(groups: Sequence[RolloutGroup]) -> Iterator[RolloutGroup]:
+    """Yield groups without the completions whose environment failed."""
+    for group in groups:
+        rollouts = tuple(rollout for rollout in group.rollouts if not rollout.completion.error)
+        if rollouts:
+            yield group if len(rollouts) == len(group.rollouts) else replace(group, rollouts=rollouts)
+
+
 def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
     """Return the probe of the replica that sampled these groups."""
     prompt, rollouts = groups[0].prompt, groups[0].rollouts
@@ -191,7 +199,7 @@ def _probe_of_groups(groups: Sequence[RolloutGroup]) -> Probe:
 def _sample_probes(prompt: Prompt, rollout: RolloutEngine, sampling: SamplingParams, *, step: int) -> list[Probe]:
     """Sample a probe of this prompt in every replica, without top-p and top-k."""
     max_tokens = min(SAMPLED_PROBE_TOKENS, sampling.max_tokens)
-    untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+    untruncated = replace(sampling, n=1, top_p=1.0, top_k=-1, max_tokens=max_tokens, one_turn=True)
     prompts = [prompt] * rollout.num_replicas
     first = rollout.generate(prompts, untruncated, step=step)
     # In a call of their own, since a larger batch may change the last bits of the first ones. Their

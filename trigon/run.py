@@ -99,6 +99,7 @@ class Run:
     same_command: goes on with the run.
     made_from: entries of every checkpoint that say what the run is made from, as JSON.
     grace: whether a step is finished after a request to stop, or left.
+    val_rewards: the reward function of validation; None: that of training.
     """
 
     plan: Plan
@@ -129,6 +130,7 @@ class Run:
     watch: Watch = field(default_factory=Watch)
     made_from: Mapping[str, Any] = field(default_factory=dict)
     grace: Grace = field(default_factory=Grace)
+    val_rewards: RewardPool | None = None
 
 
 @dataclass(frozen=True, slots=True)

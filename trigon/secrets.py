@@ -27,12 +27,13 @@ ENVIRONMENT_ARGUMENTS = "worker.rollout.environment_kwargs"
 """The same of an environment."""
 
 REWARD = "worker.reward.reward_function"
-"""The option that may be a list of reward functions, each with arguments of its own."""
+VAL_REWARD = "worker.reward.val_reward_function"
+"""The options that may be lists of reward functions, each with arguments of its own."""
 
-USER_ARGUMENTS = (ARGUMENTS, f"{REWARD}.kwargs", ENVIRONMENT_ARGUMENTS)
+USER_ARGUMENTS = (ARGUMENTS, f"{REWARD}.kwargs", f"{VAL_REWARD}.kwargs", ENVIRONMENT_ARGUMENTS)
 """The options in which `env:NAME` has a meaning, and whose texts are not published.
 
-The second is that of each function in the list.
+Those in the middle are of each function in a list.
 """
 
 FREE_MAPPINGS = (
@@ -340,7 +341,7 @@ def hide(name: str, value: Any, *, free: bool = False) -> Any:
     """
     if name in USER_ARGUMENTS:
         return _hide_argument("", value)
-    if name == REWARD and isinstance(value, list | tuple):
+    if name in (REWARD, VAL_REWARD) and isinstance(value, list | tuple):
         return [
             {key: hide(f"{name}.{key}", item) for key, item in each.items()}
             if isinstance(each, Mapping)

@@ -76,6 +76,10 @@ class EncodedMedia:
     kind: MediaKind = "image"
 
 
+ReadMedia = Callable[[], EncodedMedia | None]
+"""Reads the images or videos of a prompt as encoded files; None for a text-only one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One prompt, as rollout engine and trainer take it.
@@ -88,6 +92,8 @@ class Prompt:
     ground_truth: the ground truth of the row, of any type.
     row: the other columns of the row without images and videos, passed to the reward function.
     image_refs: the source of each image or video, for reports: "train:17/images/0 (figure.png)".
+    read_media: reads its images or videos from the dataset again, in any thread; None where there
+    is no dataset, as in workers.
     """
 
     prompt_id: str
@@ -97,6 +103,7 @@ class Prompt:
     ground_truth: Any
     row: Mapping[str, Any]
     image_refs: tuple[str, ...]
+    read_media: ReadMedia | None = None
 
     def pixels(self) -> Vision | None:
         """Return the processed media, None for a text-only prompt. They must be processed."""
@@ -112,6 +119,7 @@ class SamplingParams:
     ignore_eos: continue after an end-of-sequence token, up to max_tokens.
     seed: seed of the run. The caller of the engine derives the seed of each completion from (seed,
     step, prompt_id, sample).
+    one_turn: sample one turn after each prompt, also where completions have environments or tools.
     """
 
     n: int
@@ -121,6 +129,7 @@ class SamplingParams:
     max_tokens: int
     ignore_eos: bool
     seed: int
+    one_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from trigon.distributed.engines import WorkersRolloutEngine, WorkersTrainEngine
 from trigon.distributed.serialization import encode_completions
 from trigon.distributed.worker import HeartbeatRequest, Worker, WorkerEngines, ray_actor_class
 from trigon.distributed.worker_group import WorkerGroup
-from trigon.errors import CheckpointError, EngineError, TrigonError, WorkerError
+from trigon.errors import CheckpointError, EngineError, PeerError, TrigonError, WorkerError
 from trigon.metrics import Sum
 from trigon.resuming import SameCommand
 from trigon.types import (
@@ -111,6 +111,11 @@ class TestWorker(Worker):
     def fail(self, how: str, until: Path) -> None:
         match how, self._rank:
             case "trigon error", 1:
+                raise CheckpointError("there is no weights/")
+            case "peer's error", 0:
+                raise PeerError("rank 1: there is no weights/")
+            case "peer's error", 1:
+                time.sleep(0.5)
                 raise CheckpointError("there is no weights/")
             case "other error", 1:
                 raise KeyError("surprise")
@@ -312,8 +317,9 @@ def test_an_error_in_the_context_does_not_wait_for_a_busy_worker(worker_group, t
     assert worker_group.call_all(TestWorker.awake_version, phase="version") == [None, None]
 
 
-def test_a_trigon_error_keeps_its_type_and_gets_the_rank(workers):
-    error = failure(workers, "trigon error")
+@pytest.mark.parametrize("how", ["trigon error", "peer's error"])
+def test_a_trigon_error_keeps_its_type_and_gets_the_rank_whose_it_is(workers, how):
+    error = failure(workers, how)
     assert type(error) is CheckpointError
     host = f"{workers[1].host} (process {workers[1].pid})"
     assert str(error) == f"rank 1 on {host}, in update: there is no weights/"

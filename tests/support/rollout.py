@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trigon.models.load import Processors
+from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.transformers import TransformersEngine
 from trigon.rollout.vllm import VllmEngine, VllmSettings
 from trigon.types import LocalWeights, NamedTensors
@@ -45,7 +46,7 @@ def make_vllm_engine(folder: Path | str, processors: Processors, **changes: Any)
 
 
 def make_transformers_engine(
-    folder: Path | str, processors: Processors, *, max_model_len: int = 256
+    folder: Path | str, processors: Processors, *, max_model_len: int = 256, episodes: EpisodeSettings | None = None
 ) -> TransformersEngine:
     """Load an engine of transformers in float32 on the CPU."""
     return TransformersEngine(
@@ -57,6 +58,7 @@ def make_transformers_engine(
         trust_remote_code=False,
         override_config={},
         skip_special_tokens=True,
+        episodes=episodes,
     )
 
 

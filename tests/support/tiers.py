@@ -30,6 +30,7 @@ KEPT = {
     r"|\[qwen2_5_vl_3b_geo3k_grpo\]",
     "integration/test_starter.py": None,
     "unit/test_models_activations.py": r"measured_peak\[qwen2_5_vl-|autocast-checkpointing-lora|variable_lengths",
+    "integration/test_environment_pool.py": r"^(?!.*\[strict\b)",
     "integration/test_evaluation.py": None,
     "integration/test_examples.py": None,
     "integration/test_memory_of_a_larger_model.py": None,
@@ -46,6 +47,8 @@ KEPT = {
     "integration/test_push.py": r"^(?!test_a_lora_run)",
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
     r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
+    "integration/test_rollout_episodes.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
+    r"tensor_parallelism",
     "integration/test_rollout_videos.py": None,
     "integration/test_rollout_vllm_cuda_config.py": r"\[qwen2_5_vl\]",
     "integration/test_rollout_vllm_random_weights.py": None,
@@ -70,6 +73,7 @@ NEEDS_VLLM = {
     "integration/test_page_sessions.py": r" (ten-minutes|debugging)\]",
     "integration/test_rollout_deepstack.py": r"",
     "integration/test_rollout_engines.py": r"\[vllm-",
+    "integration/test_rollout_episodes.py": r"\[vllm-|tensor_parallelism",
     "integration/test_rollout_videos.py": r"\[vllm-",
     "integration/test_rollout_vllm.py": r"",
     "integration/test_rollout_vllm_cuda_config.py": r"",

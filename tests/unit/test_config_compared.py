@@ -19,6 +19,7 @@ BY_CONTENT = {
     "worker.actor.model.model_path",
     "worker.actor.model.tokenizer_path",
     "worker.reward.reward_function",
+    "worker.reward.val_reward_function",
     "worker.reward.reward_function_kwargs",
     "worker.rollout.environment",
     "worker.rollout.environment_kwargs",

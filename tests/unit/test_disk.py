@@ -312,6 +312,13 @@ def test_faults_are_found_in_errors_and_in_their_texts(tmp_path, error, number):
         assert os.strerror(number) in describe_fault(error, tmp_path)
 
 
+def test_an_error_of_a_rank_is_described_with_the_rank_and_its_path(tmp_path):
+    text = f"rank 1 on host (process 7), in save (writing): {tmp_path}/actor/weights: OSError: [Errno 5] Input/output"
+    assert describe_fault(CheckpointError(text), tmp_path).startswith(f"the disk reports an error ({text}). ")
+    elsewhere = RuntimeError("I/O error: Input/output error (os error 5)")
+    assert f"({os.strerror(errno.EIO)}: {tmp_path}). " in describe_fault(elsewhere, tmp_path)
+
+
 @pytest.mark.parametrize("module", ["system/disk.py", "checkpoint/manifest.py"])
 def test_a_system_without_the_number_of_a_damaged_file_system_can_import_it(monkeypatch, module):
     monkeypatch.delattr(errno, "EUCLEAN", raising=False)  # macOS has none

@@ -27,7 +27,7 @@ LAYER = {
     "distributed": 5, "checkpoint": 5, "report": 5, "view": 5,
     "rollout": 4, "training": 4,
     "data": 3,
-    "models": 2, "rewards": 2, "plotting": 2,
+    "models": 2, "rewards": 2, "environments": 2, "plotting": 2,
     "algorithms": 1, "config": 1, "records": 1, "watch": 1,
     "names": 0, "suggestions": 0, "json_files": 0, "installation": 0, "terminal": 0, "types": 0,
     "errors": 0, "metrics": 0, "torchvision_stub": 0, "content": 0, "grace": 0, "secrets": 0, "system": 0,
@@ -62,6 +62,7 @@ NEIGHBOURS = {
     ("cli", "evaluation"),
     ("evaluation", "build"),
     ("doctor", "tiny"),
+    ("environments", "rewards"),  # the confinement of processes, and the bounds of rewards
     ("loop", "validation"),
     ("loop", "parity"),
     ("loop", "batch"),
@@ -87,7 +88,7 @@ ONLY_IN = {
         "training/fsdp.py",
         "training/state.py",
     ),
-    "cloudpickle": ("rewards/callables.py", "rewards/load.py"),
+    "cloudpickle": ("rewards/callables.py", "rewards/load.py", "environments/source.py"),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),
@@ -106,6 +107,8 @@ ONLY_IN = {
     "tensorboard": ("report/loggers/tensorboard.py",),
     "torch.utils.tensorboard": ("report/loggers/tensorboard.py",),
     "trackio": ("report/loggers/trackio.py",),
+    "gymnasium": ("environments/gymnasium.py",),
+    "openenv": ("environments/openenv.py",),
 }
 
 # rewards/process.py and the supervisor choose the environment of the processes that run user code;
@@ -132,6 +135,7 @@ ENVIRONMENT = (
 # vLLM raises errors of many types; around its calls each becomes a RolloutError.
 SWALLOW = (
     "data/templates.py",
+    "environments/",
     "rewards/",
     "report/loggers/delivery.py",
     "report/loggers/registry.py",

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from trigon.build.origin import KEY, Origin
-from trigon.build.run import open_rewards
+from trigon.build.rewards import open_rewards
 from trigon.checkpoint.store import Checkpoint
 from trigon.config.load import dump_config, load_config
 from trigon.config.rewards import describe_option, reward_specs

@@ -11,7 +11,7 @@ from support.rollout import handle_of, make_vllm_settings
 from trigon.errors import EngineError, WorkerError
 from trigon.metrics import Min, Sum
 from trigon.models.load import load_processors
-from trigon.rollout.vllm import VllmEngine, engine, process
+from trigon.rollout.vllm import VllmEngine, engine, process, turns
 from trigon.rollout.vllm.sleep import SleepingState
 from trigon.types import Prompt, SamplingParams
 
@@ -85,8 +85,8 @@ def llm_engine(monkeypatch):
 
     monkeypatch.setattr(engine, "find_state", lambda model, is_dropped: State(()))
     monkeypatch.setattr(engine, "load_weights", load)
-    monkeypatch.setattr(engine, "engine_input", lambda prompt, processors: prompt)
-    monkeypatch.setattr(engine, "vllm_sampling_params", lambda *args, **kwargs: None)
+    monkeypatch.setattr(turns, "engine_input", lambda name, *args: name)
+    monkeypatch.setattr(turns, "vllm_sampling_params", lambda *args, **kwargs: None)
     return fake
 
 

@@ -94,7 +94,7 @@ def test_ray_is_asked_only_where_memory_is_watched(monkeypatch, level):
     config = Config(trainer={"watch": {"memory": level}, "max_steps": 3})
     workers = SimpleNamespace(local_process_ids=list)
     plan = make_plan(config, num_train_prompts=1000)
-    with open_watchers(config, plan, SimpleNamespace(process_ids=()), workers, save_bytes=0) as watch:
+    with open_watchers(config, plan, [SimpleNamespace(process_ids=())], workers, save_bytes=0) as watch:
         assert ("asked" in watch.observe(1, {}).metrics) is (level != "off")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trigon.build.episodes import make_episode_options
 from trigon.build.options import (
     count_data_threads,
     count_image_threads,
@@ -16,6 +15,7 @@ from trigon.build.options import (
     model_path,
 )
 from trigon.config.defaults import PIXEL_CACHE_BYTES
+from trigon.config.episode_checks import has_episodes
 from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
@@ -59,14 +59,17 @@ def open_builder(
     processors: Processors,
     *,
     process_images: bool | None = None,
-    schemas: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
-    With one worker it also processes their images; with several, each worker processes its own (see
-    open_images). process_images: True or False decides it. schemas: of worker.rollout.tools.
+    With one worker it also processes their images; with several, and with environments or tools,
+    the process of each engine does (see open_images).
+    process_images: True or False decides it. tools: descriptions of the tools.
     """
-    data, episodes = config.data, make_episode_options(config)
+    data = config.data
+    if process_images is None:
+        process_images = num_workers(config) == 1 and not has_episodes(config)
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,
@@ -78,12 +81,12 @@ def open_builder(
         max_prompt_length=data.max_prompt_length,
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
-        process_images=num_workers(config) == 1 if process_images is None else process_images,
+        process_images=process_images,
+        tools=tools,
+        generation_prompt=config.worker.rollout.environment is None,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,
-        tools=schemas,
-        generation_prompt=episodes is None or not episodes.opens,
     )
 
 

@@ -11,7 +11,8 @@ from typing import Protocol, assert_never
 
 import torch
 
-from trigon.build.episodes import engine_limit_images
+from trigon.build.data import open_images
+from trigon.build.episodes import EpisodeParts, engine_limit_images, open_episodes
 from trigon.build.models import DevicePlacement, choose_device, open_models
 from trigon.build.options import model_path
 from trigon.checkpoint.store import CheckpointStore, Finish
@@ -23,11 +24,13 @@ from trigon.config.defaults import (
 )
 from trigon.config.plan import Plan, context_length, workers_per_copy
 from trigon.config.schema import Config
+from trigon.environments.pool import EnvironmentPool
 from trigon.errors import ConfigError
 from trigon.installation import install_command
 from trigon.models.dtypes import DTYPES
 from trigon.models.load import Processors, copy_side_files, model_folder
 from trigon.report.reporter import Reporter
+from trigon.rollout.episode_settings import EpisodeSettings
 from trigon.rollout.protocol import RolloutEngine
 from trigon.rollout.restart import RestartableEngine, RestartingEngine
 from trigon.system.cpus import count_usable_cpus
@@ -75,20 +78,25 @@ def open_engines(
     stack: ExitStack,
     *,
     shows_videos: bool,
+    episodes: tuple[EpisodeParts, EnvironmentPool] | None = None,
 ) -> Engines:
     """Load the models and start the rollout engine in this process.
 
-    stack: closes them. shows_videos: some prompts contain videos.
+    stack: closes them. shows_videos: some prompts contain videos. episodes: see find_episodes.
     """
     place = DevicePlacement(choose_device(config), SingleProcess())
     # torch's default does not know the CPU limit of a container; OMP_NUM_THREADS may be lower.
     torch.set_num_threads(min(torch.get_num_threads(), count_usable_cpus()))
     with report.phase("load model"):
-        trainer, reference = open_models(config, processors, plan, place)
+        # Without episodes, prompts have pixel values, and completions observe nothing.
+        images = None if episodes is None else open_images(config, processors)
+        load_pixels = list if images is None else images.process_groups
+        trainer, reference = open_models(config, processors, plan, place, load_pixels=load_pixels)
         stack.callback(trainer.close)
         check_space(config, store, (trainer.sizes(),))
     with report.phase("start rollout engine"):
-        rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos)
+        settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
+        rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos, episodes=settings)
         if isinstance(rollout, RestartableEngine):
             rollout = RestartingEngine(
                 rollout,
@@ -108,9 +116,15 @@ def open_engines(
 
 
 def open_rollout(
-    config: Config, processors: Processors, place: DevicePlacement, trainer: TunableEngine, *, shows_videos: bool
+    config: Config,
+    processors: Processors,
+    place: DevicePlacement,
+    trainer: TunableEngine,
+    *,
+    shows_videos: bool,
+    episodes: EpisodeSettings | None = None,
 ) -> RolloutEngine:
-    """Start the rollout engine.
+    """Start the rollout engine. episodes: None: completions of one turn.
 
     trainer: the train engine on the same device. What it offloads leaves the device first: vLLM
     takes a share of all of its memory when it starts, not of what is left.
@@ -150,7 +164,7 @@ def open_rollout(
                 async_scheduling=rollout.async_scheduling,
                 weight_check_freq=rollout.weight_check_freq,
             )
-            return VllmEngine(settings, processors)
+            return VllmEngine(settings, processors, episodes)
         case "transformers":
             from trigon.rollout.transformers import TransformersEngine
 
@@ -163,6 +177,7 @@ def open_rollout(
                 trust_remote_code=model.trust_remote_code,
                 override_config=model.override_config,
                 skip_special_tokens=config.worker.reward.skip_special_tokens,
+                episodes=episodes,
             )
         case _:
             assert_never(rollout.name)

@@ -1,17 +1,38 @@
-"""What a run with environments or tools is made of: their options, and the tokens between turns."""
+"""What a run with environments or tools is made of.
+
+The driver finds their code and the descriptions of tools (find_episodes); each process that samples
+starts processes of its own for them (open_episodes).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trigon.build.objects import NO_CODE, EpisodeCode
+from trigon.build.rewards import make_confinement
 from trigon.config.defaults import resolve_observation_role
 from trigon.config.episode_checks import has_episodes
 from trigon.config.schema import Config
+from trigon.data.dataset import Prompts
+from trigon.data.media_processing import MediaProcessor
 from trigon.data.turns import TurnTemplate
+from trigon.environments.calls import format_of
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
+from trigon.environments.source import CodeSource
+from trigon.errors import EpisodeError
 from trigon.models.load import Processors
 from trigon.names import ObservationRole, ToolFormat
+from trigon.rewards.arguments import resolve_arguments
+from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.secrets import ENVIRONMENT_ARGUMENTS
+from trigon.types import EncodedMedia, Vision
+
+CHECKED_EPISODE = -1
+"""The number of an episode that only checks its environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +78,109 @@ def make_episode_options(config: Config) -> EpisodeOptions | None:
         timeout_seconds=rollout.environment_timeout_seconds,
         max_episodes=rollout.environment_workers,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeParts:
+    """What episodes are made of. Can be sent to workers.
+
+    code: the environment or the tools, with their limits. schemas: descriptions of the tools, for
+    the chat template.
+    """
+
+    options: EpisodeOptions
+    code: EnvironmentSettings
+    schemas: tuple[Mapping[str, Any], ...]
+
+
+def find_episodes(
+    config: Config, processors: Processors, stack: ExitStack, code: EpisodeCode = NO_CODE
+) -> tuple[EpisodeParts, EnvironmentPool] | None:
+    """Load environment or tools in processes; None: completions have one turn.
+
+    Args: stack: closes the pool. code: the environment or the tools, if they are Python objects.
+    Returns: what a run with one worker uses itself, and one with several sends to them.
+    Raises: EpisodeError if the code cannot be loaded; ConfigError for a chat template that cannot
+    be used.
+    """
+    options = make_episode_options(config)
+    if options is None:
+        return None
+    settings = EnvironmentSettings(
+        environment=_find_environment(options, code),
+        kwargs=resolve_arguments(options.environment_kwargs, option=ENVIRONMENT_ARGUMENTS),
+        tools=code.tools or find_tools(options.tools),
+        tool_format=_tool_format(options, processors),
+        timeout_seconds=options.timeout_seconds,
+        max_episodes=options.max_episodes,
+        max_image_pixels=config.data.max_image_pixels,
+        observation_role=options.observation_role,
+        passed_variables=config.worker.reward.env,
+        confinement=make_confinement(config.worker.reward),
+    )
+    pool = EnvironmentPool(settings, describe=bool(options.tools))
+    stack.callback(pool.close)
+    parts = EpisodeParts(options, settings, tuple(pool.schemas))
+    open_turn_template(config, options, processors, schemas=parts.schemas)
+    return parts, pool
+
+
+def open_episodes(
+    config: Config, processors: Processors, parts: EpisodeParts, pool: EnvironmentPool, images: MediaProcessor | None
+) -> EpisodeSettings:
+    """Return how the episodes of one rollout engine run.
+
+    pool: in the process of the engine. images: loads the pixels of prompts and observations; None
+    for a text model.
+    """
+    options = parts.options
+
+    def load_pixels(media: EncodedMedia) -> Vision:
+        assert images is not None, "a text model observes no images"
+        return images.process_images(media, "an observation")
+
+    return EpisodeSettings(
+        environments=pool,
+        template=open_turn_template(config, options, processors, schemas=parts.schemas),
+        opens=options.opens,
+        max_turns=options.max_turns,
+        max_turn_tokens=options.max_turn_tokens,
+        max_episodes=options.max_episodes,
+        load_pixels=load_pixels,
+        load_prompts=list if images is None else images.process,
+    )
+
+
+def check_episodes(parts: EpisodeParts, pool: EnvironmentPool, prompts: Prompts | None) -> None:
+    """Begin an episode of the first prompt and end it, before the models are loaded.
+
+    Raises: EpisodeError if the environment cannot be made, or if its reset() fails.
+    """
+    if parts.code.environment is None:
+        return
+    assert prompts is not None, "val_only needs val_files"
+    prompt = prompts[0]
+    pool.start(CHECKED_EPISODE, prompt.row)
+    while not (outcomes := pool.poll(1.0)):
+        pass
+    pool.stop(CHECKED_EPISODE)
+    if outcomes[0].error:
+        raise EpisodeError(f"{parts.code.where} fails at the reset for {prompt.prompt_id}: {outcomes[0].error}")
+
+
+def _find_environment(options: EpisodeOptions, code: EpisodeCode) -> CodeSource | None:
+    if options.environment is None or code.environment is not None:
+        return code.environment
+    return find_environment(options.environment)
+
+
+def _tool_format(options: EpisodeOptions, processors: Processors) -> ToolFormat:
+    """Return the format of the calls of tools: that of the chat template, if it has tools."""
+    if options.tool_format != "auto":
+        return options.tool_format
+    template = processors.tokenizer.chat_template
+    # Where the template has no tools, ChatTemplate describes them in the format of Hermes.
+    return (format_of(template) if isinstance(template, str) else None) or "hermes"
 
 
 def open_turn_template(

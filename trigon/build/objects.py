@@ -7,8 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trigon.data.sources import Source
+from trigon.environments.source import CodeSource
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.run import Hooks
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeCode:
+    """An environment or tools that are Python objects. None, and empty: those of the options."""
+
+    environment: CodeSource | None = None
+    tools: tuple[CodeSource, ...] = ()
+
+
+NO_CODE = EpisodeCode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +28,15 @@ class RunObjects:
     """What a run is given besides its configuration.
 
     sources: opened datasets, by their texts in data.train_files and data.val_files. reward: None:
-    worker.reward.reward_function is a file or a shipped name. hooks: functions that it calls.
+    worker.reward.reward_function is a file or a shipped name. val_reward: the same for
+    worker.reward.val_reward_function. hooks: functions that it calls. code: of the episodes.
     """
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     reward: RewardSource | Sequence[RewardTerm] | None = None
+    val_reward: RewardSource | Sequence[RewardTerm] | None = None
     hooks: Hooks = field(default_factory=Hooks)
+    code: EpisodeCode = NO_CODE
 
 
 NO_OBJECTS = RunObjects()

@@ -22,7 +22,7 @@ from trigon.config.compared import compared_options, is_accepted, schedule_depen
 from trigon.config.options import format_value
 from trigon.config.paths import expand_path, is_python_object, local_path, read_template
 from trigon.config.plan import Plan, num_workers
-from trigon.config.rewards import describe_option
+from trigon.config.rewards import RewardOption, describe_option
 from trigon.config.schema import Config
 from trigon.content import file_digest, text_digest, weights_digest
 from trigon.data.content import DatasetContent
@@ -42,7 +42,11 @@ REWARD = "worker.reward.reward_function"
 ARGUMENTS = "worker.reward.reward_function_kwargs"
 ENVIRONMENT = "worker.rollout.environment"
 TOOLS = "worker.rollout.tools"
+VAL_REWARD = "worker.reward.val_reward_function"
 VALIDATION = "data.val_files"
+
+NO_CODE = "none"
+"""Stands for the digest of a function that there is not."""
 
 _WEIGHTS = (".safetensors", ".bin")
 # What a model folder has besides: its configuration, tokenizer, processors and code. Not its page.
@@ -96,10 +100,15 @@ class Origin:
                 "it was made with: of these only the training data is compared"
             )
 
-    def add_options(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
+    def add_options(
+        self,
+        reward: RewardSource | Sequence[RewardTerm] | None,
+        val_reward: RewardSource | Sequence[RewardTerm] | None = None,
+    ) -> None:
         """Compare options, templates, the reward function, and the model if it is on this machine.
 
-        reward: None: worker.reward.reward_function is its text.
+        reward: None: worker.reward.reward_function is its text. val_reward: the same for that of
+        validation.
         """
         config = self._config
         self._options = compared_options(config)
@@ -107,6 +116,7 @@ class Origin:
         self._add_templates()
         self._add_reward(reward)
         self._add_episodes()
+        self._add_val_reward(val_reward)
         if local_path(model_path(config)) is not None:
             self._add_model()
         self._compare()
@@ -166,15 +176,24 @@ class Origin:
     def _add_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
         option = self._config.worker.reward
         assert option.reward_function is not None
-        described = describe_option(option.reward_function) or ""
-        try:
-            digests = code_digests(source := find_reward(option.reward_function) if reward is None else reward)
-        except OSError as error:
-            raise RewardError(f"{REWARD}={described}: its code cannot be read: {error}") from error
-        self._contents[REWARD] = {"code": digests}
-        self._given[REWARD] = described
-        self._contents[ARGUMENTS] = _argument_digests({**option.reward_function_kwargs, **_term_arguments(source)})
+        source = find_reward(option.reward_function) if reward is None else reward
+        self._contents[REWARD] = {"code": _code(REWARD, option.reward_function, source)}
+        self._given[REWARD] = describe_option(option.reward_function) or ""
+        self._contents[ARGUMENTS] = _argument_digests("", option.reward_function_kwargs)
+        for term in () if isinstance(source, RewardSource) else source:
+            self._contents[ARGUMENTS] |= _argument_digests(f"{term.name}.", term.kwargs)
         self._given[ARGUMENTS] = ""
+
+    def _add_val_reward(self, reward: RewardSource | Sequence[RewardTerm] | None) -> None:
+        """Add the reward function of validation, or that it has none of its own."""
+        option = self._config.worker.reward.val_reward_function
+        self._given[VAL_REWARD] = describe_option(option) or ""
+        self._contents[VAL_REWARD] = {"code": [NO_CODE]}
+        if option is not None:
+            source = find_reward(option) if reward is None else reward
+            self._contents[VAL_REWARD] = {"code": _code(VAL_REWARD, option, source)}
+            for term in () if isinstance(source, RewardSource) else source:
+                self._contents[VAL_REWARD] |= _argument_digests(f"{term.name}.", term.kwargs)
 
     def _add_episodes(self) -> None:
         """Add the code of the environment, or of the tools, each by its text in the option."""
@@ -186,7 +205,7 @@ class Origin:
             except OSError as error:
                 raise ConfigError(f"{name}={_shown(texts)}: its code cannot be read: {error}") from error
             self._given[name] = ", ".join(texts)
-        self._contents[ENVIRONMENT_ARGUMENTS] = _argument_digests(rollout.environment_kwargs)
+        self._contents[ENVIRONMENT_ARGUMENTS] = _argument_digests("", rollout.environment_kwargs)
         self._given[ENVIRONMENT_ARGUMENTS] = ""
 
     def _add_model(self) -> None:
@@ -274,11 +293,25 @@ class Origin:
         )
 
 
-def _term_arguments(reward: RewardSource | Sequence[RewardTerm]) -> dict[str, Any]:
-    """Return the arguments of each of several reward functions, "judge.model" for example."""
-    if isinstance(reward, RewardSource):
-        return {}
-    return {f"{term.name}.{key}": value for term in reward for key, value in term.kwargs.items()}
+def _code(name: str, option: RewardOption, reward: RewardSource | Sequence[RewardTerm]) -> list[str]:
+    """Return the digests of the code of an option's reward functions. Raises: RewardError."""
+    try:
+        return code_digests(reward)
+    except OSError as error:
+        raise RewardError(f"{name}={describe_option(option)}: its code cannot be read: {error}") from error
+
+
+def _argument_digests(prefix: str, kwargs: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the digests of arguments of the user's code by name, "judge.model" for example.
+
+    Hashed, since they may be private. Keys of services may change, and are left out.
+    """
+    compared = without_secrets(kwargs)
+    return {
+        f"{prefix}{key}": [text_digest(repr(compared[key]))]
+        for key, value in kwargs.items()
+        if not isinstance(value, str) or hide(str(key), value, free=True) != HIDDEN
+    }
 
 
 def _differs(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]], part: str) -> bool:
@@ -325,19 +358,6 @@ def _code_digests(text: str) -> list[str]:
     if not place.endswith(".py"):
         return code_digests(RewardSource(file="", module=text, function=name))
     return code_digests(RewardSource(file=str(file), module="", function=name))
-
-
-def _argument_digests(kwargs: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return a digest of each keyword argument of the user's code, since they may be private.
-
-    Keys of services may change, and are left out.
-    """
-    compared = without_secrets(kwargs)
-    return {
-        str(key): [text_digest(repr(compared[key]))]
-        for key, value in kwargs.items()
-        if not isinstance(value, str) or hide(str(key).rpartition(".")[2], value, free=True) != HIDDEN
-    }
 
 
 def _versions() -> dict[str, str]:

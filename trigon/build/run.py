@@ -17,6 +17,7 @@ from typing import Any
 from trigon.build.auto_micro_batch import tune_plan
 from trigon.build.data import open_builder, open_evaluator, open_processors, open_stream, scan_datasets
 from trigon.build.engines import Engines, open_engines, save_state, staged_bytes
+from trigon.build.episodes import check_episodes, find_episodes
 from trigon.build.hangs import EXPORT, open_hang_watch
 from trigon.build.hub import announce_downloads
 from trigon.build.memory_check import check_memory, find_hardware
@@ -33,6 +34,7 @@ from trigon.build.options import (
     needs_old_logprobs,
 )
 from trigon.build.origin import KEY, Origin
+from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.watchers import open_watchers
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.checkpoint.export import export_checkpoint
@@ -47,7 +49,6 @@ from trigon.config.defaults import (
 )
 from trigon.config.files import local_sources
 from trigon.config.load import dump_config
-from trigon.config.paths import expand_path
 from trigon.config.plan import Plan, make_plan, num_workers
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
@@ -66,10 +67,7 @@ from trigon.report.loggers.registry import check_loggers, make_loggers, open_log
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
 from trigon.report.summary import describe_plan, suggest_next_steps
-from trigon.rewards.confinement.options import Confinement
-from trigon.rewards.load import find_reward
 from trigon.rewards.pool import RewardPool
-from trigon.rollout.collect import dummy_requests
 from trigon.run import Hooks, Run
 from trigon.secrets import mask
 from trigon.system.gpu_memory import require_free_memory
@@ -108,6 +106,9 @@ def run_training(
     with ExitStack() as stack:
         rewards = open_rewards(config, objects)
         stack.callback(rewards.close)
+        val_rewards = open_validation_rewards(config, objects)
+        if val_rewards is not None:
+            stack.callback(val_rewards.close)
         folder = stack.enter_context(RunFolder(resolve_run_folder(config)))
         console = open_console(config)
         console.print(f"run folder: {folder.path}")
@@ -119,7 +120,7 @@ def run_training(
         store = open_store(config, folder, console, hang_watch.beat)
         checkpoint = choose_checkpoint(config, store, hang_watch.beat)
         origin = Origin(config, checkpoint, console.print)
-        origin.add_options(objects.reward)
+        origin.add_options(objects.reward, objects.val_reward)
         announce_downloads(config, console)
         origin.add_model()
         processors = open_processors(config)
@@ -135,16 +136,23 @@ def run_training(
                 check_hardware(hardware)
         for warning in find_device_warnings(config, device):
             console.warn(warning)
-        rewards.ready()
+        episodes = find_episodes(config, processors, stack, objects.code)
+        for pool in filter(None, (rewards, val_rewards)):
+            pool.ready()
         all_loggers = [*make_loggers(config.trainer.logger, logger_environment), *loggers]
         report = stack.enter_context(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
 
-        builder = open_builder(config, processors)
+        builder = open_builder(config, processors, tools=() if episodes is None else episodes[0].schemas)
         val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
-        check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
+        if val_rewards is None or train_prompts is not None:
+            check_rewards(rewards, val_prompts if train_prompts is None else train_prompts)
+        if val_rewards is not None and val_prompts is not None:
+            check_rewards(val_rewards, val_prompts)
+        if episodes is not None:
+            check_episodes(*episodes, val_prompts if train_prompts is None else train_prompts)
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
         prompts = None
         if train_prompts is not None:
@@ -154,9 +162,12 @@ def run_training(
 
         console.print("loading the model and starting the rollout engine")
         if worker_group is None:
-            engines = open_engines(config, processors, plan, store, report, stack, shows_videos=shows_videos)
+            engines = open_engines(
+                config, processors, plan, store, report, stack, shows_videos=shows_videos, episodes=episodes
+            )
         else:
-            engines = open_workers(config, plan, worker_group, store, report, shows_videos=shows_videos)
+            parts = None if episodes is None else episodes[0]
+            engines = open_workers(config, plan, worker_group, store, report, shows_videos=shows_videos, episodes=parts)
         if resolve_auto_micro_batch(config, device) and not config.trainer.val_only:
             plan = tune_plan(config, plan, engines, folder, report, console, resumes=checkpoint is not None)
         show_overview(config, plan, engines, val_prompts, report)
@@ -183,8 +194,9 @@ def run_training(
             hooks=objects.hooks,
         )
         save_bytes = staged_bytes(config, engines.sizes)
-        watchers = open_watchers(config, plan, rewards, worker_group, save_bytes=save_bytes)
-        run = replace(run, watch=stack.enter_context(watchers))
+        pools = [pool for pool in (rewards, val_rewards) if pool is not None]
+        watchers = open_watchers(config, plan, pools, worker_group, save_bytes=save_bytes)
+        run = replace(run, watch=stack.enter_context(watchers), val_rewards=val_rewards)
         # The garbage collector need not scan again what has been imported and built by now.
         stack.callback(gc.unfreeze)
         gc.freeze()
@@ -227,27 +239,6 @@ def warn_if_complete(config: Config, plan: Plan, checkpoint: Checkpoint, console
         )
 
 
-def open_rewards(config: Config, objects: RunObjects = NO_OBJECTS) -> RewardPool:
-    """Start the reward workers."""
-    reward = config.worker.reward
-    assert reward.reward_function is not None
-    return RewardPool(
-        find_reward(reward.reward_function) if objects.reward is None else objects.reward,
-        kwargs=reward.reward_function_kwargs,
-        num_workers=reward.num_cpus,
-        timeout_seconds=reward.timeout_seconds,
-        max_failed_fraction=reward.max_failed_fraction,
-        concurrency=reward.concurrency,
-        passed_variables=reward.env,
-        confinement=Confinement(
-            level=reward.confinement,
-            network=reward.network,
-            readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
-            max_memory_bytes=int(reward.max_memory_gb * 2**30),
-        ),
-    )
-
-
 def open_datasets(
     config: Config, builder: PromptBuilder, report: Reporter, opened: Mapping[str, Source]
 ) -> tuple[Prompts | None, Prompts | None]:
@@ -260,16 +251,6 @@ def open_datasets(
     if config.trainer.val_only:
         return val_prompts, None
     return val_prompts, scan_datasets(config, data.train_files, data.train_weights, builder, report, opened=opened)
-
-
-def check_rewards(rewards: RewardPool, prompts: Prompts | None) -> None:
-    """Call the reward function on dummy completions of the first prompt, before the models load.
-
-    Raises: RewardError if it does not score them.
-    """
-    assert prompts is not None, "val_only needs val_files"
-    prompt = prompts[0]
-    rewards.check(dummy_requests(prompt), described=f"a dummy completion of {prompt.prompt_id}")
 
 
 def open_console(config: Config) -> Console:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_watchers(
-    config: Config, plan: Plan, rewards: RewardPool, worker_group: WorkerGroup | None, *, save_bytes: int
+    config: Config, plan: Plan, rewards: Sequence[RewardPool], worker_group: WorkerGroup | None, *, save_bytes: int
 ) -> Iterator[Watch]:
     """Yield the watchers, which measure the memory of all processes of the run in the context.
 
@@ -31,14 +31,14 @@ def open_watchers(
         yield Watch(make_watch_settings(config, plan, save_bytes=save_bytes), meter)
 
 
-def open_meter(rewards: RewardPool, worker_group: WorkerGroup | None, *, asks_ray: bool) -> MemoryMeter:
+def open_meter(rewards: Sequence[RewardPool], worker_group: WorkerGroup | None, *, asks_ray: bool) -> MemoryMeter:
     """Return what measures the memory of all processes of the run, until it is closed.
 
     asks_ray: Ray's object store is measured too, by a request to Ray in each step.
     """
 
     def reward_workers() -> Sequence[int]:
-        return rewards.process_ids
+        return [process_id for pool in rewards for process_id in pool.process_ids]
 
     if worker_group is None:
         return MemoryMeter(reward_workers=reward_workers)

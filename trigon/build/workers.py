@@ -12,6 +12,7 @@ import torch
 
 from trigon.build.data import open_images, open_processors
 from trigon.build.engines import Engines, check_space, open_rollout
+from trigon.build.episodes import EpisodeParts, open_episodes
 from trigon.build.memory_table import Hardware
 from trigon.build.models import DevicePlacement, open_models, set_determinism
 from trigon.build.options import kl_is_full, make_loss_terms, model_path, needs_reference
@@ -21,6 +22,7 @@ from trigon.config.paths import local_path, read_template
 from trigon.config.plan import Plan, workers_per_copy
 from trigon.config.schema import Config
 from trigon.data.images import ignore_pillow_warnings
+from trigon.environments.pool import EnvironmentPool
 from trigon.models.hub import uses_modelscope
 from trigon.models.load import model_folder
 from trigon.report.reporter import Reporter
@@ -109,7 +111,9 @@ def config_for_workers(config: Config) -> Config:
 
     model_paths = {"model_path": absolute(model.model_path), "tokenizer_path": absolute(model.tokenizer_path)}
     actor = config.worker.actor.model_copy(update={"model": model.model_copy(update=model_paths)})
-    reward = config.worker.reward.model_copy(update={"reward_function": None, "reward_function_kwargs": {}})
+    reward = config.worker.reward.model_copy(
+        update={"reward_function": None, "reward_function_kwargs": {}, "val_reward_function": None}
+    )
     chat_template = {"override_chat_template": read_template(data.override_chat_template)}
     return config.model_copy(
         update={
@@ -127,6 +131,7 @@ def open_workers(
     report: Reporter,
     *,
     shows_videos: bool,
+    episodes: EpisodeParts | None = None,
 ) -> Engines:
     """Load the shards of the models in the workers, and start their rollout engines."""
     from trigon.distributed.engines import WorkersReference, WorkersTracer, WorkersTrainEngine
@@ -134,7 +139,7 @@ def open_workers(
     from trigon.distributed.worker_group import DISK_SECONDS
 
     with report.phase("load model and start rollout engine"):
-        build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos)
+        build = partial(open_worker_engines, config_for_workers(config), plan, shows_videos, episodes)
         sizes = worker_group.call_all(Worker.open, build, phase="load", min_deadline_seconds=DISK_SECONDS)
     check_space(config, store, sizes)
 
@@ -146,14 +151,16 @@ def open_workers(
         device=describe_workers(config, worker_group),
         trainer=WorkersTrainEngine(worker_group, regularized=make_loss_terms(config).regularized),
         reference=WorkersReference(worker_group) if needs_reference(config) and not kl_is_full(config) else None,
-        rollout=open_workers_rollout(config, worker_group, report),
+        rollout=open_workers_rollout(config, worker_group, report, sends_rows=episodes is not None),
         sizes=tuple(sizes),
         tracer=WorkersTracer(worker_group, resolve_run_folder(config).absolute() / FOLDER),
         tune_micro_batch=tune_micro_batch,
     )
 
 
-def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Reporter) -> RolloutEngine:
+def open_workers_rollout(
+    config: Config, worker_group: WorkerGroup, report: Reporter, *, sends_rows: bool
+) -> RolloutEngine:
     """Return the rollout engine of the workers, which is started anew once if it fails.
 
     Not with tensor parallelism: when one rank of a replica fails, the others wait for it in a
@@ -162,7 +169,9 @@ def open_workers_rollout(config: Config, worker_group: WorkerGroup, report: Repo
     from trigon.distributed.engines import WorkersRolloutEngine
 
     rollout = config.worker.rollout
-    engine = WorkersRolloutEngine(worker_group, tensor_parallel_size=rollout.tensor_parallel_size)
+    engine = WorkersRolloutEngine(
+        worker_group, tensor_parallel_size=rollout.tensor_parallel_size, sends_rows=sends_rows
+    )
     if rollout.name == "vllm" and rollout.tensor_parallel_size == 1:
         return RestartingEngine(engine, warn=report.warn, same_command=resolve_same_command(config), phase=report.phase)
     return engine
@@ -201,7 +210,7 @@ def collective_timeout_seconds(config: Config) -> float:
 
 
 def open_worker_engines(
-    config: Config, plan: Plan, shows_videos: bool, process_group: TorchProcessGroup
+    config: Config, plan: Plan, shows_videos: bool, episodes: EpisodeParts | None, process_group: TorchProcessGroup
 ) -> WorkerEngines:
     """Build the engines of one worker. Runs in all workers at the same time."""
     from trigon.distributed.worker import WorkerEngines
@@ -212,12 +221,18 @@ def open_worker_engines(
     trainer, reference = open_models(
         config, processors, plan, place, load_pixels=list if images is None else images.process_groups
     )
+    settings = None
+    if episodes is not None:
+        pool = EnvironmentPool(episodes.code)  # ends with this process
+        pool.ready()
+        settings = open_episodes(config, processors, episodes, pool, images)
     return WorkerEngines(
         trainer=trainer,
         reference=reference,
-        rollout=open_rollout(config, processors, place, trainer, shows_videos=shows_videos),
+        rollout=open_rollout(config, processors, place, trainer, shows_videos=shows_videos, episodes=settings),
         images=images,
         replica_rank=process_group.rank % config.worker.rollout.tensor_parallel_size,
+        has_episodes=episodes is not None,
     )
 
 

@@ -113,12 +113,29 @@ def check_reward(subject: Subject) -> Findings:
     """Return how the reward function scores right, wrong and empty completions of a few rows."""
     judged = subject.judged.get()
     judgement = judged.judgement
+    problems = (*judged.problems, *check_validation_reward(subject))
     if judgement is None:
-        return Findings(judged.text, judged.problems)
+        return Findings(judged.text, problems)
     summary = f"right {judgement.right:.3g}, wrong {judgement.wrong:.3g}; it reads {judgement.best}"
     if not judgement.can_judge:
         summary = "cannot be judged: no made completion scores more than a wrong one, in any known format"
-    return Findings(summary, judged.problems, judged.text)
+    return Findings(summary, problems, judged.text)
+
+
+def check_validation_reward(subject: Subject) -> Iterator[Problem]:
+    """Call the reward function of validation, if it has its own, on a row; yield what is wrong."""
+    try:
+        pool = subject.val_rewards.get()
+        if pool is None:
+            return
+        pool.ready()
+        rows = [
+            (each, each.usable[0]) for each in subject.datasets.require() if each.split == "validation" and each.usable
+        ]
+        for dataset, first in rows[:1]:
+            pool.check(dummy_requests(build(dataset, first)), described=f"a dummy completion of {first.name}")
+    except RewardError as error:
+        yield Problem("reward.fails", True, f"worker.reward.val_reward_function: {error}")
 
 
 def judge_reward(subject: Subject) -> Judged:

@@ -119,6 +119,11 @@ class Subject:
         return Part("reward", self._open_rewards)
 
     @cached_property
+    def val_rewards(self) -> Part[RewardPool | None]:
+        """The reward workers of validation, which are starting; None without their own function."""
+        return Part("reward", self._open_val_rewards)
+
+    @cached_property
     def judged(self) -> Part[Judged]:
         """What made completions say about the reward function."""
         return Part("reward", self._judge)
@@ -166,13 +171,21 @@ class Subject:
 
     def _open_rewards(self) -> RewardPool:
         from trigon.build.memory_check import with_options
-        from trigon.build.run import open_rewards
+        from trigon.build.rewards import open_rewards
 
         if not self.given.worker.reward.reward_function:
             raise CheckSkipped("no reward function is set")
         # Each failure is a finding; a run stops at too many.
         pool = open_rewards(with_options(self.given, {"worker.reward.max_failed_fraction": 1.0}))
         self.stack.callback(pool.close)
+        return pool
+
+    def _open_val_rewards(self) -> RewardPool | None:
+        from trigon.build.rewards import open_validation_rewards
+
+        pool = open_validation_rewards(self.given)
+        if pool is not None:
+            self.stack.callback(pool.close)
         return pool
 
     def _judge(self) -> Judged:

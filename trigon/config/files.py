@@ -123,7 +123,11 @@ def _local_model(key: str, path: str | None) -> Paths:
 
 
 def _reward(config: Config) -> Paths:
-    return _reward_files("worker.reward.reward_function", config.worker.reward.reward_function)
+    reward = config.worker.reward
+    return {
+        **_reward_files("worker.reward.reward_function", reward.reward_function),
+        **_reward_files("worker.reward.val_reward_function", reward.val_reward_function),
+    }
 
 
 def _reward_files(key: str, reward: RewardOption) -> Paths:
@@ -159,11 +163,12 @@ def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
 
     known: those that the caller has.
     """
-    data, reward = config.data, config.worker.reward.reward_function
+    data, reward = config.data, config.worker.reward
     train_files = () if config.trainer.val_only else data.train_files
     given = [("data.train_files", each) for each in train_files]
     given += [("data.val_files", each) for each in data.val_files]
-    given += [("worker.reward.reward_function", each) for each in reward_specs(reward)]
+    given += [("worker.reward.reward_function", each) for each in reward_specs(reward.reward_function)]
+    given += [("worker.reward.val_reward_function", each) for each in reward_specs(reward.val_reward_function)]
     return [
         f"{key} is {text}, which a program gave to trigon.train as a Python object; give a file, or call trigon.train "
         "again"
@@ -176,6 +181,7 @@ _HINTS = {
     "data.format_prompt": "; an inline template contains {{ content }}",
     "data.override_chat_template": "; an inline template contains {{ }}",
     "worker.reward.reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
+    "worker.reward.val_reward_function": f"; it is file.py:function, or one of {', '.join(SHIPPED_REWARDS)}",
 }
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trigon.config.schema import WeightedReward
+from trigon.config.schema import Config, WeightedReward
 
 RewardOption = str | Sequence[WeightedReward] | None
 """The value of worker.reward.reward_function."""
+
+
+def validation_option(config: Config) -> RewardOption:
+    """Return the reward functions of validation: its own, or those of training."""
+    reward = config.worker.reward
+    return reward.reward_function if reward.val_reward_function is None else reward.val_reward_function
 
 
 def reward_specs(option: RewardOption) -> tuple[str, ...]:

@@ -678,6 +678,10 @@ class RewardConfig(Section):
     """Further keyword arguments of a single reward function; `env:NAME` reads an environment
     variable. Secrets among them are not written anywhere, see docs/rewards.md."""
 
+    val_reward_function: str | Rewards | None = None
+    """The reward function of validation and of `trigon eval`, written like reward_function, with
+    arguments in the list only. null: reward_function. Trigon only."""
+
     env: Variables = ()
     """Environment variables that reward workers get besides those of docs/rewards.md, by name:
     `[OPENAI_API_KEY]`. Trigon only."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from trigon.config.options import options
 from trigon.config.schema import Config
-from trigon.secrets import MASKED, REWARD, USER_ARGUMENTS, masked_names, secrets_in
+from trigon.secrets import MASKED, REWARD, USER_ARGUMENTS, VAL_REWARD, masked_names, secrets_in
 
 _ENV_HINT = ", or export a variable and write env:NAME in its place"
 
@@ -23,7 +23,7 @@ def find_masked(config: Config, sources: Mapping[str, str]) -> list[str]:
     for name in masked_names("", config.model_dump()):
         place = next((source for option, source in sources.items() if _is_at_or_below(name, option)), "")
         hint = f"; {name}=env:NAME reads it from the environment variable NAME" if _takes_variables(name) else ""
-        if name.startswith(f"{REWARD}["):  # an element of a list has no name on the command line
+        if name.startswith((f"{REWARD}[", f"{VAL_REWARD}[")):  # an element of a list has no name on the command line
             hint = ", or env:NAME, which reads it from the environment variable NAME"
         problems.append(
             f"{name}{f' ({place})' if place else ''} is {MASKED!r}: the file was written by a run, which writes no "

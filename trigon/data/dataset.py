@@ -11,7 +11,8 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from trigon.data.content import DatasetContent, update_digest
 from trigon.data.prompts import PromptBuilder
 from trigon.data.sources import Source, open_source
 from trigon.errors import DataError
-from trigon.types import Prompt
+from trigon.types import EncodedMedia, Prompt
 
 _ROWS_PER_TASK = 16
 _NUM_EXAMPLES = 3
@@ -159,7 +160,12 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         """See Prompts. Raises: also IndexError beyond the last prompt."""
         row_index = self.row_indices[index]
-        return self.builder.build(self._source.rows[row_index], f"{self.name}:{row_index}")
+        prompt = self.builder.build(self._source.rows[row_index], f"{self.name}:{row_index}")
+        # By its index, so that a prompt holds no row with its images.
+        return replace(prompt, read_media=partial(self._encoded_media, row_index))
+
+    def _encoded_media(self, row_index: int) -> EncodedMedia | None:
+        return self.builder.encoded_media(self._source.rows[row_index], f"{self.name}:{row_index}", with_videos=True)
 
     @property
     def contents(self) -> Sequence[DatasetContent]:
@@ -169,7 +175,8 @@ class PromptSet:
     def image_files(self, index: int) -> list[bytes]:
         """See Prompts."""
         row_index = self.row_indices[index]
-        return self.builder.image_files(self._source.rows[row_index], f"{self.name}:{row_index}")
+        media = self.builder.encoded_media(self._source.rows[row_index], f"{self.name}:{row_index}", with_videos=False)
+        return [] if media is None else list(media.encoded)
 
     @property
     def prompts_per_epoch(self) -> int:

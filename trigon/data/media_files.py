@@ -6,15 +6,16 @@ Decoding is in images.py and videos.py.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trigon.content import file_digest
 from trigon.data.bad_rows import Reason, UnusableRow
-from trigon.types import MediaKind
+from trigon.types import EncodedMedia, MediaKind
 
 
 class _Reasons(NamedTuple):
@@ -74,6 +75,12 @@ def read_bytes(source: Any, kind: MediaKind, *, where: str, image_dir: Path | No
         except OSError as error:
             reason = _REASONS[kind].unreadable
             raise UnusableRow(reason, f"{where}: {in_one_line(error)}; replace or drop it") from error
+
+
+def encoded_files(each: Iterable[bytes], kind: MediaKind) -> EncodedMedia | None:
+    """Return encoded files with their hashes, None if there are none."""
+    files = tuple(each)
+    return EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files), kind) if files else None
 
 
 def linked_digests(sources: Sequence[Any], kind: MediaKind, names: Sequence[str], image_dir: Path | None) -> str:

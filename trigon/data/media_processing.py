@@ -103,22 +103,14 @@ class MediaProcessor:
             for prompt, vision in zip(prompts, visions, strict=True)
         ]
 
-    def process_images(self, media: Sequence[EncodedMedia], names: Sequence[str]) -> list[Vision]:
+    def process_images(self, media: EncodedMedia, name: str) -> Vision:
         """Return the pixel values of images, each of which is processed and cached by itself.
 
         An image that several completions observed, or that was observed in an earlier turn, is
-        processed once. names: of each, for errors.
+        processed once. name: for errors.
         Raises: DataError if one of the files cannot be decoded.
         """
-        with self._lock:
-            images = [
-                [
-                    self._submit(EncodedMedia((file,), (key,)))
-                    for file, key in zip(each.encoded, each.hashes, strict=True)
-                ]
-                for each in media
-            ]
-        return [_together([_result(image, name) for image in row]) for row, name in zip(images, names, strict=True)]
+        return _together([_result(image, name) for image in self._submit_each(media)])
 
     def process_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return groups with the pixel values of their prompts and of their completions, in order.
@@ -127,12 +119,12 @@ class MediaProcessor:
         """
         prompts = self.process([group.prompt for group in groups])
         observed = [
-            (part.vision, group.prompt.prompt_id)
+            (self._submit_each(part.vision), group.prompt.prompt_id)
             for group in groups
             for part in parts_of(group)[1:]
             if isinstance(part.vision, EncodedMedia)
         ]
-        visions = iter(self.process_images([media for media, _ in observed], [name for _, name in observed]))
+        visions = (_together([_result(image, name) for image in images]) for images, name in observed)
         return [_with_pixels(group, prompt, visions) for group, prompt in zip(groups, prompts, strict=True)]
 
     def pop_metrics(self) -> Metrics:
@@ -158,6 +150,12 @@ class MediaProcessor:
         if media.hashes not in self._running:
             self._running[media.hashes] = self._pool.submit(self._process, media)
         return self._running[media.hashes]
+
+    def _submit_each(self, media: EncodedMedia) -> list[Vision | Future[Vision]]:
+        """Return the result of each image, as _submit does."""
+        images = [EncodedMedia((file,), (key,)) for file, key in zip(media.encoded, media.hashes, strict=True)]
+        with self._lock:
+            return [self._submit(image) for image in images]
 
     def _process(self, media: EncodedMedia) -> Vision:
         try:

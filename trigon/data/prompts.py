@@ -12,7 +12,6 @@ truncated.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -29,7 +28,7 @@ from trigon.data.columns import column_names, column_value, has_column, without_
 from trigon.data.decoding import reserve_frames
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
-from trigon.data.media_files import linked_digests, media_name
+from trigon.data.media_files import encoded_files, linked_digests, media_name
 from trigon.data.messages import MARKERS, Message, messages_as_text, read_messages
 from trigon.data.placeholders import MediaSize, Placeholders
 from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_count, check_markers, decoded_images
@@ -250,13 +249,15 @@ class PromptBuilder:
             image_refs=media.names,
         )
 
-    def image_files(self, row: Mapping[str, Any], prompt_id: str) -> list[bytes]:
-        """Return the images of a row as encoded files; none with videos. See encoded_image.
+    def encoded_media(self, row: Mapping[str, Any], prompt_id: str, *, with_videos: bool) -> EncodedMedia | None:
+        """Return the images of a row as encoded files, or its videos if these are asked for.
 
         Raises: as build.
         """
         media = self._media(row, prompt_id)
-        return [] if media.kind == "video" else list(self._read_media(media, encoded_image, encoded_video))
+        if media.kind == "video" and not with_videos:
+            return None
+        return encoded_files(self._read_media(media, encoded_image, encoded_video), media.kind)
 
     def file_digests(self, row: Mapping[str, Any], prompt_id: str) -> str:
         """Return a digest of each image or video that a row names by path; "" if it names none.
@@ -299,9 +300,7 @@ class PromptBuilder:
         files = tuple(self._read_media(media, encoded_image, encoded_video))
         # Sizes are read from the encoded bytes that will be decoded, not from the sources again.
         tokens = self._tokens_from_headers(row, replace(media, sources=files), name)
-        if not files:
-            return tokens, None
-        return tokens, EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files), media.kind)
+        return tokens, encoded_files(files, media.kind)
 
     def _media(self, row: Mapping[str, Any], name: str) -> RowMedia:
         """Return the images or videos of a row. Raises: as build."""

@@ -148,8 +148,10 @@ class WorkersRolloutEngine:
     tensor_parallel_size: the number of consecutive ranks that form one replica.
     """
 
-    def __init__(self, worker_group: WorkerGroup, *, tensor_parallel_size: int) -> None:
+    def __init__(self, worker_group: WorkerGroup, *, tensor_parallel_size: int, sends_rows: bool = False) -> None:
+        """Wrap the engines of the workers. sends_rows: with the prompts, for environments."""
         self._worker_group = worker_group
+        self._sends_rows = sends_rows
         self._tensor_parallel_size = tensor_parallel_size
         self._generations = count(1)
 
@@ -195,7 +197,8 @@ class WorkersRolloutEngine:
             ranks = range(replica * replica_size, (replica + 1) * replica_size)
             files = _FilesOfRanks([worker_group.files[rank] for rank in ranks])
             share_prompts = [prompts[index] for index in share]
-            payloads.append(worker_group.put(encode_prompts(share_prompts, files), phase="rollout"))
+            payload = encode_prompts(share_prompts, files, with_rows=self._sends_rows)
+            payloads.append(worker_group.put(payload, phase="rollout"))
             files.add(share_prompts)
             worker_group.processed.add(share_prompts, ranks)
         generation = next(self._generations)

@@ -16,6 +16,7 @@ bug, and asserted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, compress, islice, pairwise, repeat
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from trigon.distributed.recent_files import RecentFiles
+from trigon.environments.frames import encode_row
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -50,14 +52,16 @@ _MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 _NO_VALUES = torch.empty(0, dtype=torch.float32)
 
 
-def encode_prompts(prompts: Sequence[Prompt], held: Container[str] = ()) -> bytes:
+def encode_prompts(prompts: Sequence[Prompt], held: Container[str] = (), *, with_rows: bool = False) -> bytes:
     """Encode prompts, without text, ground_truth, row and image_refs. Media must not be pixels.
 
-    held: hashes of the files that the receiver has, which are omitted.
+    held: hashes of the files that the receiver has, which are omitted. with_rows: with the columns
+    of each row that JSON can represent, for environments.
     """
     writer = _Writer()
     _write_prompts(writer, prompts)
     _write_media(writer, prompts, held)
+    writer.texts([json.dumps(encode_row(prompt.row)[0]) if with_rows else "" for prompt in prompts])
     return writer.message()
 
 
@@ -69,8 +73,9 @@ def decode_prompts(message: bytes, held: RecentFiles | None = None) -> list[Prom
     reader = _Reader(message)
     prompts = _read_prompts(reader)
     media = _read_media(reader, held)
+    rows = [json.loads(text) if text else {} for text in reader.texts()]
     reader.close()
-    return [replace(prompt, vision=vision) for prompt, vision in zip(prompts, media, strict=True)]
+    return [replace(prompt, vision=vision, row=row) for prompt, vision, row in zip(prompts, media, rows, strict=True)]
 
 
 def encode_completions(rows: Sequence[Sequence[Completion]]) -> bytes:

@@ -63,7 +63,7 @@ class WorkerEngines:
     reference: None if no loss term needs one. images: loads the pixels of prompts to be sampled;
     trainer and reference load from it themselves. None for a text model. replica_rank: this
     worker's index among the ranks that sample the same prompts together (tensor parallelism); only
-    index 0 returns the completions.
+    index 0 returns the completions. has_episodes: completions have environments or tools.
     """
 
     trainer: TunableEngine
@@ -71,6 +71,7 @@ class WorkerEngines:
     rollout: RolloutEngine
     images: MediaProcessor | None
     replica_rank: int
+    has_episodes: bool = False
 
 
 class OpenWorkerEngines(Protocol):
@@ -364,9 +365,13 @@ class Worker:
             return encode_logprobs(compute(self._keep_files(decode_rollouts(groups, self._files))))
 
     def _load_pixels(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Keep the files of a message's prompts, and return the prompts with their pixels."""
+        """Keep the files of a message's prompts, and return the prompts with their pixels.
+
+        With episodes as they are: environments get the files, and the engine loads the pixels.
+        """
         self._files.add(prompts)
-        return prompts if self._require_engines.images is None else self._require_engines.images.process(prompts)
+        images = self._require_engines.images
+        return prompts if images is None or self._require_engines.has_episodes else images.process(prompts)
 
     def _keep_files(self, groups: list[Group]) -> list[Group]:
         """Keep the files of a message's groups, and return the groups."""

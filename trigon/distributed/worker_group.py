@@ -22,7 +22,7 @@ from trigon.distributed.cluster import WorkerHandle
 from trigon.distributed.processed_media import ProcessedMedia
 from trigon.distributed.recent_files import RecentFiles
 from trigon.distributed.worker import Heartbeat, HeartbeatRequest, Worker
-from trigon.errors import TrigonError, WorkerError
+from trigon.errors import PeerError, TrigonError, WorkerError
 from trigon.metrics import Metric, Sum
 from trigon.resuming import SAME_COMMAND, SameCommand
 from trigon.system.stacks import descendants, dump_stacks, register_stacks
@@ -251,13 +251,15 @@ class WorkerGroup:
     def _root_cause(self, failures: Sequence[_Failure], phase: str) -> TrigonError:
         """Return the error to raise for the most likely root cause.
 
-        A process that died comes before a TrigonError, and a TrigonError before any other error.
+        A process that died comes before a TrigonError, a TrigonError before any other error, and
+        that before a PeerError, of which another rank has the cause.
         """
 
         def priority(failure: _Failure) -> tuple[int, int]:
             if isinstance(failure.error, RayActorError | OutOfMemoryError):
                 return 0, failure.order
-            return (1 if isinstance(_unwrap(failure.error), TrigonError) else 2), failure.order
+            error = _unwrap(failure.error)
+            return (3 if isinstance(error, PeerError) else 1 if isinstance(error, TrigonError) else 2), failure.order
 
         first = min(failures, key=priority)
         cause = _unwrap(first.error)

@@ -28,6 +28,7 @@ SHIPPED_FORMS: dict[str, AnswerForm] = {
     "vqa": "tag",
     "dapo": "line",
     "android_gui": "text",
+    "environment": "text",
 }
 """Where the shipped reward functions find the answer; others: auto."""
 

@@ -15,23 +15,23 @@ from typing import Any, Literal
 
 from trigon.build.data import open_builder, open_evaluator, open_processors, scan_datasets
 from trigon.build.engines import Engines, open_engines
+from trigon.build.episodes import check_episodes, find_episodes
 from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
 from trigon.build.objects import RunObjects
 from trigon.build.options import make_validation_sampling_params
+from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.run import (
     check_environment,
-    check_rewards,
     check_run_memory,
     open_reporter,
-    open_rewards,
     open_store,
 )
 from trigon.build.workers import open_worker_group, open_workers
 from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import make_plan, num_workers
-from trigon.config.rewards import describe_option
+from trigon.config.rewards import describe_option, validation_option
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts, PromptSet
 from trigon.data.images import ignore_pillow_warnings
@@ -168,7 +168,9 @@ def evaluate(
         source = None
         if reward is not None and not isinstance(reward, str):
             source = reward_source(reward, kwargs=early.worker.reward.reward_function_kwargs)
-        rewards = open_rewards(early, RunObjects(reward=source))
+        rewards = open_validation_rewards(early, RunObjects(reward=source)) or open_rewards(
+            early, RunObjects(reward=source)
+        )
         stack.callback(rewards.close)
         outputs = [
             folder if len(sources) == 1 else folder / label(number, each)
@@ -253,18 +255,30 @@ def evaluate_model(
             worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
+        episodes = find_episodes(config, processors, stack)
         rewards.ready()
         data = config.data
-        prompts = scan_datasets(
-            config, data.val_files, (), open_builder(config, processors), report, max_rows=request.limit
-        )
+        builder = open_builder(config, processors, tools=() if episodes is None else episodes[0].schemas)
+        prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
         check_rewards(rewards, prompts)
+        if episodes is not None:
+            check_episodes(*episodes, prompts)
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:
-            engines = open_engines(config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos)
+            engines = open_engines(
+                config, processors, plan, store, report, stack, shows_videos=prompts.shows_videos, episodes=episodes
+            )
         else:
-            engines = open_workers(config, plan, worker_group, store, report, shows_videos=prompts.shows_videos)
+            engines = open_workers(
+                config,
+                plan,
+                worker_group,
+                store,
+                report,
+                shows_videos=prompts.shows_videos,
+                episodes=None if episodes is None else episodes[0],
+            )
         parts = _Parts(config, processors, engines, rewards, source.step, request)
         with engines.rollout.awake(engines.trainer.weights(), version=source.step):
             rows = sample(parts, prompts, report)
@@ -375,7 +389,7 @@ def choose_ks(ks: Sequence[int], num_samples: int) -> tuple[int, ...]:
 
 def answer_form(config: Config) -> AnswerForm:
     """Return where the reward function of a configuration finds the answer; "auto" if unknown."""
-    reward = config.worker.reward.reward_function
+    reward = validation_option(config)
     return SHIPPED_FORMS.get(reward, "auto") if isinstance(reward, str) else "auto"
 
 
@@ -393,7 +407,7 @@ def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], f
         "data": list(config.data.val_files),
         "limit": limit,
         "format_prompt": config.data.format_prompt,
-        "reward_function": describe_option(reward.reward_function),
+        "reward_function": describe_option(validation_option(config)),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
         "engine": config.worker.rollout.name,
         "n": sampling.n,

@@ -9,11 +9,13 @@ import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trigon.config.paths import nearest_path
+from trigon.data.media_files import encoded_files
 from trigon.errors import ConfigError, DataError
 from trigon.evaluation.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
 from trigon.evaluation.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
@@ -26,7 +28,7 @@ from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
 from trigon.secrets import ARGUMENTS, mask
 from trigon.system.cpus import count_usable_cpus
-from trigon.types import Score
+from trigon.types import EncodedMedia, Score
 
 if TYPE_CHECKING:
     from trigon.rewards.callables import RewardFunction
@@ -265,6 +267,8 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
         if group and place != last:
             yield group
             group = []
+        # One for the group, so that its images are read once.
+        media = group[0].media if group else partial(_stored_media, stored)
         last = place
         row = stored.row
         group.append(
@@ -275,10 +279,22 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
                 prompt=row.prompt,
                 finish_reason="length" if row.finish_reason == "length" else "stop",
                 row=row.row,
+                media=media,
             )
         )
     if group:
         yield group
+
+
+def _stored_media(stored: _Stored) -> EncodedMedia | None:
+    """Read the images of a stored rollout. Raises: OSError; DataError if there are none."""
+    row = stored.row
+    if not row.images:
+        return None
+    if not row.image_files or not stored.file:
+        raise DataError(f"{row.prompt_id} has images, and the run stored none (trainer.save_images)")
+    folder = Path(stored.file).absolute().parent.parent
+    return encoded_files(((folder / name).read_bytes() for name in row.image_files), "image")
 
 
 def choose_kwargs(

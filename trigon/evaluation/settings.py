@@ -78,6 +78,7 @@ class EvaluationOptions:
         named: dict[str, str | int | float | None] = {
             "data.val_files": json.dumps(self.data) if self.data else None,
             "worker.reward.reward_function": self.reward,
+            "worker.reward.val_reward_function": None if self.reward is None else "null",
             "data.format_prompt": self.format_prompt,
             "data.prompt_key": self.prompt_key,
             "data.answer_key": self.answer_key,

@@ -11,6 +11,7 @@ from trigon.config.paths import PYTHON_PREFIX, is_python_object
 from trigon.config.rewards import reward_specs
 
 _REWARD = "worker.reward.reward_function"
+_VAL_REWARD = "worker.reward.val_reward_function"
 # Of its arguments a run wrote no secrets.
 _NO_ARGUMENTS = {"worker.reward.reward_function_kwargs": None}
 
@@ -33,5 +34,6 @@ def load_planned(
         arguments = [*arguments, {_REWARD: reward}]
     if reward and not isinstance(reward, str):
         arguments = [*arguments, {_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]}]
+    arguments = [*arguments, {_VAL_REWARD: None}]
     named = (*data.train_files, *data.val_files, *reward_specs(reward))
     return load_config(path, overrides, arguments=arguments, python_objects=set(filter(is_python_object, named)))

@@ -27,6 +27,7 @@ from trigon.rewards.calls import (
     results_of_list,
 )
 from trigon.rewards.contract import LoadedFunction, call_legacy, check_length, limit_of_call
+from trigon.rewards.lazy_images import with_images
 
 SendResult = Callable[[str, int, Result], None]
 """Sends a result of a chunk: the chunk's id, the result's number, and the result."""
@@ -63,7 +64,8 @@ class _Calls:
     def _start(self, chunk: dict[str, Any]) -> None:
         limit = self._limit(chunk["requests"])
         limit_cpu(limit)
-        task = asyncio.get_running_loop().create_task(self._score(chunk["chunk"], chunk["requests"]))
+        requests = [with_images(each) for each in chunk["requests"]]
+        task = asyncio.get_running_loop().create_task(self._score(chunk["chunk"], requests))
         self._deadlines[task] = time.monotonic() + limit
         task.add_done_callback(self._end)
         self._watch()
@@ -112,7 +114,7 @@ class _Calls:
                 return [await self._function.call(reward_input)]
             case "legacy":
                 [reward_input] = reward_inputs
-                return [await call_legacy(self._function.call, reward_input)]
+                return [await call_legacy(self._function, reward_input)]
             case _:
                 assert_never(self._function.contract)
 

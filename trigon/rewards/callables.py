@@ -20,7 +20,7 @@ import cloudpickle
 from trigon.errors import RewardError
 from trigon.rewards.code import function_digest
 from trigon.rewards.contract import detect_contract
-from trigon.rewards.load import RewardSource, RewardTerm, find_source, spec_name, unique_name
+from trigon.rewards.load import RewardSource, RewardTerm, check_reward_images, find_source, spec_name, unique_name
 
 RewardFunction = Callable[..., Any]
 """A reward function by one of the contracts of trigon.rewards.contract.
@@ -128,6 +128,7 @@ def _pickled(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardSourc
         function=name,
         pickled=base64.b64encode(pickled).decode(),
         content=function_digest((function, reward_type)),
+        reward_images=check_reward_images(_declared(function, "REWARD_IMAGES") or False, where=where),
     )
 
 
@@ -136,14 +137,18 @@ def _reward_type(function: RewardFunction, kwargs: Mapping[str, Any], *, where: 
 
     REWARD_TYPE is that of the function or of its module.
     """
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    declared = getattr(inner, "REWARD_TYPE", getattr(inner, "__globals__", {}).get("REWARD_TYPE"))
+    declared = _declared(function, "REWARD_TYPE")
     if declared is None and _says_nothing(function, kwargs):
         return "sequential"
     contract = detect_contract(function, declared, kwargs, where=where)
     return None if contract == "legacy" else contract
+
+
+def _declared(function: RewardFunction, name: str) -> object:
+    """Return what a function, or its module, declares by a name; None if it does not."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, name, getattr(function, "__globals__", {}).get(name))
 
 
 def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:

@@ -65,7 +65,7 @@ def score_chunk(
                 yield _score(function.call, reward_input, timeout_seconds=timeout_seconds)
         case "legacy":
             for reward_input in reward_inputs:
-                yield _score(call_legacy, function.call, reward_input, timeout_seconds=timeout_seconds)
+                yield _score(call_legacy, function, reward_input, timeout_seconds=timeout_seconds)
         case _:
             assert_never(function.contract)
 

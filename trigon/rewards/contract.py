@@ -19,17 +19,20 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
 from trigon.errors import RewardError
 from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
-from trigon.types import FinishReason
+from trigon.types import EncodedMedia, FinishReason, ReadMedia
 
 RewardContract = Literal["batch", "group", "sequential", "legacy"]
+
+IMAGES = "images"
+"""The entry of a reward_input, or the argument of a legacy function, with the prompt's images."""
 
 MAX_PARTS = 100
 """Maximum number of scores that may be returned for a completion; each becomes a metric."""
@@ -63,6 +66,10 @@ class RewardRequest:
     prompt: the text of the prompt. finish_reason: whether the completion ended by itself or was
     truncated.
     row: the other columns of the dataset's row, except images.
+    turns: with an environment or tools, each turn as {"observation": what the model saw before it,
+    with one <image> for each image, "text": what it wrote, "reward": of the environment, or None}.
+    response is then the text of all turns, without what was observed. Empty otherwise.
+    media: the images or videos of the prompt, or what reads them, for functions that look at them.
     """
 
     response: str
@@ -71,28 +78,37 @@ class RewardRequest:
     prompt: str
     finish_reason: FinishReason
     row: Mapping[str, Any]
+    turns: Sequence[Mapping[str, Any]] = ()
+    media: EncodedMedia | ReadMedia | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedFunction:
     """A reward function with its arguments bound, as reward workers call it.
 
-    is_async: whether a call returns a coroutine.
+    is_async: whether a call returns a coroutine. takes_images: whether reward inputs have images.
+    has_images_argument: whether they are an argument, of the legacy contract.
     """
 
     call: Callable[..., Any]
     contract: RewardContract
     is_async: bool
+    takes_images: bool = False
+    has_images_argument: bool = False
 
 
-def encode_request(request: RewardRequest) -> tuple[str, tuple[str, ...]]:
+def encode_request(
+    request: RewardRequest, files: Mapping[str, Sequence[str]] | None = None
+) -> tuple[str, tuple[str, ...]]:
     """Return the request as one line of JSON, and the columns of its row that are omitted.
 
+    files: the paths of its "images" and "videos", for a function that looks at them.
     Columns that JSON cannot represent are omitted. Numpy scalars and arrays become numbers and
     lists, dates ISO strings, tuples lists.
     Raises: RewardError if JSON cannot represent the ground truth.
     """
-    reward_input = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    names = [each.name for each in dataclasses.fields(request) if each.name != "media"]
+    reward_input = {name: getattr(request, name) for name in names} | dict(files or {})
     reward_input["row"] = dict(request.row)
     if (text := _to_json(reward_input)) is not None:
         return text, ()
@@ -146,6 +162,18 @@ def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+def has_images_argument(
+    function: Callable[..., object], contract: RewardContract, kwargs: Mapping[str, Any], *, where: str
+) -> bool:
+    """Return whether a function of the legacy contract has a further argument for images."""
+    if contract != "legacy" or IMAGES in kwargs:
+        return False
+    parameters = list(_signature(function, where=where).parameters.values())[2:]
+    return any(
+        each.name == IMAGES and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in parameters
+    )
+
+
 def bind_kwargs(
     function: Callable[..., object],
     contract: RewardContract,
@@ -171,8 +199,9 @@ def bind_kwargs(
                 f"it accepts {', '.join(accepted) or 'none'}"
             )
     positional = (None, None) if contract == "legacy" else (None,)
+    images = {IMAGES: None} if has_images_argument(function, contract, kwargs, where=where) else {}
     try:
-        signature.bind(*positional, **kwargs)
+        signature.bind(*positional, **kwargs, **images)
     except TypeError as error:
         raise RewardError(
             f"{where} cannot be called by the {contract} contract: {error}; set its keyword arguments in {option}"
@@ -184,9 +213,10 @@ class WrongLength(RewardError):
     """A batch function returned no list, or one of another length than its argument."""
 
 
-def call_legacy(function: Callable[..., Any], reward_input: Mapping[str, Any]) -> Any:
+def call_legacy(function: LoadedFunction, reward_input: Mapping[str, Any]) -> Any:
     """Return what a function of the legacy contract returns for a completion."""
-    return function(reward_input["response"], reward_input["ground_truth"])
+    images = {IMAGES: reward_input[IMAGES]} if function.has_images_argument else {}
+    return function.call(reward_input["response"], reward_input["ground_truth"], **images)
 
 
 def limit_of_call(contract: RewardContract, num_completions: int, timeout_seconds: float) -> float:

@@ -36,7 +36,7 @@ class RewardSource:
     file: an absolute path, or "". module: of a shipped function, or "". pickled: base64 of a
     pickled (function, REWARD_TYPE), made by callables.py, or ""; function is then its name.
     content: a digest of a pickled function (code.py), which unlike the pickle is the same in every
-    process; else "".
+    process; else "". reward_images: REWARD_IMAGES of a pickled function.
 
     Example: RewardSource(file="/home/me/reward.py", module="", function="compute_score").
     """
@@ -46,6 +46,7 @@ class RewardSource:
     function: str
     pickled: str = field(default="", repr=False)
     content: str = field(default="", repr=False)
+    reward_images: bool = False
 
     @property
     def where(self) -> str:
@@ -150,6 +151,19 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
     if not callable(function):
         raise RewardError(f"{source.where} is a {type(function).__name__}, not a function")
     return function, getattr(module, "REWARD_TYPE", None)
+
+
+def declares_images(source: RewardSource) -> bool:
+    """Return REWARD_IMAGES of the source that was loaded last. Raises: RewardError for no bool."""
+    module = sys.modules.get(_MODULE_NAME if source.file else source.module)
+    return source.reward_images or check_reward_images(getattr(module, "REWARD_IMAGES", False), where=source.where)
+
+
+def check_reward_images(declared: object, *, where: str) -> bool:
+    """Return REWARD_IMAGES. Raises: RewardError if it is neither True nor False."""
+    if not isinstance(declared, bool):
+        raise RewardError(f"{where}: REWARD_IMAGES is {declared!r}; it must be True or False")
+    return declared
 
 
 def _unpickle(source: RewardSource) -> tuple[Callable[..., object], object]:

@@ -35,6 +35,7 @@ from trigon.rewards.calls import BLOCKED_SECONDS
 from trigon.rewards.confinement.options import DEFAULT, Confinement, check_confinement
 from trigon.rewards.contract import RewardContract, RewardRequest, limit_of_call, read_scores
 from trigon.rewards.load import RewardSource, RewardTerm
+from trigon.rewards.media import MediaFolder, MediaWriter
 from trigon.rewards.pooled_worker import LOAD_SECONDS, PooledChunk, PooledWorker, PooledWorkers
 from trigon.rewards.process import (
     check_passed_variables,
@@ -96,7 +97,10 @@ class RewardPool:
         self._setup, self._name, self._where = setup.message, setup.name, setup.where
         check_passed_variables(passed_variables)
         warn_of_withheld_variables(setup.files, passed_variables)
-        self._confinement = confinement.with_readable(str(Path(file).parent) for file in setup.files)
+        self._media = MediaFolder()
+        folders = [str(self._media.path), *(str(Path(file).parent) for file in setup.files)]
+        self._confinement = confinement.with_readable(folders)
+        self._takes_images = False  # until the function is loaded
         self._workers = PooledWorkers(setup.message, confinement=self._confinement, passed_variables=passed_variables)
         self._has_warned = False
         self._env = tuple(passed_variables)
@@ -178,6 +182,7 @@ class RewardPool:
         """See scoring. chunk_size: of a batch function."""
         with self._lock:
             contract = self._contract()
+            media = MediaWriter(self._media) if self._takes_images else None
             scoring = Scoring(
                 num_completions=num_completions,
                 fixed_chunk_size=chunk_size if contract == "batch" else None,
@@ -186,6 +191,7 @@ class RewardPool:
                 name=self._name,
                 wake_pool=self._workers.wake,
                 warn_omitted=self._warn_omitted,
+                media=media,
             )
             thread = threading.Thread(target=self._run, args=(scoring,), name="rewards", daemon=True)
             thread.start()
@@ -194,6 +200,8 @@ class RewardPool:
             finally:
                 scoring.cancel()
                 thread.join()
+                if media is not None:
+                    media.close()
                 for worker in [worker for worker in self._workers if worker.chunks]:  # only after an error
                     self._workers.kill(worker)
                     self._workers.start(worker.number)
@@ -206,6 +214,7 @@ class RewardPool:
     def close(self) -> None:
         """Kill all workers and the processes that they started. The pool is then unusable."""
         self._workers.close()
+        self._media.close()
         self._fatal_error = "the reward pool is closed"
 
     def _contract(self) -> RewardContract:
@@ -314,6 +323,7 @@ class RewardPool:
                 raise RewardError(self._fatal_error)
             worker.contract = cast(RewardContract, message["contract"])
             worker.is_async = self._is_async = bool(message["is_async"])
+            self._takes_images = bool(message["takes_images"])
             return
         # The user's code runs in the process that sends results, so it could send forged ones. It
         # does not know the random id of a chunk.

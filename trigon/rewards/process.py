@@ -46,9 +46,13 @@ KILL_SECONDS = 30.0
 A process may hang in the kernel, for example when a network file system does not answer.
 """
 
+REWARD_WORKER = "trigon.rewards.worker"
+FORK_SERVER = "trigon.environments.fork_server"
+"""Modules whose function main is the code of a child."""
+
 _MAIN = """from trigon.rewards.confinement.supervisor import main
 def work(*arguments):
-    from trigon.rewards.worker import main
+    from {module} import main
     main(*arguments)
 main(sys.argv[1], int(sys.argv[2]), work)
 """
@@ -62,10 +66,18 @@ class ChildProcess:
     its processes together it exceeded, in words that follow its name; "" if none.
     """
 
-    def __init__(self, name: str, *, confinement: Confinement, passed_variables: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        confinement: Confinement,
+        passed_variables: Sequence[str] = (),
+        module: str = REWARD_WORKER,
+    ) -> None:
         """Start a child.
 
         name: prefix of its output in the log. passed_variables: as in child_environment.
+        module: the module whose function main is its code.
         """
         self.name = name
         self.ended = False
@@ -74,7 +86,7 @@ class ChildProcess:
         self._control, child_control = socket.socketpair()
         with child_channel, child_control:
             self._process = subprocess.Popen(
-                python_command(_MAIN, confinement.to_json(), str(child_channel.fileno())),
+                python_command(_MAIN.format(module=module), confinement.to_json(), str(child_channel.fileno())),
                 bufsize=0,
                 env=child_environment(os.environ, passed_variables),
                 pass_fds=(child_channel.fileno(),),
@@ -101,15 +113,18 @@ class ChildProcess:
         """The last part of its output since the last send()."""
         return self._tail.decode(errors="replace")
 
-    def send(self, line: str, *, timeout_seconds: float) -> None:
+    def send(self, line: str, *, timeout_seconds: float, descriptors: Sequence[int] = ()) -> None:
         """Send one line, and reset the count of its output.
 
+        descriptors: of open files that are sent with it.
         Raises: TimeoutError if the child does not read it; ConnectionError if it has exited.
         """
         self._tail = b""
         self._bytes_to_show = MAX_OUTPUT_BYTES
         self.channel.settimeout(timeout_seconds)
-        self.channel.sendall(line.encode() + b"\n")
+        message = line.encode() + b"\n"
+        sent = socket.send_fds(self.channel, [message], descriptors) if descriptors else 0
+        self.channel.sendall(message[sent:])
 
     def receive(self) -> list[bytes]:
         """Return the complete lines that have arrived. Call it when the channel is readable."""

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 
 from trigon.errors import RewardError
 from trigon.rewards.contract import RewardRequest, encode_request
+from trigon.rewards.media import MediaFiles, MediaFolder, MediaWriter
 from trigon.types import Score, ScoreOutcome
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -44,6 +45,7 @@ class Scoring:
         name: str,
         wake_pool: Callable[[], None],
         warn_omitted: Callable[[Sequence[str]], None],
+        media: MediaWriter | None = None,
     ) -> None:
         """Make an empty scoring.
 
@@ -52,15 +54,18 @@ class Scoring:
         indices; None if chunks may be arbitrary. by_group: whether requests that are added together
         are a chunk, for the group contract.
         name: of the reward function, for errors. wake_pool: wakes the pool's thread. warn_omitted:
-        called with the columns that JSON cannot represent.
+        called with the columns that JSON cannot represent. media: writes images and videos; None if
+        the function does not look at them.
         """
         self.outcome: Future[list[Score]] = Future()
         self.is_cancelled = False
         self._wake_pool = wake_pool
         self._warn_omitted = warn_omitted
+        self._media = media
         self._max_failed_fraction = max_failed_fraction
         self._name = name
-        self._added: SimpleQueue[list[_EncodedRequest] | None] = SimpleQueue()  # None: nothing more will be added
+        # None: nothing more will be added.
+        self._added: SimpleQueue[list[_EncodedRequest] | Exception | None] = SimpleQueue()
         # The fields below are only used by the pool's thread.
         self._num_completions = num_completions
         self._is_closed = False
@@ -90,15 +95,11 @@ class Scoring:
         """
         if self.outcome.done():
             self.outcome.result()
-        group = object()
-        self._added.put(
-            [
-                self._encode(first_index + offset, request, group)
-                for offset, request in enumerate(requests)
-                if request is not None
-            ]
-        )
-        self._wake_pool()
+        indexed = [(first_index + offset, each) for offset, each in enumerate(requests) if each is not None]
+        if self._media is None:
+            self._put(indexed, None)
+        else:
+            self._media.thread.submit(self._put_with_media, self._media.folder, indexed)
 
     def result(self, *, on_progress: Callable[[int | None], object] | None = None) -> list[Score]:
         """Wait, and return the score of each request that was added, in the order of their indices.
@@ -109,8 +110,10 @@ class Scoring:
         requests scored since the last call, None for none; it may raise.
         Raises: as RewardPool.score.
         """
-        self._added.put(None)
-        self._wake_pool()
+        if self._media is None:
+            self._put_end()
+        else:  # after the requests that were added
+            self._media.thread.submit(self._put_end)
         num_scored = 0
         while on_progress is not None and not wait([self.outcome], timeout=_PROGRESS_SECONDS).done:
             before, num_scored = num_scored, len(self._scores)
@@ -125,9 +128,39 @@ class Scoring:
         """
         return [self._seconds.get(index, 0.0) for index in sorted(self._scores)]
 
-    def _encode(self, index: int, request: RewardRequest, group: object) -> _EncodedRequest:
+    def _put(self, indexed: Sequence[tuple[int, RewardRequest]], files: Sequence[MediaFiles] | None) -> None:
+        group = object()
+        each_files = [None] * len(indexed) if files is None else files
+        self._added.put(
+            [
+                self._encode(index, request, its_files, group)
+                for (index, request), its_files in zip(indexed, each_files, strict=True)
+            ]
+        )
+        self._wake_pool()
+
+    def _put_with_media(self, folder: MediaFolder, indexed: Sequence[tuple[int, RewardRequest]]) -> None:
+        if self.is_cancelled:
+            return
         try:
-            text, omitted = encode_request(request)
+            files = folder.write([request for _, request in indexed])
+        except RewardError as error:
+            group = object()
+            self._added.put([_EncodedRequest(index, "", group, str(error)) for index, _ in indexed])
+            self._wake_pool()
+        except Exception as error:  # noqa: BLE001 - the pool's thread raises it, since nothing waits for this one
+            self._added.put(error)
+            self._wake_pool()
+        else:
+            self._put(indexed, files)
+
+    def _put_end(self) -> None:
+        self._added.put(None)
+        self._wake_pool()
+
+    def _encode(self, index: int, request: RewardRequest, files: MediaFiles | None, group: object) -> _EncodedRequest:
+        try:
+            text, omitted = encode_request(request, files)
         except RewardError as error:
             return _EncodedRequest(index, "", group, str(error))
         self._warn_omitted(omitted)
@@ -157,6 +190,8 @@ class Scoring:
             if requests is None:
                 self._close()
                 continue
+            if isinstance(requests, Exception):
+                raise requests
             for request in requests:
                 index = request.index
                 assert 0 <= index < self._num_completions, f"index {index} of {self._num_completions}"

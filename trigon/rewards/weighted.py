@@ -32,13 +32,15 @@ def weighted_sum(terms: Sequence[LoadedTerm], *, concurrency: int) -> LoadedFunc
     """
     contracts = {function.contract for _, function in terms}
     contract: RewardContract = "group" if "group" in contracts else "batch" if "batch" in contracts else "sequential"
-    takes_list = contract != "sequential"
+    takes_list, takes_images = contract != "sequential", any(function.takes_images for _, function in terms)
     if not any(function.is_async for _, function in terms):
 
         def score_all(reward_inputs: list[RewardInput]) -> list[dict[str, float]]:
             return _sum_all(terms, [_scores(term, function, reward_inputs) for term, function in terms])
 
-        return LoadedFunction(score_all if takes_list else _for_one(score_all), contract, is_async=False)
+        return LoadedFunction(
+            score_all if takes_list else _for_one(score_all), contract, is_async=False, takes_images=takes_images
+        )
     import asyncio  # here, since other functions do not need it
 
     limit = asyncio.Semaphore(concurrency) if takes_list else nullcontext()
@@ -50,7 +52,9 @@ def weighted_sum(terms: Sequence[LoadedTerm], *, concurrency: int) -> LoadedFunc
     async def score_one_async(reward_input: RewardInput) -> dict[str, float]:
         return (await score_all_async([reward_input]))[0]
 
-    return LoadedFunction(score_all_async if takes_list else score_one_async, contract, is_async=True)
+    return LoadedFunction(
+        score_all_async if takes_list else score_one_async, contract, is_async=True, takes_images=takes_images
+    )
 
 
 def _for_one(score_all: Callable[[list[RewardInput]], list[dict[str, float]]]) -> Callable[..., dict[str, float]]:
@@ -81,7 +85,7 @@ def _scores(term: RewardTerm, function: LoadedFunction, reward_inputs: list[Rewa
         case "sequential":
             return _read(term, [function.call(reward_input) for reward_input in reward_inputs])
         case "legacy":
-            return _read(term, [call_legacy(function.call, reward_input) for reward_input in reward_inputs])
+            return _read(term, [call_legacy(function, reward_input) for reward_input in reward_inputs])
         case _:
             assert_never(function.contract)
 
@@ -99,7 +103,7 @@ async def _scores_async(
     async def call(reward_input: RewardInput) -> object:
         async with limit:
             is_legacy = function.contract == "legacy"
-            return await (call_legacy(function.call, reward_input) if is_legacy else function.call(reward_input))
+            return await (call_legacy(function, reward_input) if is_legacy else function.call(reward_input))
 
     match function.contract:
         case "batch" | "group":

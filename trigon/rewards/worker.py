@@ -9,8 +9,10 @@ trigon.rewards.confinement.supervisor. Messages are lines of JSON:
     -> {"source": {"file": ..., "module": ..., "function": ..., "pickled": ...}, "terms": [...],
         "kwargs": {...}, "timeout_seconds": 10.0, "concurrency": 16}
                                                     source: null if the reward is a sum of terms
-    <- {"contract": "batch", "is_async": false}     or {"load_error": "..."}; then it exits
+    <- {"contract": "batch", "is_async": false, "takes_images": false}
+                                                    or {"load_error": "..."}; then it exits
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
+                                                    "images" and "videos" of each are paths
     <- {"scores": {"overall": 1.0}, "seconds": 0.1, ...}  for each reward_input, in order, or
        {"error": "...", "traceback": "...", "seconds": 0.1, ...}  if it failed for this one, or
        {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; error is
@@ -38,8 +40,9 @@ from typing import Any
 
 from trigon.errors import RewardError
 from trigon.rewards.calls import Result, at_most, score_chunk
-from trigon.rewards.contract import LoadedFunction, bind_kwargs, detect_contract, is_async
-from trigon.rewards.load import RewardSource, RewardTerm, load_function
+from trigon.rewards.contract import LoadedFunction, bind_kwargs, detect_contract, has_images_argument, is_async
+from trigon.rewards.lazy_images import with_images
+from trigon.rewards.load import RewardSource, RewardTerm, declares_images, load_function
 from trigon.rewards.weighted import weighted_sum
 from trigon.secrets import ARGUMENTS
 from trigon.system.signals import outlive_stop_signals
@@ -85,7 +88,7 @@ def _serve(setup: Mapping[str, Any], lines: Iterable[bytes], send: Callable[[Res
     except RewardError as error:
         send({"load_error": str(error)})
         return
-    send({"contract": function.contract, "is_async": function.is_async})
+    send({"contract": function.contract, "is_async": function.is_async, "takes_images": function.takes_images})
 
     def send_result(chunk_id: str, number: int, result: Result) -> None:
         send({**result, "chunk": chunk_id, "number": number})
@@ -97,7 +100,8 @@ def _serve(setup: Mapping[str, Any], lines: Iterable[bytes], send: Callable[[Res
         return
     for line in lines:
         chunk = json.loads(line)
-        results = score_chunk(chunk["requests"], function, timeout_seconds=setup["timeout_seconds"])
+        requests = [with_images(each) for each in chunk["requests"]]
+        results = score_chunk(requests, function, timeout_seconds=setup["timeout_seconds"])
         for number, result in enumerate(results):
             send_result(chunk["chunk"], number, result)
 
@@ -115,10 +119,13 @@ def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGU
     """Return a function with its arguments bound. option: their name. Raises: RewardError."""
     function, reward_type = load_function(source)
     contract = detect_contract(function, reward_type, kwargs, where=source.where)
+    images_argument = has_images_argument(function, contract, kwargs, where=source.where)
     return LoadedFunction(
         bind_kwargs(function, contract, kwargs, where=source.where, option=option),
         contract,
         is_async=is_async(function),
+        takes_images=images_argument or declares_images(source),
+        has_images_argument=images_argument,
     )
 
 

@@ -7,12 +7,13 @@ is scored as soon as it is sampled, while the engine samples other groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from trigon.errors import EngineError
 from trigon.rewards.contract import RewardRequest
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.types import Completion, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 
 def collect(
@@ -90,4 +91,13 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
         prompt=prompt.text,
         finish_reason=completion.finish_reason,
         row=prompt.row,
+        turns=_turns(completion),
+        media=prompt.vision if isinstance(prompt.vision, EncodedMedia) else prompt.read_media,
     )
+
+
+def _turns(completion: Completion) -> list[dict[str, Any]]:
+    """Return the turns of an episode as a reward function gets them; [] for a single turn."""
+    if completion.num_sampled == len(completion.token_ids):
+        return []
+    return [{"observation": turn.observation, "text": turn.text, "reward": turn.reward} for turn in completion.turns]

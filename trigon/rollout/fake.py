@@ -8,31 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from trigon.errors import EngineError
 from trigon.metrics import Metrics
+from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.turns import SampledTurn, TurnRequest
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
 
 CompleteText = Callable[[Prompt, int, int], str]
-"""(prompt, policy version, seed of the sample) -> text of the completion."""
+"""(prompt, policy version, seed of the turn) -> text of the turn."""
 
 
 class FakeEngine:
     """Returns the text of `complete`, cut at max_tokens. Satisfies RolloutEngine."""
 
     def __init__(
-        self, *, tokenizer: Any, stop_token_id: int, complete: CompleteText, token_logprob: float = -1.0
+        self,
+        *,
+        tokenizer: Any,
+        stop_token_id: int,
+        complete: CompleteText,
+        token_logprob: float = -1.0,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
         """Create the engine.
 
         Args:
-            stop_token_id: ends every completion that is not cut.
-            complete: returns the text of a completion.
+            stop_token_id: ends every turn that is not cut.
+            complete: returns the text of a turn. The token ids of the prompt that it gets are all
+                those before the turn.
             token_logprob: log-probability of every token.
+            episodes: None: completions of one turn.
         """
         # Texts repeat, and a lookup takes a hundredth of the time of the tokenizer.
         self._encode = lru_cache(4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
@@ -40,6 +51,9 @@ class FakeEngine:
         self._stop_token_id = stop_token_id
         self._complete_text = complete
         self._token_logprob = token_logprob
+        self._episodes = Episodes(
+            episodes, decode=lambda token_ids: str(tokenizer.decode(token_ids)), end_token_id=stop_token_id, on_cpu=True
+        )
         self._version: int | None = None
         self._awake = False
 
@@ -70,7 +84,7 @@ class FakeEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine."""
@@ -78,37 +92,61 @@ class FakeEngine:
             raise EngineError(
                 "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
             )
-        completions: list[list[Completion]] = []
-        for prompt in prompts:
-            seeds = [
-                sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample)
-                for sample in range(sampling.n)
-            ]
-            completions.append(
-                [self._complete(self._complete_text(prompt, self._version, seed), sampling) for seed in seeds]
-            )
-            if on_progress is not None:
-                on_progress(sampling.n)
-            if on_group is not None:
-                on_group(len(completions) - 1, completions[-1])
-        return completions
-
-    def _complete(self, text: str, sampling: SamplingParams) -> Completion:
-        token_ids = (*self._encode(text), self._stop_token_id)
-        kept = token_ids[: sampling.max_tokens]
-        assert self._version is not None
-        return Completion(
-            token_ids=kept,
-            sampling_logprobs=(self._token_logprob if sampling.temperature > 0 else 0.0,) * len(kept),
-            finish_reason="stop" if len(kept) == len(token_ids) else "length",
-            text=self._decode(kept),
+        turns = _FakeTurns(self._turn, self._version, sampling)
+        return self._episodes.run(
+            turns,
+            self._episodes.with_pixels(prompts),
+            sampling,
+            unprocessed=prompts,
+            step=step,
             policy_version=self._version,
+            on_progress=on_progress,
+            on_group=on_group,
+        )
+
+    def _turn(self, request: TurnRequest, version: int, sampling: SamplingParams) -> SampledTurn:
+        so_far = replace(request.prompt, token_ids=request.token_ids)
+        token_ids = (*self._encode(self._complete_text(so_far, version, request.seed)), self._stop_token_id)
+        kept = token_ids[: request.max_tokens]
+        return SampledTurn(
+            token_ids=kept,
+            logprobs=(self._token_logprob if sampling.temperature > 0 else 0.0,) * len(kept),
+            text=self._decode(kept),
+            finish_reason="stop" if len(kept) == len(token_ids) else "length",
         )
 
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine. No request is ever submitted again."""
-        return {}
+        return self._episodes.pop_metrics()
 
     def close(self) -> None:
         """See RolloutEngine."""
         self._version, self._awake = None, False
+
+
+class _FakeTurns:
+    """Satisfies TurnEngine; each step ends all turns of a prompt."""
+
+    def __init__(
+        self,
+        sample: Callable[[TurnRequest, int, SamplingParams], SampledTurn],
+        version: int,
+        sampling: SamplingParams,
+    ) -> None:
+        self._sample, self._version, self._sampling = sample, version, sampling
+        self._pending: list[TurnRequest] = []
+
+    def submit(self, request: TurnRequest) -> None:
+        """See TurnEngine."""
+        self._pending.append(request)
+
+    def step(self) -> list[tuple[str, SampledTurn | None]]:
+        """See TurnEngine."""
+        prompt = self._pending[0].prompt
+        batch = [request for request in self._pending if request.prompt is prompt]
+        self._pending = [request for request in self._pending if request.prompt is not prompt]
+        return [(request.name, self._sample(request, self._version, self._sampling)) for request in batch]
+
+    def abort(self) -> None:
+        """See TurnEngine."""
+        self._pending.clear()

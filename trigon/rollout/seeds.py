@@ -14,3 +14,13 @@ def sample_seed(run_seed: int, *, step: int, prompt_id: str, sample: int) -> int
     # keys.
     key = f"{run_seed}/{step}/{sample}/{prompt_id}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn of a completion, in [0, 2**63).
+
+    seed: of the completion (sample_seed), which is also that of its first turn. turn: from 0.
+    """
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/turn {turn}".encode()).digest()[:8], "big") >> 1

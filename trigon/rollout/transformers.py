@@ -7,8 +7,9 @@ Does not depend on trainers or rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from trigon.errors import EngineError, ModelError
 from trigon.metrics import Metrics
 from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
-from trigon.models.positions import completion_positions, positions_of
+from trigon.models.positions import completion_positions, positions_of, prompt_positions
 from trigon.models.tiles import to_tiles
+from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
-from trigon.rollout.seeds import sample_seed
+from trigon.rollout.turns import SampledTurn, TurnRequest
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, Vision, WeightsHandle
 
 
@@ -39,6 +42,7 @@ class TransformersEngine:
         trust_remote_code: bool,
         override_config: Mapping[str, Any],
         skip_special_tokens: bool,
+        episodes: EpisodeSettings | None = None,
     ) -> None:
         """Load the model, on the CPU until awake().
 
@@ -46,7 +50,14 @@ class TransformersEngine:
             device: where completions are sampled.
             max_model_len: most tokens of a prompt and its completion together.
             skip_special_tokens: leave special tokens out of Completion.text.
+            episodes: None: completions of one turn. Each later turn computes all tokens before it.
         """
+        self._episodes = Episodes(
+            episodes,
+            decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
+            end_token_id=processors.stop_token_ids[0],
+            on_cpu=torch.device(device).type == "cpu",
+        )
         self._processors = processors
         self._device = torch.device(device)
         self._max_model_len = max_model_len
@@ -102,7 +113,7 @@ class TransformersEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine.
@@ -113,6 +124,7 @@ class TransformersEngine:
             raise EngineError(
                 "generate() was called while the rollout engine sleeps. Call it inside `with engine.awake(...)`."
             )
+        unprocessed, prompts = prompts, self._episodes.with_pixels(prompts)
         for prompt in prompts:
             needed = len(prompt.token_ids) + sampling.max_tokens
             if needed > self._max_model_len:
@@ -121,87 +133,94 @@ class TransformersEngine:
                     f"{sampling.max_tokens} need {needed} tokens, but worker.rollout.max_model_len is "
                     f"{self._max_model_len}. Raise it, or shorten either."
                 )
-        completions: list[list[Completion]] = []
-        for prompt in prompts:
-            completions.append(self._complete(prompt, sampling, step=step, on_progress=on_progress))
-            if on_progress is not None:
-                on_progress(sampling.n)
-            if on_group is not None:
-                on_group(len(completions) - 1, completions[-1])
-        return completions
+        assert self._version is not None
+        turns = _TransformersTurns(lambda batch: self._sample(batch, sampling))
+        return self._episodes.run(
+            turns,
+            prompts,
+            sampling,
+            unprocessed=unprocessed,
+            step=step,
+            policy_version=self._version,
+            on_progress=on_progress,
+            on_group=on_group,
+        )
 
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine. No request is ever submitted again."""
-        return {}
+        return self._episodes.pop_metrics()
 
     def close(self) -> None:
         """See RolloutEngine."""
         self._awake = False
         del self._model
 
-    def _complete(
-        self, prompt: Prompt, sampling: SamplingParams, *, step: int, on_progress: Callable[[int], None] | None
-    ) -> list[Completion]:
+    def _sample(
+        self, batch: Sequence[TurnRequest], sampling: SamplingParams
+    ) -> Generator[None, None, list[SampledTurn]]:
+        """Sample turns of the same context together; yield after each token."""
         from transformers import DynamicCache
 
-        family, hf_config, n = self._processors.family, self._processors.hf_config, sampling.n
-        draws = torch.stack(
-            [
-                _uniforms(
-                    sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
-                    sampling.max_tokens,
-                )
-                for sample in range(n)
-            ]
-        ).to(self._device)
+        first = batch[0]
+        draws = torch.stack([_uniforms(request.seed, first.max_tokens) for request in batch]).to(self._device)
         stop = torch.tensor(
             () if sampling.ignore_eos else self._processors.stop_token_ids, dtype=torch.int64, device=self._device
         )
-        ids = torch.tensor(prompt.token_ids)
-        vision = prompt.pixels()
-        positions = positions_of(family, hf_config)(prompt)
-        completion_position_ids = completion_positions(positions, sampling.max_tokens)
+        ids = torch.tensor(first.token_ids)
+        positions = self._positions(first)
+        completion_position_ids = completion_positions(positions, first.max_tokens)
 
         cache = DynamicCache()
-        logits = self._forward(ids[None], positions, cache, vision)[:, -1].expand(n, -1)
-        cache.batch_repeat_interleave(n)
+        logits = self._forward(ids[None], positions, cache, first.visions)[:, -1].expand(len(batch), -1)
+        cache.batch_repeat_interleave(len(batch))
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
-        running = torch.ones(n, dtype=torch.bool, device=self._device)
-        for index in range(sampling.max_tokens):
-            if on_progress is not None:
-                on_progress(0)
+        running = torch.ones(len(batch), dtype=torch.bool, device=self._device)
+        for index in range(first.max_tokens):
+            yield
             token, logprob = draw(logits, draws[:, index], sampling, banned_token_ids=self._processors.banned_token_ids)
             tokens.append(token)
             logprobs.append(logprob)
             running &= ~torch.isin(token, stop)
-            if index + 1 == sampling.max_tokens or not running.any():
+            if index + 1 == first.max_tokens or not running.any():
                 break
-            logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, None)[:, -1]
+            logits = self._forward(token[:, None], completion_position_ids[:, index : index + 1], cache, ())[:, -1]
         return [
-            self._completion(ids, row_logprobs, set(stop.tolist()))
+            self._turn(ids, row_logprobs, set(stop.tolist()))
             for ids, row_logprobs in zip(
                 torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True
             )
         ]
 
-    def _forward(self, ids: Tensor, positions: Tensor, cache: Any, vision: Vision | None) -> Tensor:
+    def _positions(self, request: TurnRequest) -> Tensor:
+        """Return the positions of all tokens before a turn, [A, T] as in _forward."""
+        family, hf_config, prompt = self._processors.family, self._processors.hf_config, request.prompt
+        positions = positions_of(family, hf_config)(prompt)
+        rest = request.token_ids[len(prompt.token_ids) :]
+        if not rest:
+            return positions
+        grids = [vision.grid_thw for vision in request.visions if vision is not prompt.vision]
+        # The positions of what follows a prompt begin after its largest, images included.
+        after = prompt_positions(torch.tensor(rest), torch.cat(grids) if grids else None, family, hf_config)
+        return torch.cat([positions, positions.max() + 1 + after], 1)
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: Any, visions: Sequence[Vision]) -> Tensor:
         """Return the logits of the last token, [B, 1, V].
 
         Args:
             ids: [B, T] int64.
             positions: [A, T] int64, the same in each row; A is 3 with m-RoPE, else 1.
-            vision: the images or videos whose placeholders are in ids; None: there are none.
+            visions: the images or videos whose placeholders are in ids, in order.
         """
-        media: dict[str, Tensor] = {}
-        if vision is not None:
+        media: dict[str, list[Tensor]] = {}
+        for vision in visions:
             family, pixel_values = self._processors.family, vision.pixel_values
             if family.tiles:
                 pixel_values = to_tiles(pixel_values, vision.grid_thw, family.patch_size(self._model.config))
             else:
-                media[f"{vision.kind}_grid_thw"] = vision.grid_thw.to(self._device)
+                media.setdefault(f"{vision.kind}_grid_thw", []).append(vision.grid_thw.to(self._device))
             name = {"image": "pixel_values", "video": "pixel_values_videos"}[vision.kind]
-            media[name] = pixel_values.to(self._device, self._model.dtype)
+            media.setdefault(name, []).append(pixel_values.to(self._device, self._model.dtype))
         rows = positions[:, None].expand(-1, len(ids), -1).to(self._device)  # [A, B, T]
         output = self._model(
             input_ids=ids.to(self._device),
@@ -209,22 +228,53 @@ class TransformersEngine:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **media,
+            **{name: torch.cat(tensors) for name, tensors in media.items()},
         )
         logits: Tensor = output.logits
         return logits
 
-    def _completion(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+    def _turn(self, token_ids: list[int], logprobs: list[float], stop: set[int]) -> SampledTurn:
         """Return a row of samples, cut after its first stop token."""
         end = next((index + 1 for index, token in enumerate(token_ids) if token in stop), None)
-        assert self._version is not None
-        return Completion(
+        return SampledTurn(
             token_ids=tuple(token_ids[:end]),
-            sampling_logprobs=tuple(logprobs[:end]),
-            finish_reason="length" if end is None else "stop",
+            logprobs=tuple(logprobs[:end]),
             text=self._processors.tokenizer.decode(token_ids[:end], skip_special_tokens=self._skip_special_tokens),
-            policy_version=self._version,
+            finish_reason="length" if end is None else "stop",
         )
+
+
+class _TransformersTurns:
+    """Satisfies TurnEngine: samples the turns of one context at a time, one token in each step."""
+
+    def __init__(self, sample: Callable[[Sequence[TurnRequest]], Generator[None, None, list[SampledTurn]]]) -> None:
+        self._sample = sample
+        self._pending: list[TurnRequest] = []
+        self._batch: list[TurnRequest] = []
+        self._sampling: Generator[None, None, list[SampledTurn]] | None = None  # of the batch
+
+    def submit(self, request: TurnRequest) -> None:
+        """See TurnEngine."""
+        self._pending.append(request)
+
+    def step(self) -> list[tuple[str, SampledTurn | None]]:
+        """See TurnEngine."""
+        if self._sampling is None:
+            first = self._pending[0]
+            self._batch = [request for request in self._pending if request.same_context(first)]
+            self._pending = [request for request in self._pending if not request.same_context(first)]
+            self._sampling = self._sample(self._batch)
+        try:
+            next(self._sampling)
+        except StopIteration as ended:
+            self._sampling = None
+            return [(request.name, turn) for request, turn in zip(self._batch, ended.value, strict=True)]
+        return []
+
+    def abort(self) -> None:
+        """See TurnEngine."""
+        self._pending.clear()
+        self._sampling = None
 
 
 def draw(

@@ -59,7 +59,8 @@ def fault_number(error: BaseException) -> int | None:
 def describe_fault(error: BaseException, path: Path) -> str:
     """Return what is wrong and what to do, as "the disk is full (...). Make room".
 
-    error: of which fault_number returns a number. path: what was written or read.
+    error: of which fault_number returns a number. path: what was written or read; an error of
+    another process that names it is described in its own words.
     """
     number = fault_number(error)
     assert number is not None, error
@@ -67,6 +68,8 @@ def describe_fault(error: BaseException, path: Path) -> str:
         what, advice = _describe_full(path), "Make room"
     else:
         what, advice = _FAULTS[number]
+    if not isinstance(error, OSError) and str(path) in str(error):
+        return f"{what} ({error}). {advice}"  # it also says which file, and in which process
     named = error.filename if isinstance(error, OSError) and error.filename is not None else path
     return f"{what} ({os.strerror(number)}: {named}). {advice}"
 

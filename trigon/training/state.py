@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from trigon.errors import CheckpointError
+from trigon.errors import CheckpointError, PeerError
 from trigon.json_files import parse_json
 from trigon.models.weight_files import save_weights
 
@@ -140,8 +140,8 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
         tensors: sharded (DTensor) or plain; the same names on all ranks, and equal plain tensors.
         group: process group of all ranks, which call this together; None for a single process, with
             plain tensors only. A call in a second thread needs a group that no other thread uses.
-    Raises: CheckpointError on all ranks if one of them fails, or if the folder does not contain the
-    tensors of all ranks afterwards.
+    Raises: CheckpointError on the rank that fails, or finds that the folder does not contain the
+    tensors of all ranks afterwards; PeerError on the other ranks.
     """
     problem = None
     try:
@@ -164,7 +164,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
         [plan] = writer.prepare_global_plan(plans)
         writer.write_data(planner.finish_plan(plan), planner).wait()
     else:
-        with _checkpoint_errors(folder):
+        with _checkpoint_errors(folder, group):
             save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     if group is not None:
         _raise_on_all_ranks(_mismatch(tensors, folder) if dist.get_rank(group) == 0 else None, group)
@@ -174,8 +174,8 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
     """Load tensors in place, bit for bit. Any number of ranks may have written them.
 
     Args: see save_tensors.
-    Raises: CheckpointError on all ranks, before any tensor changes, unless the folder has the same
-    names, shapes and dtypes on every rank.
+    Raises: CheckpointError (PeerError on other ranks), before any tensor changes, unless the folder
+    has the same names, shapes and dtypes on every rank.
     """
     _raise_on_all_ranks(_mismatch(tensors, folder), group)
     if group is None:
@@ -184,7 +184,7 @@ def load_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any | No
             tensor.detach().copy_(files.read(name))
     elif tensors:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _checkpoint_errors(folder):
+        with _checkpoint_errors(folder, group):
             load(
                 dict(tensors),
                 storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -253,7 +253,7 @@ def _mismatch(tensors: Mapping[str, Tensor], folder: Path) -> str | None:
 
 
 def _raise_on_all_ranks(problem: str | None, group: Any | None) -> None:
-    """Raise CheckpointError on all ranks if any of them has a problem.
+    """Raise CheckpointError on a rank that has a problem, and PeerError on the others.
 
     Otherwise the other ranks would wait for it.
     """
@@ -261,21 +261,28 @@ def _raise_on_all_ranks(problem: str | None, group: Any | None) -> None:
     if group is not None:
         problems = [None] * dist.get_world_size(group)
         dist.all_gather_object(problems, problem, group=group)
-    for problem in problems:
-        if problem is not None:
-            raise CheckpointError(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    for rank, other in enumerate(problems):
+        if other is not None:
+            raise PeerError(f"rank {rank}: {other}")
 
 
 @contextmanager
-def _checkpoint_errors(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError for torch's CheckpointException, which is not an Exception."""
+def _checkpoint_errors(folder: Path, group: Any) -> Iterator[None]:
+    """Raise errors as _raise_on_all_ranks for CheckpointException, which is not an Exception.
+
+    torch raises it on all ranks, with the errors of all.
+    """
     try:
         yield
     except CheckpointException as error:
-        failures = "; ".join(
-            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
-        )
-        raise CheckpointError(f"{folder}: {failures}") from error
+        causes = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())}
+        own = causes.get(dist.get_rank(group))
+        if own is not None:
+            raise CheckpointError(f"{folder}: {own}") from error
+        others = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        raise PeerError(f"{folder}: {others}") from error
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class BestValidation:
 _VALIDATION = "validation"
 _VALIDATION_TEXT = (
     "The policy has learned something that the validation does not reward: it is too far from where it started, or "
-    "the training reward can be had without the task. Compare the rollouts of both, and go on from the best "
+    "the training reward can be had without the task. Compare the rollouts of both, and train from the best "
     "checkpoint (checkpoint_tracker.json in the run folder names it) with a lower worker.actor.optim.lr"
 )
 

@@ -53,6 +53,10 @@ class Confinement:
         """Return it with more folders that "strict" can read."""
         return replace(self, readable=(*self.readable, *folders))
 
+    def with_processes(self, max_processes: int) -> Confinement:
+        """Return it with at least so many processes."""
+        return replace(self, max_processes=max(self.max_processes, max_processes))
+
     def to_json(self) -> str:
         """Return it as text, for the command of the supervisor."""
         return json.dumps(asdict(self))
@@ -67,10 +71,13 @@ class Confinement:
 DEFAULT = Confinement()
 
 
-def check_confinement(confinement: Confinement, used: Sequence[Mechanism], obstacle: str) -> str:
+def check_confinement(
+    confinement: Confinement, used: Sequence[Mechanism], obstacle: str, *, confined: str = "reward functions"
+) -> str:
     """Return one line that says what is not confined on this system; "" if all is as documented.
 
-    used: the mechanisms that a worker could use. obstacle: why it has no namespaces.
+    used: the mechanisms that a worker could use. obstacle: why it has no namespaces. confined: what
+    runs in the worker.
     Raises: RewardError if the level is "strict" and the system lacks what it needs.
     """
     needs = (
@@ -102,7 +109,7 @@ def check_confinement(confinement: Confinement, used: Sequence[Mechanism], obsta
         )
         if text
     )
-    return f"reward functions are not fully confined here: they can {', '.join(can)} ({because}; see docs/rewards.md)"
+    return f"{confined} are not fully confined here: they can {', '.join(can)} ({because}; see docs/rewards.md)"
 
 
 def _lacking(confinement: Confinement, used: set[Mechanism]) -> list[str]:

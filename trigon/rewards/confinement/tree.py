@@ -27,31 +27,49 @@ def descendants(pid: int) -> list[int]:
     return list(_of_all_processes(pid))
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started or adopted, zombies included."""
+    if Path(f"/proc/{pid}/task/{pid}/children").exists():
+        return _children(pid)
+    return _parents().get(pid, []) if can_be_listed() else []
+
+
 def _walk(pid: int) -> Iterator[int]:
     waiting = [pid]
     while waiting:
-        parent = waiting.pop()
-        with contextlib.suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
-                    children = [int(child) for child in file.read().split()]
-                yield from children
-                waiting += children
+        found = _children(waiting.pop())
+        yield from found
+        waiting += found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += [int(child) for child in file.read().split()]
+    return found
 
 
 def _of_all_processes(pid: int) -> Iterator[int]:
     """As _walk, for kernels without CONFIG_PROC_CHILDREN."""
-    children: dict[int, list[int]] = {}
+    by_parent = _parents()
+    waiting = [pid]
+    while waiting:
+        found = by_parent.get(waiting.pop(), [])
+        yield from found
+        waiting += found
+
+
+def _parents() -> dict[int, list[int]]:
+    """Return the children of all processes, by their parents."""
+    by_parent: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:  # it has ended
                 parent = int(file.read().rpartition(b")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry))
-    waiting = [pid]
-    while waiting:
-        found = children.get(waiting.pop(), [])
-        yield from found
-        waiting += found
+                by_parent.setdefault(parent, []).append(int(entry))
+    return by_parent
 
 
 def resident_bytes(pids: Iterable[int], *, limit: int) -> int:

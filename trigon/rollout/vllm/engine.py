@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,24 +15,20 @@ import torch
 from trigon.errors import EngineError, RolloutError, WorkerError
 from trigon.metrics import Metrics, Sum, merge
 from trigon.models.load import Processors
+from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.rollout.episodes import Episodes
 from trigon.rollout.protocol import OnGroup, require_local_weights
-from trigon.rollout.seeds import sample_seed
 from trigon.rollout.vllm.arguments import ModelRunner, VllmSettings, batched_tokens, engine_arguments
-from trigon.rollout.vllm.inputs import check_prompt, check_sampling, engine_input, to_completion, vllm_sampling_params
+from trigon.rollout.vllm.inputs import check_prompt, check_sampling
 from trigon.rollout.vllm.process import one_thread, start_llm_engine, stop_llm_engine
 from trigon.rollout.vllm.sleep import SleepingState, find_state, in_weights_pool
+from trigon.rollout.vllm.turns import VllmTurns
 from trigon.rollout.vllm.weights import canonical_names, checkpoint_names, itself, load_weights, reset_caches
 from trigon.system.gpu_memory import gpu_memory_left
 from trigon.system.network import loopback_variables
 from trigon.system.temporary import private_folder
 from trigon.system.variables import set_variables
 from trigon.types import Completion, LocalWeights, Prompt, SamplingParams, WeightsHandle
-
-# Finish reasons of a request that vLLM gave up for an internal reason.
-_FAILED = ("abort", "error")
-
-MAX_ATTEMPTS = 2
-"""How often a request is submitted that vLLM gives up or loses."""
 
 
 class VllmEngine:
@@ -43,13 +39,28 @@ class VllmEngine:
     log-probabilities, bit for bit, on one machine.
     """
 
-    def __init__(self, settings: VllmSettings, processors: Processors) -> None:
+    def __init__(self, settings: VllmSettings, processors: Processors, episodes: EpisodeSettings | None = None) -> None:
         """Start vLLM; on a GPU, put it to sleep at once.
 
-        Raises: EngineError if vLLM is not installed, built for another device or does not start, or
-        if the model folder has no safetensors.
+        episodes: None: completions of one turn. With episodes prefixes are always cached, so that a
+        turn computes its observation only.
+        Raises: EngineError if vLLM is not installed, built for another device or does not start, if
+        the model folder has no safetensors, and for episodes with tensor parallelism.
         """
+        if episodes is not None:
+            if (settings.tensor_parallel_size or 1) > 1:
+                raise EngineError(
+                    f"Episodes need worker.rollout.tensor_parallel_size=1, not {settings.tensor_parallel_size}: the "
+                    "ranks of a copy of the model would each run environments, and get other observations."
+                )
+            settings = replace(settings, enable_prefix_caching=True)
         self._settings = settings
+        self._episodes = Episodes(
+            episodes,
+            decode=partial(processors.tokenizer.decode, skip_special_tokens=False),
+            end_token_id=processors.stop_token_ids[0],
+            on_cpu=settings.device == "cpu",
+        )
         self._processors = processors
         self._encoder_tokens = batched_tokens(settings)
         # vLLM always compiles one small function of its sampler, which takes 5 seconds on the CPU.
@@ -177,7 +188,7 @@ class VllmEngine:
         sampling: SamplingParams,
         *,
         step: int,
-        on_progress: Callable[[int], None] | None = None,
+        on_progress: Callable[[int | None], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """See RolloutEngine. A request that vLLM gives up or loses is submitted once more.
@@ -195,78 +206,46 @@ class VllmEngine:
             )
         assert self._version is not None
         check_sampling(sampling)
+        unprocessed, prompts = prompts, self._episodes.with_pixels(prompts)
         for prompt in prompts:
             check_prompt(prompt, sampling, self._settings, self._processors, encoder_tokens=self._encoder_tokens)
 
         # The result is then a function of the arguments alone: a block that an earlier call cached
         # was computed in another batch, and differs in its last bits from one that is computed now.
         self._reset_caches()
-        groups = _Groups(len(prompts), sampling.n)
-        pending: dict[str, _Request] = {}
-
-        def submit(request: _Request) -> None:
-            prompt_id = prompts[request.prompt_index].prompt_id
-            seed = sample_seed(sampling.seed, step=step, prompt_id=prompt_id, sample=request.sample)
-            params = vllm_sampling_params(sampling, self._processors, seed=seed)
-            pending[request.name] = request
-            self._llm_engine.add_request(request.name, inputs[request.prompt_index], params)
-
-        def submit_again(request: _Request) -> bool:
-            if request.attempt == MAX_ATTEMPTS:
-                groups.add(request, None)
-                return False
-            self._num_retried += 1
-            submit(replace(request, attempt=request.attempt + 1))
-            return True
-
+        turns = VllmTurns(
+            self._llm_engine,
+            self._processors,
+            sampling,
+            step=self._step,
+            skip_special_tokens=self._settings.skip_special_tokens,
+        )
         with (
             one_thread(self._settings.device),
             torch.random.fork_rng(devices=[]),  # vLLM advances the global generator too, without using the numbers
             torch.compiler.set_stance(self._compile_stance),
         ):
             try:
-                inputs = [engine_input(prompt, self._processors) for prompt in prompts]
-                for prompt_index, sample in itertools.product(range(len(prompts)), range(sampling.n)):
-                    submit(_Request(prompt_index, sample, attempt=1))
-                while pending:
-                    ended: list[int] = []  # prompt indices, one for each request that ended for good
-                    if not self._llm_engine.has_unfinished_requests():
-                        # vLLM does not know these requests any more, and will never return them.
-                        lost = list(pending.values())
-                        pending.clear()
-                        ended += [request.prompt_index for request in lost if not submit_again(request)]
-                    for output in self._step() if pending else []:
-                        if not output.finished:
-                            continue
-                        request = pending.pop(output.request_id)
-                        if output.outputs[0].finish_reason not in _FAILED:
-                            completion = to_completion(
-                                output.outputs[0],
-                                prompts[request.prompt_index],
-                                sampling,
-                                self._processors,
-                                skip_special_tokens=self._settings.skip_special_tokens,
-                                policy_version=self._version,
-                            )
-                            groups.add(request, completion)
-                        elif submit_again(request):
-                            continue
-                        ended.append(request.prompt_index)
-                    if on_progress is not None:
-                        on_progress(len(ended))
-                    for prompt_index in dict.fromkeys(ended):
-                        if groups.is_finished(prompt_index) and on_group is not None:
-                            on_group(prompt_index, groups.completions(prompt_index))
+                return self._episodes.run(
+                    turns,
+                    prompts,
+                    sampling,
+                    unprocessed=unprocessed,
+                    step=step,
+                    policy_version=self._version,
+                    on_progress=on_progress,
+                    on_group=on_group,
+                )
             finally:
+                self._num_retried += turns.num_retried
                 if not self._unusable_because:
-                    self._llm_engine.abort_request(list(pending))
-        return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
+                    turns.abort()
 
     def pop_metrics(self) -> Metrics:
         """See RolloutEngine."""
         retried, self._num_retried = self._num_retried, 0
         left, self._memory_left = self._memory_left, {}
-        return {"rollout/retried_requests": Sum(float(retried)), **left}
+        return {"rollout/retried_requests": Sum(float(retried)), **left, **self._episodes.pop_metrics()}
 
     def close(self) -> None:
         """Free everything, vLLM's torch.distributed process group included. May be called twice."""
@@ -360,48 +339,3 @@ class RunsWith:
     model_runner: ModelRunner
     async_scheduling: bool
     graphs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request to vLLM for one completion.
-
-    prompt_index: of its prompt. sample: index of the completion within the group. attempt: from 1.
-    """
-
-    prompt_index: int
-    sample: int
-    attempt: int
-
-    @property
-    def name(self) -> str:
-        """The request id in vLLM."""
-        return f"{self.prompt_index}.{self.sample}.{self.attempt}"
-
-
-class _Groups:
-    """The completions of one call of generate, as they arrive."""
-
-    def __init__(self, num_prompts: int, n: int) -> None:
-        self._completions: list[list[Completion | None]] = [[None] * n for _ in range(num_prompts)]
-        self._num_pending = [n] * num_prompts
-        self._failed: set[int] = set()  # prompt indices
-
-    def add(self, request: _Request, completion: Completion | None) -> None:
-        """Store the result of a request; None if it failed for good."""
-        if completion is None:
-            self._failed.add(request.prompt_index)
-        self._completions[request.prompt_index][request.sample] = completion
-        self._num_pending[request.prompt_index] -= 1
-
-    def is_finished(self, prompt_index: int) -> bool:
-        """Return whether no request of the prompt is pending."""
-        return self._num_pending[prompt_index] == 0
-
-    def completions(self, prompt_index: int) -> list[Completion]:
-        """Return the completions of a finished prompt, by sample; [] if a request failed."""
-        if prompt_index in self._failed:
-            return []
-        completions = [completion for completion in self._completions[prompt_index] if completion is not None]
-        assert len(completions) == len(self._completions[prompt_index]), "vLLM dropped a request"
-        return completions

@@ -1,4 +1,4 @@
-"""What a request and its completion are in vLLM's types.
+"""What a request and the turn that it samples are in vLLM's types.
 
 Prompts go in as token ids and processed pixel values, so that vLLM's image processing never runs
 and trainer and engine compute with the same pixels.
@@ -6,15 +6,17 @@ and trainer and engine compute with the same pixels.
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from collections.abc import Sequence
+from typing import Any, Literal, assert_never
 
 import torch
 
 from trigon.errors import EngineError
 from trigon.models.load import Processors
 from trigon.models.tiles import to_tiles
+from trigon.rollout.turns import SampledTurn
 from trigon.rollout.vllm.arguments import VllmSettings
-from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
+from trigon.types import Prompt, SamplingParams, Vision
 
 # vLLM raises a temperature between 0 and the lower bound to it, which the trainer would not
 # reproduce, and rejects one above the upper bound.
@@ -47,7 +49,8 @@ def check_prompt(
         )
     vision = prompt.pixels()
     if vision is not None and vision.kind == "video":
-        longest = max(placeholder.length for placeholder in placeholder_ranges(prompt, vision, processors))
+        ranges = placeholder_ranges(prompt.prompt_id, prompt.token_ids, [vision], processors)
+        longest = max(placeholder.length for placeholder in ranges)
         if longest > encoder_tokens:
             raise EngineError(
                 f"{prompt.prompt_id}: a video of {longest} tokens does not fit in vLLM's encoder cache. Raise "
@@ -62,16 +65,34 @@ def check_prompt(
         )
 
 
-def engine_input(prompt: Prompt, processors: Processors) -> Any:
-    """Return what vLLM's processor would return for the prompt, built from its processed pixels.
+def engine_input(name: str, token_ids: tuple[int, ...], visions: Sequence[Vision], processors: Processors) -> Any:
+    """Return what vLLM's processor would return for these tokens, built from processed pixels.
 
-    Raises: EngineError if the prompt's placeholders do not match its images or videos.
+    Args:
+        name: of the prompt, for errors.
+        visions: the images or videos whose placeholders are in token_ids; those of a kind in order.
+    Raises: EngineError if the placeholders do not match the images or videos.
     """
     from vllm.inputs.engine import mm_input, tokens_input
 
-    vision = prompt.pixels()
-    if vision is None:
-        return tokens_input(list(prompt.token_ids))
+    if not visions:
+        return tokens_input(list(token_ids))
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    items: dict[str, list[Any]] = {}
+    hashes: dict[str, list[str]] = {}
+    for vision in visions:
+        items.setdefault(vision.kind, []).extend(_items(vision, processors))
+        hashes.setdefault(vision.kind, []).extend(vision.hashes)
+    ranges = {
+        kind: placeholder_ranges(name, token_ids, [vision for vision in visions if vision.kind == kind], processors)
+        for kind in items
+    }
+    return mm_input(list(token_ids), MultiModalKwargsItems(items), hashes, ranges)
+
+
+def _items(vision: Vision, processors: Processors) -> Sequence[Any]:
+    """Return the vLLM MultiModalKwargsItem of each image or video, with views of its pixels."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     kind, family, hf_config = vision.kind, processors.family, processors.hf_config
@@ -100,37 +121,37 @@ def engine_input(prompt: Prompt, processors: Processors) -> Any:
         # models/positions.py.
         tensors["second_per_grid_ts"] = torch.tensor(vision.temporal_patch_seconds, dtype=torch.float64)
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
-    return mm_input(
-        list(prompt.token_ids),
-        MultiModalKwargsItems.from_hf_inputs(tensors, fields),
-        {kind: list(vision.hashes)},
-        {kind: placeholder_ranges(prompt, vision, processors)},
-    )
+    items: Sequence[Any] = MultiModalKwargsItems.from_hf_inputs(tensors, fields)[kind]
+    return items
 
 
-def placeholder_ranges(prompt: Prompt, vision: Vision, processors: Processors) -> list[Any]:
-    """Return the vLLM PlaceholderRange of each image or video in the prompt.
+def placeholder_ranges(
+    name: str, token_ids: Sequence[int], visions: Sequence[Vision], processors: Processors
+) -> list[Any]:
+    """Return the vLLM PlaceholderRange of each image or video, all of one kind.
 
     Where a family writes a video's times as text, the video's placeholders are not contiguous. Its
     range then starts one token before its first placeholder, where vLLM looks for the first
     temporal patch, and ends at its last placeholder, with a mask of the tokens that are
     placeholders.
-    Raises: EngineError if the prompt's placeholders do not match its images or videos.
+    Args: name: of the prompt, for errors. visions: at least one.
+    Raises: EngineError if the placeholders do not match the images or videos.
     """
     from vllm.multimodal.inputs import PlaceholderRange
 
-    family, hf_config = processors.family, processors.hf_config
-    match vision.kind:
+    family, hf_config, kind = processors.family, processors.hf_config, visions[0].kind
+    match kind:
         case "image":
             placeholder_id = family.image_token_id(hf_config)
         case "video":
             placeholder_id = family.video_token_id(hf_config)
         case _:
-            assert_never(vision.kind)
-    is_placeholder = torch.tensor(prompt.token_ids) == placeholder_id
+            assert_never(kind)
+    is_placeholder = torch.tensor(token_ids) == placeholder_id
     found = is_placeholder.nonzero()[:, 0]
-    lengths = (vision.grid_thw.prod(-1) // family.spatial_merge(hf_config) ** 2).tolist()
-    interleaved = family.video == "timestamps" and vision.kind == "video"
+    merged = family.spatial_merge(hf_config) ** 2
+    lengths = [length for vision in visions for length in (vision.grid_thw.prod(-1) // merged).tolist()]
+    interleaved = family.video == "timestamps" and kind == "video"
     ranges = []
     if len(found) == sum(lengths):
         for indices in torch.split(found, lengths):
@@ -141,14 +162,14 @@ def placeholder_ranges(prompt: Prompt, vision: Vision, processors: Processors) -
             ranges.append(PlaceholderRange(start, end - start, is_embed=mask))
     if len(ranges) < len(lengths):
         raise EngineError(
-            f"{prompt.prompt_id}: {len(found)} {vision.kind} placeholders do not match {vision.kind}s of {lengths} "
-            "tokens. Expand placeholders when a prompt is built, and do not truncate them."
+            f"{name}: {len(found)} {kind} placeholders do not match {kind}s of {lengths} tokens. Expand placeholders "
+            "when a prompt is built, and do not truncate them."
         )
     return ranges
 
 
-def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, seed: int) -> Any:
-    """Return the vllm.SamplingParams of one request, which samples one completion."""
+def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, max_tokens: int, seed: int) -> Any:
+    """Return the vllm.SamplingParams of one request, which samples one turn."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -159,7 +180,7 @@ def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, se
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        max_tokens=max_tokens,
         # All stop tokens are given explicitly; vLLM adds none from the model's config.
         ignore_eos=True,
         stop_token_ids=[] if sampling.ignore_eos else list(processors.stop_token_ids),
@@ -174,17 +195,12 @@ def vllm_sampling_params(sampling: SamplingParams, processors: Processors, *, se
     )
 
 
-def to_completion(
-    output: Any,
-    prompt: Prompt,
-    sampling: SamplingParams,
-    processors: Processors,
-    *,
-    skip_special_tokens: bool,
-    policy_version: int,
-) -> Completion:
-    """Return a finished vllm.CompletionOutput as a Completion.
+def to_turn(
+    output: Any, name: str, sampling: SamplingParams, processors: Processors, *, skip_special_tokens: bool
+) -> SampledTurn:
+    """Return a finished vllm.CompletionOutput as a SampledTurn.
 
+    name: of the prompt, for errors.
     Raises: EngineError if it has no tokens, not one log-probability per token, a banned token, or
     an unknown finish reason.
     """
@@ -192,30 +208,29 @@ def to_completion(
     logprobs = tuple(output.logprobs.logprobs)
     if not token_ids or len(logprobs) != len(token_ids):
         raise EngineError(
-            f"{prompt.prompt_id}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. "
+            f"{name}: vLLM returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities. "
             "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
         )
     banned = set(token_ids).intersection(processors.banned_token_ids)
     if banned:
         raise EngineError(
-            f"{prompt.prompt_id}: vLLM sampled the banned media tokens {sorted(banned)}. "
+            f"{name}: vLLM sampled the banned media tokens {sorted(banned)}. "
             "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
         )
-    return Completion(
+    return SampledTurn(
         token_ids=token_ids,
-        sampling_logprobs=logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids),
-        finish_reason=_finish_reason(output.finish_reason, prompt),
+        logprobs=logprobs if sampling.temperature > 0 else (0.0,) * len(token_ids),
         text=processors.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
-        policy_version=policy_version,
+        finish_reason=_finish_reason(output.finish_reason, name),
     )
 
 
-def _finish_reason(reason: str | None, prompt: Prompt) -> FinishReason:
+def _finish_reason(reason: str | None, name: str) -> Literal["stop", "length"]:
     match reason:
         case "stop" | "length":
             return reason
         case _:
             raise EngineError(
-                f"{prompt.prompt_id}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. "
+                f"{name}: vLLM ended a completion with {reason!r} instead of 'stop' or 'length'. "
                 "Check that the installed vLLM is a version that Trigon supports (docs/dependencies.md)."
             )

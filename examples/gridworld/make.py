@@ -1,0 +1,79 @@
+"""Makes what the example needs: a tiny model that can write actions, and the rows of its data.
+
+    python3 examples/gridworld/make.py runs/gridworld
+
+writes model/, train.jsonl and validation.jsonl. A row has a problem and a seed, which decides where
+the player stands and looks; the picture comes from the environment. The model is random, and then
+shown how to write actions: seven of ten are random, so it plays badly, and mostly loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+from environment import Room
+
+from trigon.tiny.demonstrations import Demonstration, learn_demonstrations
+from trigon.tiny.model import make_tiny
+
+PROBLEM = "Walk to the green square: left, right or forward?"
+ACTIONS = ("left", "right", "forward")
+NUM_TRAIN, NUM_VALIDATION = 512, 128
+RANDOM_ACTIONS = 0.7
+UPDATES, BATCH, RATE = 150, 8, 2.5e-3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make a tiny model, and the rows of the gridworld.")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/gridworld"), help="output (%(default)s)")
+    parser.add_argument("--updates", type=int, default=UPDATES, help="supervised updates (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and what it is shown (%(default)s)")
+    chosen = parser.parse_args(arguments)
+    folder: Path = chosen.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, first, number in (("train", 0, NUM_TRAIN), ("validation", NUM_TRAIN, NUM_VALIDATION)):
+        rows = [row_of(seed) for seed in range(first, first + number)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{folder / name}.jsonl: {number} rows")
+    make_tiny(folder / "model", model_type="qwen3_vl", seed=chosen.seed)
+    learn_demonstrations(
+        folder / "model",
+        lambda index: demonstrate(index, random.Random(f"{chosen.seed} {index}")),
+        num_updates=chosen.updates,
+        batch_size=BATCH,
+        learning_rate=RATE,
+        seed=chosen.seed,
+    )
+    print(f"{folder / 'model'}: after {chosen.updates} supervised updates")
+    return 0
+
+
+def row_of(seed: int) -> dict[str, object]:
+    return {"problem": PROBLEM, "answer": "", "seed": seed}
+
+
+def demonstrate(index: int, rng: random.Random) -> Demonstration:
+    room = Room()
+
+    def script(turn: int) -> str:
+        return rng.choice(ACTIONS) if rng.random() < RANDOM_ACTIONS else best_action(room)
+
+    return Demonstration(row_of(1_000_000 + index), room, script)
+
+
+def best_action(room: Room) -> str:
+    """Return an action of a shortest way to the goal, in a room without obstacles."""
+    state = room.env.unwrapped
+    (x, y), direction = state.agent_pos, state.agent_dir
+    ways = (state.width - 2 - x, state.height - 2 - y, 0, 0)  # squares to the right, down, left and up
+    if ways[direction] > 0:
+        return "forward"
+    return "right" if ways[(direction + 1) % 4] > 0 else "left"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

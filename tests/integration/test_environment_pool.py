@@ -1,0 +1,587 @@
+"""EnvironmentPool with real processes: episodes that hang, crash, print, leave processes behind."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from support.processes import descendants, is_locked, is_running, wait_until
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.protocol import Message, Observation, Outcome
+from trigon.environments.sandbox import find_obstacle
+from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
+from trigon.errors import EpisodeError
+from trigon.rewards.confinement import landlock, seccomp
+from trigon.rewards.confinement.options import Confinement
+
+pytestmark = pytest.mark.alone
+
+ENVIRONMENT = """
+import ctypes, fcntl, os, random, signal, sys, threading, time
+from pathlib import Path
+from PIL import Image
+
+LOADED = os.getpid()
+
+class Counter:
+    def __init__(self, folder=None):
+        self.folder = folder
+
+    def reset(self, row):
+        self.number, self.row = 0, row
+        if row.get("reset") == "hang":
+            time.sleep(1000)
+        if row.get("reset") == "raise":
+            raise OSError("no browser")
+        if row.get("reset") == "nothing":
+            return None
+        sizes = [image.size for image in row["images"]]
+        return {"text": f"{row.get('goal')} {sizes}", "image": Image.new("RGB", (4, 3), "red")}
+
+    def step(self, action):
+        self.number += 1
+        match action:
+            case "hang":
+                time.sleep(1000)
+            case "hang in C":
+                7 ** (10**9) % 2  # holds the interpreter lock, so no Python signal handler runs
+            case "raise":
+                raise KeyError("door")
+            case "exit":
+                sys.exit("enough")
+            case "end at once":
+                os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "end later":
+                threading.Timer(0.2, os._exit, (4,)).start()
+            case "eat memory":
+                return str(len(bytearray(64 << 30))), False
+            case "hold memory":
+                self.held = b"x" * (600 << 20)
+                time.sleep(1000)
+            case "close everything":
+                os.closerange(0, 1000)
+            case "stop yourself":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "write nonsense":
+                for fd in range(3, 100):
+                    try:
+                        os.write(fd, b"nonsense" * 10)
+                    except OSError:
+                        pass
+            case "kill the server":
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(1000)
+            case "print much":
+                for number in range(100_000):
+                    print("line", number, "x" * 50)
+            case "return nothing":
+                return None
+            case "return five":
+                return "a", 0.0, False, False, {}
+            case "reward nan":
+                return "a", float("nan"), False
+            case "reward huge":
+                return "a", 1e30, False
+            case "leave processes":
+                for detached in (False, True):
+                    if os.fork() == 0:
+                        if detached and os.fork() != 0:
+                            os._exit(0)
+                        os.setsid()
+                        file = open(f"{self.folder}/{'detached' if detached else 'child'}", "w")
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                        Path(f"{self.folder}/{detached}").touch()
+                        time.sleep(1000)
+                while len(list(Path(self.folder).glob("*e"))) < 2:
+                    time.sleep(0.01)
+            case "together":
+                Path(self.folder, f"{self.row['goal']}.here").touch()
+                while len(list(Path(self.folder).glob("*.here"))) < 64:
+                    time.sleep(0.05)
+                return "all were here", True
+            case "draw":
+                return str(random.random()), False
+            case "process":
+                return f"{os.getpid()} {LOADED}", False
+        return f"{action} {self.number}", self.number / 2, self.number == 3
+
+    def close(self):
+        if self.folder:
+            Path(self.folder, "closed").touch()
+"""
+
+
+def settings_of(folder, **options):
+    (folder / "counter.py").write_text(ENVIRONMENT)
+    return EnvironmentSettings(environment=find_environment(f"{folder}/counter.py:Counter"), **options)
+
+
+@contextmanager
+def running(settings):
+    pool = EnvironmentPool(settings)
+    try:
+        pool.ready()
+        yield pool
+    finally:
+        pool.close()
+
+
+def outcomes(pool, count):
+    """Return so many outcomes, by the number of their episode."""
+    found = []
+    deadline = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found += pool.poll(1.0)
+    assert len(found) == count
+    return {outcome.episode: outcome for outcome in found}
+
+
+def started(pool, count, **row):
+    for number in range(count):
+        pool.start(number, {"goal": number, **row})
+    return outcomes(pool, count)
+
+
+def step(pool, action, episode=0):
+    pool.step(episode, action)
+    return outcomes(pool, 1)[episode]
+
+
+def png(size=(8, 6)):
+    file = io.BytesIO()
+    Image.new("RGB", size, "blue").save(file, "PNG")
+    return file.getvalue()
+
+
+def test_an_episode_from_reset_to_its_end(tmp_path):
+    with running(settings_of(tmp_path, observation_role="tool")) as pool:
+        pool.start(7, {"goal": "north"}, [png(), png((2, 2))])
+        first = outcomes(pool, 1)[7]
+        [message] = first.observation.messages
+        assert (message.role, message.text) == ("tool", "<image>north [(8, 6), (2, 2)]")
+        assert Image.open(io.BytesIO(message.images[0])).size == (4, 3)
+        assert (first.reward, first.done, first.error) == (None, False, "")
+        assert [step(pool, text, 7) for text in ("left", "up \ud83d", "go <image>")] == [
+            Outcome(7, Observation((Message("tool", "left 1"),)), 0.5, False),
+            Outcome(7, Observation((Message("tool", "up ? 2"),)), 1.0, False),
+            Outcome(7, Observation((Message("tool", "go < image> 3"),)), 1.5, True),
+        ]
+        pool.stop(7)
+        pool.start(7, {"reset": "nothing"})
+        assert outcomes(pool, 1)[7] == Outcome(7, None, None, False)
+
+
+FAULTS = {
+    "hang": "no result of step within 1 s; its process was killed",
+    "hang in C": "no result of step within 1 s; its process was killed",
+    "stop yourself": "no result of step within 1 s; its process was killed",
+    "raise": "KeyError: 'door' (counter.py:",
+    "exit": "SystemExit: enough (counter.py:",
+    "end at once": "its process exited with code 3",
+    "segfault": "its process died of signal 11 (Segmentation fault)",
+    "eat memory": "MemoryError (counter.py:",
+    "close everything": "its process exited with code 1",
+    "write nonsense": "its process sent what is no reply",
+    "return nothing": "step returned None; return (observation, reward, done)",
+    "return five": "step returned ('a', 0.0, False, False, {}); return (observation, reward, done)",
+    "reward nan": "step returned nan for the reward, expected a finite number",
+    "reward huge": "step returned 1e+30 for the reward, expected a number from -1e+06 to 1e+06",
+}
+
+
+@pytest.mark.faults
+def test_a_failure_costs_its_episode_and_no_other(tmp_path):
+    actions = [action for fault in FAULTS for action in (fault, "go")]
+    with running(settings_of(tmp_path, timeout_seconds=1.0)) as pool:
+        started(pool, len(actions))
+        for number, action in enumerate(actions):
+            pool.step(number, action)
+        found = outcomes(pool, len(actions))
+        for number, action in enumerate(actions):
+            outcome = found[number]
+            if action in FAULTS:
+                assert outcome.error.startswith(FAULTS[action]), (action, outcome)
+                assert (outcome.observation, outcome.reward, outcome.done) == (None, None, True)
+                assert step(pool, "go", number).error == outcome.error  # it stays failed
+            else:
+                assert outcome == Outcome(number, Observation((Message("user", "go 1"),)), 0.5, False)
+                assert step(pool, "on", number).reward == 1.0
+
+
+@pytest.mark.faults
+def test_a_reset_that_hangs_or_raises_fails_its_episode(tmp_path):
+    with running(settings_of(tmp_path, timeout_seconds=1.0)) as pool:
+        for number, how in enumerate(("hang", "raise", "go")):
+            pool.start(number, {"reset": how})
+        found = outcomes(pool, 3)
+        assert found[0].error == "no result of reset within 1 s; its process was killed"
+        assert found[1].error.startswith("OSError: no browser (counter.py:")
+        assert found[2].error == ""
+
+
+@pytest.mark.faults
+def test_an_episode_that_dies_between_its_turns_fails_at_the_next(tmp_path):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 2)
+        assert step(pool, "end later").error == ""
+        time.sleep(1)
+        assert step(pool, "go").error == "its process exited with code 4"
+        assert step(pool, "go", 1).error == ""
+
+
+@pytest.mark.faults
+def test_the_death_of_the_fork_server_costs_the_episodes_that_run(tmp_path):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 3)
+        assert "fork server of its process" in step(pool, "kill the server").error
+        assert "fork server of its process" in step(pool, "go", 1).error
+        for number in range(3):
+            pool.stop(number)
+        assert {outcome.error for outcome in started(pool, 3).values()} == {""}
+
+
+@pytest.mark.faults
+def test_a_fork_server_that_dies_again_and_again_ends_the_run(tmp_path):
+    with running(settings_of(tmp_path)) as pool, pytest.raises(EpisodeError, match="died 3 times in a row"):  # noqa: PT012
+        for number in range(4):
+            pool.start(number, {})
+            outcomes(pool, 1)
+            pool._num_deaths = number  # as if no episode had given an outcome in between
+            step(pool, "kill the server", number)
+
+
+@pytest.mark.faults
+def test_the_largest_episode_is_killed_when_memory_runs_out(tmp_path):
+    confinement = Confinement(max_memory_bytes=700 << 20)
+    with running(settings_of(tmp_path, confinement=confinement)) as pool:
+        started(pool, 2)
+        pool.step(0, "hold memory")
+        assert "GiB of memory, the most of all running episodes" in outcomes(pool, 1)[0].error
+        assert step(pool, "go", 1).error == ""
+
+
+@pytest.mark.faults
+def test_much_output_is_logged_in_part_and_harms_nothing(tmp_path, caplog):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 1)
+        assert step(pool, "print much").error == ""
+        wait_until(lambda: "more than 65536 bytes printed" in caplog.text)
+    assert "[environment] line 0 " in caplog.text
+    assert len(caplog.text) < 300_000
+
+
+CONFINEMENTS = {
+    "all": Confinement(),
+    "without namespaces": Confinement(without=("namespaces",)),
+    "without all": Confinement(without=("namespaces", "fewer capabilities", "landlock", "signal scope", "seccomp")),
+    "off": Confinement(level="off"),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("confinement", CONFINEMENTS.values(), ids=CONFINEMENTS)
+def test_what_an_episode_leaves_is_killed_with_it(tmp_path, confinement):
+    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)}, confinement=confinement)) as pool:
+        started(pool, 2)
+        assert step(pool, "leave processes").error == ""
+        assert is_locked(tmp_path / "child")
+        assert is_locked(tmp_path / "detached")
+        pool.stop(0)
+        wait_until(lambda: not is_locked(tmp_path / "child") and not is_locked(tmp_path / "detached"))
+        assert (tmp_path / "closed").exists()
+        assert step(pool, "go", 1).error == ""
+
+
+def test_64_steps_run_at_the_same_time_in_processes_of_their_own(tmp_path):
+    # Each waits until all 64 are in the same call, so one less at a time would never end.
+    with running(settings_of(tmp_path, kwargs={"folder": str(tmp_path)})) as pool:
+        started(pool, 64)
+        for number in range(64):
+            pool.step(number, "together")
+        found = outcomes(pool, 64)
+        assert {outcome.observation.messages[0].text for outcome in found.values()} == {"all were here"}
+
+
+def test_thousands_of_steps(tmp_path):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 4)
+        for turn in range(1000):
+            for number in range(4):
+                pool.step(number, "go")
+            found = outcomes(pool, 4)
+            assert {outcome.reward for outcome in found.values()} == {(turn + 1) / 2}
+        own = descendants(os.getpid())
+    assert len(own) <= 4 + 4  # the episodes; supervisor, process 1, fork server, and what tests have running
+
+
+def test_the_code_is_loaded_once_and_every_episode_starts_from_the_same_state(tmp_path):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 3)
+        processes = [step(pool, "process", number).observation.messages[0].text.split() for number in range(3)]
+        drawn = {step(pool, "draw", number).observation.messages[0].text for number in range(3)}
+    assert len({own for own, _ in processes}) == 3
+    assert len({loaded for _, loaded in processes}) == 1
+    assert len(drawn) == 1
+
+
+def test_episodes_beyond_the_limit_wait_for_a_process(tmp_path):
+    with running(settings_of(tmp_path, max_episodes=2)) as pool:
+        for number in range(5):
+            pool.start(number, {"goal": number})
+        first = {}
+        while len(first) < 2:
+            first |= {outcome.episode: outcome for outcome in pool.poll(0)}
+        time.sleep(0.3)
+        assert sorted(first) == [0, 1]
+        assert pool.poll(0) == []
+        pool.stop(0)
+        pool.stop(1)
+        assert sorted(outcomes(pool, 2)) == [2, 3]
+        # A caller that waits for all gets all: those that run owe it nothing.
+        assert sorted(outcomes(pool, 1)) == [4]
+
+
+def test_a_stopped_episode_says_nothing_more(tmp_path):
+    with running(settings_of(tmp_path)) as pool:
+        started(pool, 2)
+        pool.step(0, "go")
+        pool.step(1, "hang")
+        pool.stop(0)
+        pool.stop(1)
+        assert pool.poll(0.5) == []
+        with pytest.raises(KeyError):
+            pool.step(0, "go")
+
+
+def described(settings):
+    with closing(EnvironmentPool(settings, describe=True)) as pool:
+        return pool.schemas
+
+
+def test_tools_are_described_when_the_code_is_loaded(tmp_path):
+    assert described(settings_of(tmp_path)) == ()
+    [crop] = described(EnvironmentSettings(environment=None, tools=find_tools(["crop"])))
+    assert list(crop["function"]["parameters"]["properties"]) == ["bbox_2d", "img_idx"]
+    (tmp_path / "tools.py").write_text("def look(place: str): 'Look somewhere.'")
+    with pytest.raises(EpisodeError, match="tool 'look' cannot be described to the model"):
+        described(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"])))
+
+
+def test_a_class_given_in_python_runs_in_processes_of_its_own():
+    class Echo:
+        def reset(self, row):
+            self.pid = os.getpid()
+
+        def step(self, action):
+            return f"{action} {self.pid != os.getppid()}", False
+
+    with running(EnvironmentSettings(environment=find_environment(Echo))) as pool:
+        started(pool, 1)
+        assert step(pool, "hello").observation.messages[0].text == "hello True"
+
+
+def test_code_that_cannot_be_used_says_so_before_an_episode(tmp_path):
+    settings = settings_of(tmp_path, kwargs={"foldr": "x"})
+    pool = EnvironmentPool(settings)
+    try:
+        with pytest.raises(EpisodeError, match=r"does not accept 'foldr'.*did you mean folder\?"):
+            pool.ready()
+        with pytest.raises(EpisodeError, match="did you mean folder"):
+            pool.start(0, {})
+    finally:
+        pool.close()
+
+
+@pytest.mark.faults
+def test_nothing_is_left_after_close(tmp_path):
+    pool = EnvironmentPool(settings_of(tmp_path, kwargs={"folder": str(tmp_path)}))
+    pool.ready()
+    started(pool, 2)
+    step(pool, "leave processes")
+    pool.step(1, "hang")
+    pids = set(pool.process_ids) | set(descendants(pool.process_ids[0]))
+    assert len(pids) >= 4
+    pool.close()
+    assert not any(is_running(pid) for pid in pids)
+    assert not is_locked(tmp_path / "detached")
+    with pytest.raises(EpisodeError, match="is closed"):
+        pool.poll(1.0)
+
+
+@pytest.mark.faults
+def test_nothing_is_left_when_the_process_of_the_pool_is_killed(tmp_path):
+    settings_of(tmp_path)
+    script = f"""
+import time
+from trigon.environments.pool import EnvironmentPool
+from trigon.environments.settings import EnvironmentSettings, find_environment
+source = find_environment("{tmp_path}/counter.py:Counter")
+pool = EnvironmentPool(EnvironmentSettings(environment=source, kwargs={{"folder": "{tmp_path}"}}))
+pool.start(0, {{}})
+pool.poll(60)
+pool.step(0, "leave processes")
+pool.poll(60)
+print(pool.process_ids[0], flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        supervisor = int(process.stdout.readline())
+        pids = {supervisor, *descendants(supervisor)}
+        assert len(pids) >= 3
+        assert is_locked(tmp_path / "detached")
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+    wait_until(lambda: not is_locked(tmp_path / "detached"))
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture(scope="module", params=["default", "strict"])
+def tools(request):
+    obstacle = landlock.find_version() == 0 or not seccomp.is_available()
+    if request.param == "strict" and obstacle:
+        pytest.skip("confinement=strict needs Landlock and seccomp")
+    settings = EnvironmentSettings(
+        confinement=Confinement(level=request.param),
+        environment=None,
+        tools=find_tools(["crop"]),
+        observation_role="tool",
+        timeout_seconds=20.0,
+    )
+    if not find_obstacle():
+        settings = replace(settings, tools=find_tools(["crop", "python"]))
+    with running(settings) as pool:
+        yield pool
+
+
+@pytest.fixture
+def python(tools):
+    if obstacle := find_obstacle():
+        pytest.skip(f"the tool python needs {obstacle}")
+    tools.start(0, {"answer": "the ground truth"}, [png((100, 50))])
+    assert outcomes(tools, 1)[0] == Outcome(0, None, None, False)
+
+    def run(code):
+        outcome = step(tools, call("python", code=code))
+        assert outcome.error == ""
+        return outcome.observation.messages[0].text
+
+    yield run
+    tools.stop(0)
+
+
+def test_a_turn_without_a_call_ends_the_episode_without_a_process(tools):
+    before = descendants(tools.process_ids[0])
+    tools.start(5, {})
+    assert outcomes(tools, 1)[5] == Outcome(5, None, None, False)
+    assert step(tools, "The answer is 4.", 5) == Outcome(5, None, None, True)
+    assert descendants(tools.process_ids[0]) == before
+    tools.stop(5)
+
+
+def test_crop_shows_the_region_enlarged_and_counts_its_results_as_images(tools):
+    image = Image.new("RGB", (200, 100), "white")
+    image.paste("red", (100, 0, 200, 50))  # the top right quarter
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    tools.start(0, {}, [file.getvalue()])
+    outcomes(tools, 1)
+    outcome = step(tools, call("crop", bbox_2d=[500, 0, 1000, 500]))
+    [message] = outcome.observation.messages
+    shown = Image.open(io.BytesIO(message.images[0]))
+    assert (message.role, message.text) == ("tool", "<image>")
+    assert shown.size == (724, 362)  # 2 : 1, 256 * 1,024 pixels
+    assert shown.getextrema() == ((255, 255), (0, 0), (0, 0))
+    assert step(tools, call("crop", bbox_2d=[0, 0, 10, 10], img_idx=1)).observation.messages[0].images
+    replies = {
+        "img_idx is 3; it must be from 0 to 2": call("crop", bbox_2d=[0, 0, 10, 10], img_idx=3),
+        "bbox_2d must have four numbers": call("crop", bbox_2d=[0, 0, 10]),
+        "the region of bbox_2d is empty": call("crop", bbox_2d=[10, 0, 10, 10]),
+        "must be less than 200 times": call("crop", bbox_2d=[0, 0, 1000, 1]).replace("1000, 1]", "1000, 0.0001]"),
+    }
+    for expected, action in replies.items():
+        outcome = step(tools, action)
+        assert expected in (outcome.observation.messages[0].text + outcome.error), outcome
+    tools.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("6 * 7", "42"),
+        ("x = 6\nprint(x)\nx * 7", "6\n42"),
+        ("x = 6", "(no output)"),
+        ("print('<image>')", "< image>"),
+        ("import os; sorted(os.listdir())", "['image_0.png']"),
+        ("from PIL import Image; Image.open('image_0.png').size", "(100, 50)"),
+        ("open('a.txt', 'w').write('abc'); open('a.txt').read()", "'abc'"),
+        ("import sys; sys.exit(3)", "(no output)"),
+    ],
+)
+def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
+    assert python(code) == text
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("1 / 0", 'File "code", line 1, in <module>\nZeroDivisionError'),
+        ("x = ", "SyntaxError"),
+        ("bytearray(64 << 30)", "MemoryError"),
+        ("print('x' * 50_000)", "(40,000 characters are left out)"),
+        ("open('big', 'wb').write(bytes(100 << 20))", "File too large"),
+        ("import ctypes; ctypes.string_at(0)", "ended by signal 11"),
+        ("import socket; socket.socket()", "PermissionError"),
+        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "Operation not permitted"),
+        ("open('/etc/changed', 'w')", "PermissionError"),
+        ("open('/proc/%d/environ' % __import__('os').getppid()).read()", "PermissionError"),
+        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        ("import os; os.listdir(os.path.expanduser('~root'))", "PermissionError"),
+        ("open('THIS FILE').read()", "PermissionError"),
+        ("import os; os.unshare(0x10000000) if hasattr(os, 'unshare') else os.setns(0)", "Error"),
+    ],
+)
+def test_python_keeps_its_limits(python, code, expected):
+    assert expected in python(code.replace("THIS FILE", __file__))
+    assert python("1 + 1") == "2"
+
+
+@pytest.mark.faults
+def test_python_finds_neither_the_ground_truth_nor_the_variables_of_the_run(python):
+    # Its process is no fork of one that has the row, and the pool does not send the row to tools.
+    code = "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)"
+    assert python(code).startswith("(False, ['HOME', 'LANG', ")
+
+
+@pytest.mark.faults
+def test_python_leaves_no_process(python, tools):
+    assert python("1") == "1"  # from here on, the episode has its process
+    before = set(descendants(tools.process_ids[0]))
+    assert python("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n7") == "7"
+    assert set(descendants(tools.process_ids[0])) == before
+
+
+@pytest.mark.faults
+def test_python_that_takes_too_long_is_ended_and_the_episode_goes_on():
+    if obstacle := find_obstacle():
+        pytest.skip(f"the tool python needs {obstacle}")
+    with running(EnvironmentSettings(environment=None, tools=find_tools(["python"]), timeout_seconds=4.0)) as pool:
+        pool.start(0, {})
+        outcomes(pool, 1)
+        outcome = step(pool, call("python", code="while True: pass") + call("python", code="1 + 1"))
+        texts = [message.text for message in outcome.observation.messages]
+        assert texts == ["The code took more than 1 s and was ended.", "2"]

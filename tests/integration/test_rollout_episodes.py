@@ -1,0 +1,326 @@
+"""Episodes of several turns in the real engines, with images in observations."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.builders import make_builder
+from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
+from support.oracle import load_hugging_face, padded_episode
+from support.rollout import handle_of, make_transformers_engine, make_vllm_settings
+from support.videos import make_video
+from trigon.errors import EngineError
+from trigon.metrics import values
+from trigon.models.load import load_model, load_processors
+from trigon.models.policy import Policy
+from trigon.resuming import SAME_COMMAND
+from trigon.rollout.restart import RestartingEngine
+from trigon.types import SamplingParams
+
+MAX_MODEL_LEN = 1024
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=600, ignore_eos=False, seed=5)
+SCENES = [("vllm", "qwen2"), ("vllm", "qwen2_5_vl"), ("vllm", "qwen3_vl"), ("transformers", "qwen2_5_vl")]
+QUESTION = "Which of the shapes in the drawing has the most sides? " * 3
+HINT = "The drawing is turned by a quarter, and one of its shapes is hidden. " * 2
+
+
+@dataclass
+class Scene:
+    """An engine with environments of this process, and what vLLM got and returned."""
+
+    engine: Any
+    processors: Any
+    weights: Any
+    environments: LocalEnvironments
+    prompts: list
+    is_vllm: bool
+    outputs: list = field(default_factory=list)
+
+    def generate(self, prompts=None, sampling=SAMPLING, *, delay=None, version=0, engine=None, **callbacks):
+        self.environments.delay = delay
+        engine = engine or self.engine
+        with engine.awake(handle_of(self.weights), version=version):
+            return engine.generate(self.prompts if prompts is None else prompts, sampling, step=1, **callbacks)
+
+    def record(self, monkeypatch):
+        """Record vLLM's finished outputs from now on."""
+        step, self.outputs = self.engine._llm_engine.step, []
+
+        def recording_step():
+            outputs = step()
+            self.outputs += [output for output in outputs if output.finished]
+            return outputs
+
+        monkeypatch.setattr(self.engine._llm_engine, "step", recording_step)
+
+    def with_pixels(self, part):
+        """Return a prompt or completion with the pixel values of its images."""
+        encoded = getattr(part.vision, "encoded", None)
+        return part if encoded is None else replace(part, vision=load_pixels(self.processors, *encoded))
+
+
+def answer(row, actions):
+    """Show an image at every turn where the model has any; the number of turns differs by row."""
+    images = (drawing(31 * row["number"] + len(actions), 196, 196 + 28 * len(actions)),) if row["sees"] else ()
+    return Answer(0, Observed(f"{HINT}{len(actions)} of 3.", images), 0.25, len(actions) == 2 + row["number"] % 2)
+
+
+def make_prompts(processors):
+    """Return prompts without generation prompt: of text, with an image, with two, with a video."""
+    sees = processors.family.has_vision
+    builder = make_builder(processors, process_images=False, max_prompt_length=512)
+    rows = [(QUESTION, {}), ("Find x.", {})]
+    if sees:
+        rows += [
+            ("<image>" + QUESTION, {"images": [drawing(200)]}),
+            ("<image>Find <image>.", {"images": [drawing(90), drawing(91, 140, 56)]}),
+        ]
+        video = make_builder(processors, max_prompt_length=512)
+        rows += [("<video>How many?", {"videos": [make_video()]})]
+    prompts = []
+    for number, (text, media) in enumerate(rows):
+        row = {"problem": text, "answer": "", "number": number, "sees": sees, **media}
+        prompts.append((video if "videos" in media else builder).build(row, f"train:{number}"))
+    return prompts
+
+
+@pytest.fixture(scope="module", params=SCENES, ids="-".join)
+def scene(request, tiny_model):
+    name, model_type = request.param
+    folder = tiny_model(model_type)
+    # One token in twenty is a stop token, so that turns end.
+    processors = replace(load_processors(str(folder)), stop_token_ids=tuple(range(0, 1000, 20)))
+    environments = LocalEnvironments(answer)
+    settings = make_settings(environments, processors, max_turns=3)
+    weights = load_weights(folder, processors)
+    if name == "vllm":
+        from trigon.rollout.vllm import VllmEngine
+
+        # Prefixes are cached although the option is off.
+        vllm_settings = make_vllm_settings(
+            folder, max_model_len=MAX_MODEL_LEN, limit_images=2, shows_videos=True, enable_prefix_caching=False
+        )
+        engine: Any = VllmEngine(vllm_settings, processors, settings)
+    else:
+        engine = make_transformers_engine(folder, processors, max_model_len=MAX_MODEL_LEN, episodes=settings)
+    yield Scene(engine, processors, weights, environments, make_prompts(processors), name == "vllm")
+    engine.close()
+
+
+def load_weights(folder, processors):
+    policy = Policy(
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    return {name: weight * 1.1 for name, weight in policy.named_weights()}
+
+
+def bits(rows):
+    """Return all of the completions, in a form that can be compared."""
+    return [
+        [(replace(each, vision=None), each.vision and (each.vision.encoded, each.vision.hashes)) for each in row]
+        for row in rows
+    ]
+
+
+@torch.no_grad()
+def max_difference(scene, rows):
+    """Return the largest |log-probability difference| between engine and Hugging Face.
+
+    One forward of each whole sequence, whose positions transformers computes.
+    """
+    model = load_hugging_face(Path(scene.processors.tokenizer.name_or_path), torch.float32)
+    model.load_state_dict({name: weight * 1.1 for name, weight in model.state_dict().items()})
+    differences = []
+    for prompt, row in zip(scene.prompts, rows, strict=True):
+        for completion in row:
+            expected, _ = padded_episode(
+                model,
+                scene.with_pixels(prompt),
+                scene.with_pixels(completion),
+                temperature=1.0,
+                banned_token_ids=scene.processors.banned_token_ids,
+            )
+            differences.append(float((expected - torch.tensor(completion.sampling_logprobs)).abs().max()))
+    return max(differences)
+
+
+@pytest.mark.parametrize("turn_by_turn", [True, False])
+def test_logprobs_of_episodes_equal_a_forward_of_the_whole_sequence(scene, monkeypatch, turn_by_turn):
+    monkeypatch.setattr(scene.engine._episodes, "_turn_by_turn", turn_by_turn)
+    rows = scene.generate(delay=lambda row, number: (row["number"] * 7 + number) % 5)
+    assert [len(row) for row in rows] == [2] * len(scene.prompts)
+    completions = [completion for row in rows for completion in row]
+    assert {completion.error for completion in completions} == {""}
+    assert {len(completion.turns) for completion in completions} == {2, 3}
+    assert all(turn.observation for completion in completions for turn in completion.turns)
+    if scene.processors.family.has_vision:
+        assert {len(completion.vision.encoded) for completion in completions} == {2, 3}
+    assert max_difference(scene, rows) <= 1e-4
+    assert values(scene.engine.pop_metrics())["rollout/episodes_failed"] == 0
+
+
+def test_results_are_the_same_bits_however_long_environments_take(scene):
+    rows = [
+        scene.generate(delay=lambda row, number, seed=seed: random.Random(f"{seed} {row} {number}").randrange(9))
+        for seed in range(3)
+    ]
+    assert bits(rows[0]) == bits(rows[1]) == bits(rows[2])
+    assert len({completion.token_ids for row in rows[0] for completion in row}) == 2 * len(scene.prompts)
+
+
+def test_vllm_held_the_tokens_of_the_completion_and_computed_new_ones_only(scene, monkeypatch):
+    if not scene.is_vllm:
+        pytest.skip("it has no cache")
+    scene.record(monkeypatch)
+    rows = scene.generate(sampling=replace(SAMPLING, n=1))
+    held: dict[str, list[int]] = {}  # by prompt and sample
+    num_new, num_computed = 0, 0
+    for output in sorted(scene.outputs, key=lambda output: output.request_id):
+        episode = output.request_id.rsplit(".", 2)[0]
+        before = held.get(episode, [])
+        assert output.prompt_token_ids[: len(before)] == before
+        # vLLM has not computed a turn's last token, with which it ended.
+        num_new += len(output.prompt_token_ids) - max(len(before) - 1, 0)
+        num_computed += len(output.prompt_token_ids) - output.num_cached_tokens
+        held[episode] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    for index, (prompt, [completion]) in enumerate(zip(scene.prompts, rows, strict=True)):
+        assert tuple(held[f"{index}.0"]) == prompt.token_ids + completion.token_ids
+    print(f"computed {num_computed}, new {num_new}: {num_computed / num_new:.3f}")
+    assert num_computed <= 1.2 * num_new
+
+
+def test_another_image_in_a_later_turn_gives_other_log_probabilities(scene):
+    if not scene.processors.family.has_vision:
+        pytest.skip("a text model")
+    [asked] = scene.prompts[:1]
+    twice = [replace(asked, row={**asked.row, "number": number}) for number in (0, 120, 0)]
+
+    scene.environments.answer = lambda row, actions: replace(
+        answer(row, actions), observation=Observed("Look.", (drawing(row["number"] * len(actions), 196, 196),))
+    )
+    first, other, same = scene.generate(twice)
+    scene.environments.answer = answer
+    assert bits([first]) == bits([same])
+    for one, two in zip(first, other, strict=True):
+        assert one.token_ids[: one.turns[0].end] == two.token_ids[: one.turns[0].end]
+        second = one.turns[0].end - one.turns[0].start
+        # The first turn saw the same image, and the second one another.
+        assert one.sampling_logprobs[:second] == pytest.approx(two.sampling_logprobs[:second], abs=1e-5)
+        assert one.sampling_logprobs[second] != pytest.approx(two.sampling_logprobs[second], abs=1e-4)
+
+
+@pytest.mark.faults
+def test_a_request_lost_in_a_later_turn_is_repeated_with_the_same_tokens(scene, monkeypatch):
+    if not scene.is_vllm:
+        pytest.skip("it loses no requests")
+    expected = scene.generate()
+    scene.engine.pop_metrics()
+    llm_engine, lost = scene.engine._llm_engine, []
+    step = llm_engine.step
+
+    def step_and_lose():
+        outputs = step()
+        for state in list(llm_engine.output_processor.request_states.values()):
+            _, _, turn, _ = state.external_req_id.split(".")
+            if turn == "1" and not lost:
+                llm_engine.abort_request([state.external_req_id])
+                lost.append(state.external_req_id)
+        return outputs
+
+    monkeypatch.setattr(llm_engine, "step", step_and_lose)
+    rows = scene.generate()
+    assert len(lost) == 1
+    assert [[each.token_ids for each in row] for row in rows] == [[each.token_ids for each in row] for row in expected]
+    assert values(scene.engine.pop_metrics())["rollout/retried_requests"] == 1
+
+
+@pytest.mark.faults
+def test_a_prompt_whose_turn_is_lost_twice_has_no_completions(scene, monkeypatch):
+    if not scene.is_vllm:
+        pytest.skip("it loses no requests")
+    expected = scene.generate()
+    llm_engine = scene.engine._llm_engine
+    step, groups = llm_engine.step, []
+
+    def failing_step():
+        outputs = step()
+        for output in outputs:
+            if output.finished and output.request_id.startswith("0.1.1."):
+                output.outputs[0].finish_reason = "error"
+        return outputs
+
+    monkeypatch.setattr(llm_engine, "step", failing_step)
+    rows = scene.generate(on_group=lambda *group: groups.append(group))
+    assert [len(row) for row in rows] == [0, *[2] * (len(scene.prompts) - 1)]
+    assert dict(groups) == dict(enumerate(rows))
+    assert len(groups) == len(rows)
+    assert [[each.token_ids for each in row] for row in rows[1:]] == [
+        [each.token_ids for each in row] for row in expected[1:]
+    ]
+    assert scene.environments.running == {}
+
+
+@pytest.mark.faults
+def test_an_engine_that_fails_in_a_later_turn_is_started_anew_with_the_same_bits(scene, monkeypatch):
+    if not scene.is_vllm or scene.processors.family.has_vision:
+        pytest.skip("once, with vLLM and a text model")
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    expected = scene.generate()
+    scene.engine.pop_metrics()
+    execute, has_failed = CPUModelRunner.execute_model, []
+
+    def failing(runner, *args, **kwargs):
+        if not has_failed and any(actions for _, actions in scene.environments.running.values()):
+            has_failed.append(True)
+            raise RuntimeError("a kernel failed")
+        return execute(runner, *args, **kwargs)
+
+    monkeypatch.setattr(CPUModelRunner, "execute_model", failing)
+    warnings = []
+    restarting = RestartingEngine(scene.engine, warn=warnings.append, same_command=SAME_COMMAND)
+    assert bits(scene.generate(engine=restarting)) == bits(expected)
+    assert has_failed
+    assert len(warnings) == 1
+    assert scene.environments.running == {}
+    metrics = values(restarting.pop_metrics())
+    assert (metrics["rollout/engine_restarts"], metrics["rollout/num_turns"]) == (1, 2.5)
+
+
+@pytest.mark.faults
+def test_an_interrupted_call_does_not_affect_the_next_one(scene):
+    expected = scene.generate()
+    calls = []
+
+    def interrupt(done):
+        calls.append(done)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scene.generate(on_progress=interrupt)
+    assert scene.environments.running == {}
+    assert bits(scene.generate()) == bits(expected)
+
+
+def test_episodes_with_tensor_parallelism_raise(tiny_model, processors_of_text):
+    from trigon.rollout.vllm import VllmEngine
+
+    settings = make_vllm_settings(tiny_model("qwen2"), tensor_parallel_size=2)
+    episodes = make_settings(LocalEnvironments(answer), processors_of_text)
+    with pytest.raises(EngineError, match=r"Episodes need worker\.rollout\.tensor_parallel_size=1, not 2"):
+        VllmEngine(settings, processors_of_text, episodes)
+
+
+@pytest.fixture(scope="module")
+def processors_of_text(tiny_model):
+    return load_processors(str(tiny_model("qwen2")))

@@ -1,0 +1,225 @@
+"""Finding and checking the user's environments and tools, without a process."""
+
+import pytest
+
+from trigon.environments.settings import EnvironmentSettings, encode_setup, find_environment, find_tools
+from trigon.environments.source import check_environment, load_code
+from trigon.environments.tools import ToolEnvironment, describe_tools, load_tools
+from trigon.errors import EpisodeError
+
+GOOD = """
+class Maze:
+    def __init__(self, size, seed=0): pass
+    def reset(self, row): return "a wall"
+    def step(self, action): return "a wall", 0.0, True
+"""
+
+
+def written(folder, text, name="maze.py"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def check(path, kwargs=None, name="Maze"):
+    source = find_environment(f"{path}:{name}")
+    check_environment(load_code(source), kwargs or {}, where=source.where)
+
+
+def test_a_class_of_a_file_is_found_and_fits(tmp_path):
+    check(written(tmp_path, GOOD), {"size": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("{folder}/mase.py:Maze", r"there is no file .*mase.py; did you mean maze.py\?"),
+        ("{folder}/maze.py", "use file.py:Class"),
+        ("{folder}/maze.py:2", "'2' is not a name"),
+        ("maze", "use file.py:Class"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_so(tmp_path, name, error):
+    written(tmp_path, GOOD)
+    with pytest.raises(EpisodeError, match=error):
+        find_environment(name.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kwargs", "error"),
+    [
+        ("class Maze", "class Mase", {"size": 3}, r"there is no environment 'Maze' of .*; did you mean Mase\?"),
+        ("def reset", "def resett", {"size": 3}, r"no method reset\(self, row\); did you mean resett\?"),
+        ("def step", "def act", {"size": 3}, r"no method step\(self, action\)"),
+        (
+            "reset(self, row)",
+            "reset(self)",
+            {"size": 3},
+            r"reset of .* takes \(self\), and is called with one argument",
+        ),
+        ("step(self, action)", "step(self, action, more)", {"size": 3}, "missing a required argument: 'more'"),
+        ("def step", "async def step", {"size": 3}, "step of .* is async"),
+        ("", "", {"sise": 3}, r"does not accept 'sise' .*; did you mean size\?; it accepts size, seed"),
+        ("", "", {}, "missing a required argument: 'size'; set it in worker.rollout.environment_kwargs"),
+        ("class Maze", "Maze = 3\nclass Other", {}, "'Maze' of .* is a int, not a class"),
+        ("class Maze", "import minigrit\nclass Maze", {}, "it imports 'minigrit', which is not installed"),
+        ("class Maze", "1 / 0\nclass Maze", {}, "failed to load:(.|\n)*ZeroDivisionError"),
+        (
+            "class Maze:",
+            "from trigon.environments.protocol import Environment\nclass Maze(Environment):\n    def other(self): pass",
+            {"size": 3},
+            None,
+        ),
+    ],
+)
+def test_code_that_does_not_fit_the_protocol_says_why(tmp_path, old, new, kwargs, error):
+    path = written(tmp_path, GOOD.replace(old, new, 1) if old else GOOD)
+    if error is None:
+        check(path, kwargs)
+        return
+    with pytest.raises(EpisodeError, match=error):
+        check(path, kwargs)
+
+
+def test_methods_that_only_the_protocol_has_are_missing(tmp_path):
+    path = written(tmp_path, "from trigon.environments.protocol import Environment\nclass Maze(Environment): pass\n")
+    with pytest.raises(EpisodeError, match=r"no method reset\(self, row\)"):
+        check(path)
+
+
+def test_keyword_arguments_that_cannot_be_sent_are_refused(tmp_path):
+    settings = EnvironmentSettings(
+        environment=find_environment(f"{written(tmp_path, GOOD)}:Maze"), kwargs={"size": {1}}
+    )
+    with pytest.raises(EpisodeError, match="environment_kwargs cannot be sent"):
+        encode_setup(settings, describe=False)
+
+
+def test_a_class_given_in_python_is_sent_with_its_code():
+    class Maze:
+        def reset(self, row):
+            return "a wall"
+
+        def step(self, action):
+            return "a wall", True
+
+    assert load_code(find_environment(Maze))().reset({}) == "a wall"
+
+
+TOOLS = '''
+def add(a: int, b: int = 2) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number
+        b: The second number
+    """
+    return a + b
+
+def look(where: str, images: list, timeout_seconds: float) -> str:
+    """Look somewhere.
+
+    Args:
+        where: The place
+    """
+    return f"{where}: {len(images)} images, {timeout_seconds:g} s"
+
+def ask(question: str) -> str:
+    """Ask.
+
+    Args:
+        question: The question
+    """
+    raise {"KeyError": KeyError, "ValueError": ValueError}[question]("no <image>")
+'''
+
+
+def tools_of(folder, *names):
+    path = written(folder, TOOLS, "tools.py")
+    return load_tools(find_tools([f"{path}:{name}" for name in names]))
+
+
+def test_tools_are_described_without_the_parameters_of_the_engine(tmp_path):
+    add, look = describe_tools(tools_of(tmp_path, "add", "look"))
+    assert add["function"]["name"] == "add"
+    assert add["function"]["parameters"]["required"] == ["a"]
+    assert list(look["function"]["parameters"]["properties"]) == ["where"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("crp", "", r"worker.rollout.tools='crp': use file.py:function.*; did you mean crop\?"),
+        ("{file}:f", "def f(x): 'Do it.'", "no type hint for its parameter 'x'"),
+        ("{file}:f", "def f(x: int): return 1", "no docstring"),
+        ("{file}:f", "def f(*x: int): 'Do it.'", "models give arguments by name"),
+        ("{file}:f", "async def f(): 'Do it.'", "is async"),
+        ("{file}:f", "class f: 'Do it.'", "is a type; tools are functions"),
+        ("{file}:f", "def f(x: int): 'Do it.'", "no description for the argument 'x'.*give each of its parameters"),
+    ],
+)
+def test_a_tool_that_cannot_be_told_to_a_model_is_refused(tmp_path, name, text, error):
+    path = written(tmp_path, text, "tool.py")
+    with pytest.raises(EpisodeError, match=error):
+        describe_tools(load_tools(find_tools([name.format(file=path)])))
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+    written(tmp_path, TOOLS, "other.py")
+    with pytest.raises(EpisodeError, match="two tools named 'add'"):
+        load_tools(find_tools([f"{written(tmp_path, TOOLS, 'tools.py')}:add", f"{tmp_path / 'other.py'}:add"]))
+
+
+def reply(folder, call, tool_format="hermes"):
+    environment = ToolEnvironment(
+        tools_of(folder, "add", "look", "ask"),
+        tool_format=tool_format,
+        role="tool",
+        timeout_seconds=8.0,
+        max_image_pixels=10**6,
+    )
+    environment.reset({"images": ["an image"]})
+    observation, reward, done = environment.step(f"<tool_call>{call}</tool_call>")
+    assert (reward, done) == (None, False)
+    [message] = observation.messages
+    assert (message.role, message.images) == ("tool", ())
+    return message.text
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}}', "3"),
+        ('{"name": "look", "arguments": {"where": "here"}}', "here: 1 images, 4 s"),
+        ('{"name": "ad", "arguments": {}}', "Error: there is no tool 'ad'; did you mean add? (the tools are add,"),
+        ('{"name": "add", "arguments": {}}', "Error: add needs a"),
+        ('{"name": "add", "arguments": {"a": 1, "bb": 2}}', "Error: add has no argument 'bb'; did you mean b? (it has"),
+        ('{"name": "look", "arguments": {"images": []}}', "Error: look has no argument 'images' (it has where)"),
+        ('{"name": "add", "arguments": {"a": "x"}}', 'Error: TypeError: can only concatenate str (not "int") to str'),
+        ('{"name": "ask", "arguments": {"question": "ValueError"}}', "Error: no < image>"),
+        ('{"name": "ask", "arguments": {"question": "KeyError"}}', "Error: KeyError: 'no < image>'"),
+        ("{", "Error: the tool call was not carried out: it is not valid JSON: Expecting property name enclosed in"),
+    ],
+)
+def test_what_a_call_returns_or_raises_is_the_reply(tmp_path, call, text):
+    assert reply(tmp_path, call).startswith(text)
+
+
+@pytest.mark.parametrize(("value", "text"), [("1", "3"), ("\n1\n", "3")])
+def test_arguments_that_are_written_as_text_are_read_by_their_types(tmp_path, value, text):
+    assert reply(tmp_path, f"<function=add><parameter=a>{value}</parameter></function>", "qwen3_xml") == text
+    assert reply(tmp_path, "<function=look><parameter=where>1</parameter></function>", "qwen3_xml").startswith("1: ")
+
+
+def test_each_call_of_a_turn_has_its_message_and_too_many_are_refused(tmp_path):
+    environment = ToolEnvironment(
+        tools_of(tmp_path, "add"), tool_format="hermes", role="user", timeout_seconds=8.0, max_image_pixels=10**6
+    )
+    environment.reset({"images": []})
+    calls = [f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>' for number in range(17)]
+    observation, _, _ = environment.step("".join(calls))
+    texts = [message.text for message in observation.messages]
+    assert texts == [
+        *(str(number + 2) for number in range(16)),
+        "Error: only the first 16 of 17 calls were carried out",
+    ]
+    assert environment.step("The answer is 4.") == (None, None, True)

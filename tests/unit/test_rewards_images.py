@@ -1,0 +1,280 @@
+"""Reward functions that look at images: what reaches them, once for each prompt, and confined."""
+
+import io
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import datasets
+import pytest
+from PIL import Image
+
+from support.builders import make_builder
+from support.images import png
+from support.rollout import NO_WEIGHTS, Phases
+from trigon.data.dataset import open_prompts
+from trigon.data.mixture import with_blank_media
+from trigon.errors import RewardError
+from trigon.evaluation.score import score
+from trigon.records.rollouts import rollout_rows, row_to_line
+from trigon.rewards.callables import reward_source
+from trigon.rewards.confinement.options import DEFAULT, Confinement
+from trigon.rewards.contract import RewardRequest
+from trigon.rewards.lazy_images import LazyImages
+from trigon.rewards.pool import RewardPool
+from trigon.rollout.collect import collect, dummy_requests
+from trigon.rollout.fake import FakeEngine
+from trigon.types import Completion, EncodedMedia, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+
+SAMPLING = SamplingParams(n=3, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=30, ignore_eos=False, seed=7)
+
+# The reward is the red value of the first pixel of the first image.
+LOOK = """
+import os
+REWARD_TYPE = "sequential"
+REWARD_IMAGES = True
+
+def main(reward_input):
+    images = reward_input["images"]
+    folder = os.path.dirname(images.paths[0]) if len(images) else ""
+    return {
+        "overall": images[0].convert("RGB").getpixel((0, 0))[0] if len(images) else -1,
+        "images": len(images),
+        "videos": len(reward_input["videos"]),
+        "files": len([name for name in os.listdir(folder) if name.startswith("media-")]) if folder else 0,
+    }
+"""
+SUM = """
+REWARD_IMAGES = True
+async def main(reward_inputs): return [len(each["images"]) for each in reward_inputs]
+def legacy(response, ground_truth, *, images, scale=1): return scale * images[-1].size[0]
+def plain(response, ground_truth): return 1
+"""
+
+
+@contextmanager
+def pool_of(folder, text, *, function="main", reward=None, confinement=DEFAULT, kwargs=None, max_failed_fraction=1.0):
+    (folder / "reward.py").write_text(text)
+    pool = RewardPool(
+        reward or f"{folder}/reward.py:{function}",
+        kwargs=kwargs or {},
+        num_workers=1,
+        timeout_seconds=20,
+        max_failed_fraction=max_failed_fraction,
+        confinement=confinement,
+    )
+    try:
+        pool.ready()
+        yield pool
+    finally:
+        pool.close()
+
+
+def red(value, size=8):
+    stream = io.BytesIO()
+    Image.new("RGB", (size, size), (value, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def request(media, response="a"):
+    return RewardRequest(response, 1, "4", "?", "stop", {}, media=media)
+
+
+def media_of(*files, kind="image"):
+    return EncodedMedia(files, tuple(str(hash(file)) for file in files), kind)
+
+
+def test_a_function_gets_the_images_of_its_prompt_and_videos_as_paths(tmp_path):
+    with pool_of(tmp_path, LOOK) as pool:
+        scores = pool.score(
+            [request(media_of(red(7), red(9))), request(None), request(media_of(b"a video", kind="video"))]
+        )
+    assert [[each.overall, each.parts["images"], each.parts["videos"]] for each in scores] == [
+        [7, 2, 0],
+        [-1, 0, 0],
+        [-1, 0, 1],
+    ]
+
+
+def test_media_are_read_once_for_a_prompt_stored_once_and_removed_after_the_scoring(tmp_path):
+    reads = []
+
+    def reader(value):
+        def read():
+            reads.append(value)
+            return media_of(red(value), red(1))
+
+        return read
+
+    with pool_of(tmp_path, LOOK) as pool:
+        with pool.scoring(num_completions=12) as scoring:
+            for number in range(4):
+                media = reader(number)
+                # Nothing was sampled of the first group.
+                scoring.add(3 * number, [request(media, text) for text in "abc"] if number else [None] * 3)
+            scores = scoring.result()
+        left = list(pool._media.path.glob("media-*"))
+        folder = pool._media.path
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert [each.overall for each in scores] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert sorted(reads) == [1, 2, 3]
+    assert max(each.parts["files"] for each in scores) <= 3  # red(1) is there once
+    assert (left, folder.exists()) == ([], False)
+
+
+def test_a_function_that_does_not_look_costs_no_read_and_gets_no_images(tmp_path):
+    def read():
+        raise AssertionError("images are not asked for")
+
+    with pool_of(tmp_path, "REWARD_TYPE='sequential'\ndef main(a): return 'images' in a or 'media' in a") as pool:
+        assert [each.overall for each in pool.score([request(read)])] == [0]
+
+
+def test_legacy_arguments_sums_and_async_functions_have_images(tmp_path):
+    with pool_of(tmp_path, SUM, function="legacy", kwargs={"scale": 2}) as pool:
+        assert [each.overall for each in pool.score([request(media_of(red(0, 5)))])] == [10]
+    with pool_of(tmp_path, SUM) as pool:
+        assert [each.overall for each in pool.score([request(media_of(red(0)))])] == [1]
+    terms = reward_source([f"{tmp_path}/reward.py:{name}" for name in ("main", "legacy", "plain")], kwargs={})
+    with pool_of(tmp_path, SUM, reward=terms) as pool:
+        assert [each.parts for each in pool.score([request(media_of(red(0, 5), red(0, 6)))])] == [
+            {"overall": 9, "main": 2, "legacy": 6, "plain": 1}
+        ]
+
+
+def test_python_functions_look_by_an_argument_or_an_attribute(tmp_path):
+    def width(response, ground_truth, images):
+        return images[0].width
+
+    def number(reward_input):
+        return len(reward_input["images"])
+
+    number.REWARD_IMAGES = True
+    with pool_of(tmp_path, "", reward=reward_source([width, number], kwargs={})) as pool:
+        [scored] = pool.score([request(media_of(red(0, 9)))])
+    assert (scored.parts["width"], scored.parts["number"]) == (9, 1)
+    number.REWARD_IMAGES = "yes"
+    with pytest.raises(RewardError, match="REWARD_IMAGES is 'yes'; it must be True or False"):
+        reward_source(number, kwargs={})
+
+
+def test_an_image_that_cannot_be_read_costs_the_completions_of_its_prompt(tmp_path):
+    def read():
+        raise FileNotFoundError("no such file: a.png")
+
+    with pool_of(tmp_path, LOOK) as pool, pool.scoring(num_completions=5) as scoring:
+        scoring.add(0, [request(read), request(read)])
+        scoring.add(2, [request(media_of(b"no image")), request(None)])
+        scoring.add(4, [request(media_of(red(5)))])
+        scores = scoring.result()
+    assert [each.outcome for each in scores] == ["failed", "failed", "failed", "ok", "ok"]
+    assert scores[0].error == "the images of the prompt cannot be read: no such file: a.png"
+    assert scores[2].error.startswith("UnidentifiedImageError")
+
+
+def test_a_mistake_of_ours_while_reading_ends_the_scoring(tmp_path):
+    def read():
+        raise ZeroDivisionError("a mistake")
+
+    with pool_of(tmp_path, LOOK) as pool, pytest.raises(ZeroDivisionError, match="a mistake"):
+        pool.score([request(read)])
+
+
+def test_a_strictly_confined_function_reads_the_images_and_nothing_else_of_the_folder_s_parent(tmp_path):
+    text = LOOK + "\n    \ndef spy(reward_input):\n    open(reward_input['row']['file']).read()\n    return 1"
+    secret = tmp_path / "other"
+    secret.mkdir()
+    (secret / "file.txt").write_text("private")
+    try:
+        with pool_of(tmp_path, text, confinement=Confinement(level="strict")) as pool:
+            assert pool.score([request(media_of(red(3)))])[0].overall == 3
+    except RewardError as error:
+        if "needs" not in str(error) and "lacks" not in str(error):
+            raise
+        pytest.skip(f"strict confinement is refused here: {error}")
+    (tmp_path / "code").mkdir()
+    with pool_of(tmp_path / "code", text, function="spy", confinement=Confinement(level="strict")) as pool:
+        row = {"file": str(secret / "file.txt")}
+        [spied] = pool.score([replace(request(media_of(red(3))), row=row)])
+    assert (spied.outcome, "PermissionError" in spied.error) == ("failed", True)
+
+
+@pytest.fixture
+def prompts(processors, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = []
+    for number in range(3):
+        Image.new("RGB", (56, 56), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append({"images": [f"{number}.png"], "problem": "<image>How many?", "answer": str(number)})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(**changes):
+        return open_prompts(
+            str(tmp_path / "train.jsonl"),
+            make_builder(processors, **changes),
+            filter_overlong_prompts=False,
+            max_bad_row_fraction=0.0,
+            num_workers=1,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("process_images", [True, False])  # in one process, and for workers
+def test_sampled_completions_are_scored_with_the_images_of_the_dataset(prompts, processors, tmp_path, process_images):
+    tokenizer = processors.tokenizer
+    engine = FakeEngine(tokenizer=tokenizer, stop_token_id=tokenizer.eos_token_id, complete=lambda *_: "yes")
+    opened = prompts(process_images=process_images)
+    if not process_images:
+        engine = _Processing(engine, prompts())
+    with pool_of(tmp_path, LOOK, max_failed_fraction=0.0) as pool:
+        pool.check(dummy_requests(opened[0]), described="a dummy")
+        with engine.awake(NO_WEIGHTS, version=0):
+            groups = collect([opened[n] for n in range(3)], engine, pool, SAMPLING, step=1, phase=Phases())
+            blank = []
+            if process_images:
+                shown = with_blank_media(prompts())[2]
+                blank = collect([shown], engine, pool, SAMPLING, step=1, phase=Phases())
+    assert [[each.score.overall for each in group.rollouts] for group in groups] == [[0] * 3, [10] * 3, [20] * 3]
+    assert all(each.score.overall != 20 for group in blank for each in group.rollouts)
+
+
+class _Processing:
+    """An engine that is given files, as workers are, and samples with the pixels of the rows."""
+
+    def __init__(self, engine, prompts):
+        self.engine, self.prompts = engine, {each.prompt_id: each for each in (prompts[n] for n in range(len(prompts)))}
+
+    def awake(self, *arguments, **options):
+        return self.engine.awake(*arguments, **options)
+
+    def generate(self, prompts, *arguments, **options):
+        assert all(isinstance(each.vision, EncodedMedia) for each in prompts)
+        return self.engine.generate([self.prompts[each.prompt_id] for each in prompts], *arguments, **options)
+
+
+def test_stored_rollouts_are_scored_with_the_images_that_the_run_stored(tmp_path):
+    (tmp_path / "reward.py").write_text(LOOK)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(red(42))
+    rollout = Rollout(Completion((1,), (0.0,), "stop", "a", 0), Score(0.0, {"overall": 0.0}, "ok", ""))
+    [row] = rollout_rows([RolloutGroup(Prompt("train:1", (1,), None, "?", "4", {}, ("a.png",)), (rollout,))])
+    spec = f"{tmp_path}/reward.py:main"
+    stored = replace(row, image_files=("images/a.png",))
+    (tmp_path / "rollouts" / "train_000001.jsonl").write_bytes(row_to_line(stored))
+    [scored] = score(tmp_path / "rollouts" / "train_000001.jsonl", spec, num_workers=1).completions
+    assert scored.scores[0].overall == 42
+    [failed] = score([row], spec, num_workers=1).completions
+    assert failed.scores[0].error.endswith("train:1 has images, and the run stored none (trainer.save_images)")
+
+
+def test_images_are_opened_where_they_are_asked_for(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(6, 4))
+    images = LazyImages([str(tmp_path / "a.png"), str(tmp_path / "missing.png")])
+    assert (len(images), images[0].size, [each.size for each in images[:1]]) == (2, (6, 4), [(6, 4)])
+    assert images[0] is not images[0]
+    with pytest.raises(FileNotFoundError):
+        _ = images[1]
+    with pytest.raises(IndexError):
+        _ = images[2]

@@ -1,0 +1,361 @@
+"""Episodes of several turns over the fake engine: their tokens, limits, failures and schedule."""
+
+import itertools
+import random
+
+import pytest
+
+from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
+from support.rollout import NO_WEIGHTS
+from trigon.errors import DataError, EngineError
+from trigon.metrics import values
+from trigon.models.load import load_processors
+from trigon.rollout.fake import FakeEngine
+from trigon.rollout.seeds import sample_seed, turn_seed
+from trigon.types import EncodedMedia, Prompt, SamplingParams, Turn
+
+SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=200, ignore_eos=False, seed=7)
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_model):
+    return load_processors(str(tiny_model("qwen2")))
+
+
+@pytest.fixture(scope="module")
+def vision_processors(tiny_vlm):
+    return load_processors(str(tiny_vlm))
+
+
+def prompt(number=0, **row):
+    return Prompt(f"train:{number}", (1, 2, 3), None, "Play.", "", {"number": number, **row}, ())
+
+
+def count_to(last):
+    """Answer each action with the number of actions, until the last; the reward is that number."""
+
+    def answer(row, actions):
+        return Answer(0, Observed(f"So far {len(actions)}."), float(len(actions)), done=len(actions) == last)
+
+    return answer
+
+
+def engine(processors, environments, complete=lambda *_: "go on", **changes):
+    return FakeEngine(
+        tokenizer=processors.tokenizer,
+        stop_token_id=processors.tokenizer.eos_token_id,
+        complete=complete,
+        episodes=make_settings(environments, processors, **changes),
+    )
+
+
+def generate(fake, prompts, sampling=SAMPLING, **callbacks):
+    with fake.awake(NO_WEIGHTS, version=3):
+        return fake.generate(prompts, sampling, step=5, **callbacks)
+
+
+def ids(processors, text):
+    return tuple(processors.tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_an_episode_is_its_observations_and_turns_in_order(processors):
+    [[completion, other]] = generate(engine(processors, LocalEnvironments(count_to(2))), [prompt()])
+    stop = (processors.tokenizer.eos_token_id,)
+    opening = ids(processors, "<|im_start|>user\nSo far 0.<|im_end|>\n<|im_start|>assistant\n")
+    reply = ids(processors, "\n<|im_start|>user\n") + ids(processors, "So far 1.<|im_end|>\n<|im_start|>assistant\n")
+    action = (*ids(processors, "go on"), *stop)
+    assert completion.token_ids == opening + action + reply + action
+    starts = [len(opening), len(opening) + len(action) + len(reply)]
+    assert completion.turns == (
+        Turn(starts[0], starts[0] + len(action), "go on", "So far 0.", 1.0),
+        Turn(starts[1], starts[1] + len(action), "go on", "So far 1.", 2.0),
+    )
+    assert completion.sampling_logprobs == (-1.0,) * completion.num_sampled
+    assert (completion.text, completion.finish_reason, completion.error) == ("go on\ngo on", "stop", "")
+    assert (completion.policy_version, completion.vision) == (3, None)
+    assert other == completion
+
+
+def test_the_engine_gets_all_tokens_so_far_and_environments_the_actions(processors):
+    seen, actions = [], []
+
+    def complete(so_far, version, seed):
+        seen.append(so_far.token_ids)
+        return f"move {len(seen)}"
+
+    def answer(row, done):
+        actions.append(list(done))
+        return Answer(0, Observed("next"), None, done=len(done) == 3)
+
+    greedy = SamplingParams(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=200, ignore_eos=False, seed=7)
+    [[completion]] = generate(engine(processors, LocalEnvironments(answer), complete), [prompt()], greedy)
+    assert seen == [(1, 2, 3, *completion.token_ids[: turn.start]) for turn in completion.turns]
+    assert actions[-1] == ["move 1", "move 2", "move 3"]
+    assert completion.sampling_logprobs == (0.0,) * completion.num_sampled
+
+
+def test_tools_answer_turns_after_a_prompt_that_has_its_generation_prompt(processors):
+    def answer(row, actions):
+        return Answer(0, Observed("4") if len(actions) == 1 else None, done=len(actions) == 2)
+
+    [[completion, _]] = generate(engine(processors, LocalEnvironments(answer), opens=False), [prompt()])
+    assert completion.turns[0].start == 0
+    assert [turn.observation for turn in completion.turns] == ["", "4"]
+    assert [turn.reward for turn in completion.turns] == [None, None]
+    assert completion.finish_reason == "stop"
+
+
+def test_a_first_turn_has_the_seed_of_a_completion_and_later_ones_others(processors):
+    def complete(so_far, version, seed):
+        return f"{seed}"
+
+    [row] = generate(engine(processors, LocalEnvironments(count_to(3)), complete), [prompt(0)])
+    seeds = [[int(turn.text) for turn in completion.turns] for completion in row]
+    first = [sample_seed(7, step=5, prompt_id="train:0", sample=sample) for sample in range(2)]
+    assert seeds == [[turn_seed(seed, turn) for turn in range(3)] for seed in first]
+    assert [turns[0] for turns in seeds] == first
+    assert len({seed for turns in seeds for seed in turns}) == 6
+    assert all(0 <= seed < 2**63 for turns in seeds for seed in turns)
+
+
+def test_the_limit_of_turns_ends_an_episode_after_its_last_answer(processors):
+    fake = engine(processors, LocalEnvironments(count_to(100)), max_turns=3)
+    [[completion, _]] = generate(fake, [prompt()])
+    assert completion.finish_reason == "turns"
+    assert [turn.reward for turn in completion.turns] == [1.0, 2.0, 3.0]
+    metrics = fake.pop_metrics()
+    seconds = {name for name in metrics if name.startswith("perf/")}
+    assert seconds == {"perf/environment_step_seconds", "perf/environment_wait_fraction"}
+    assert {name: value for name, value in values(metrics).items() if name not in seconds} == {
+        "rollout/episodes_ended_by_length": 0,
+        "rollout/episodes_failed": 0,
+        "rollout/num_turns": 3,
+    }
+    assert fake.pop_metrics() == {}
+
+
+@pytest.mark.parametrize("most", range(1, 60))
+def test_every_limit_of_a_completion_ends_it_with_a_sampled_token(processors, most):
+    """A limit inside a turn cuts it; one inside an observation, or at its end, ends before it."""
+    sampling = SamplingParams(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=most, ignore_eos=False, seed=7)
+    [[full]] = generate(engine(processors, LocalEnvironments(count_to(4))), [prompt()], SAMPLING_OF_ONE)
+    fake = engine(processors, LocalEnvironments(count_to(4)))
+    [[completion]] = generate(fake, [prompt()], sampling)
+    cut = values(fake.pop_metrics())
+    if most <= full.turns[0].start:
+        assert f"first observation has {full.turns[0].start} tokens" in completion.error
+        assert f"data.max_response_length is {most}" in completion.error
+        assert len(completion.token_ids) == 1
+        assert cut["rollout/episodes_failed"] == 1
+        return
+    assert completion.error == ""
+    assert len(completion.token_ids) <= most
+    assert completion.token_ids == full.token_ids[: len(completion.token_ids)]
+    assert completion.turns[-1].end == len(completion.token_ids)
+    was_cut = len(completion.token_ids) < len(full.token_ids)
+    assert completion.finish_reason == ("length" if was_cut else "stop")
+    assert cut["rollout/episodes_ended_by_length"] == was_cut
+    # As long as it can be: the next token is observed and no sampled one fits after it, or the
+    # limit is reached.
+    following = next((turn.start for turn in full.turns if turn.start >= len(completion.token_ids)), None)
+    assert len(completion.token_ids) == most or not was_cut or (following is not None and following >= most)
+
+
+SAMPLING_OF_ONE = SamplingParams(n=1, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=200, ignore_eos=False, seed=7)
+
+
+def test_a_turn_that_reaches_its_own_limit_ends_the_episode(processors):
+    texts = itertools.cycle(["ok", "one two three four five six seven"])
+    fake = engine(processors, LocalEnvironments(count_to(9)), lambda *_: next(texts), max_turn_tokens=4)
+    [[completion]] = generate(fake, [prompt()], SAMPLING_OF_ONE)
+    assert completion.finish_reason == "length"
+    assert [turn.end - turn.start for turn in completion.turns] == [3, 4]
+    assert [turn.reward for turn in completion.turns] == [1.0, None]  # a cut action is not carried out
+    assert values(fake.pop_metrics())["rollout/episodes_ended_by_length"] == 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("after", range(4))
+def test_an_environment_that_fails_costs_its_episode_alone(processors, after):
+    expected = generate(engine(processors, LocalEnvironments(count_to(3))), [prompt(0), prompt(1), prompt(2)])
+    number = itertools.count()
+
+    def answer(row, actions):
+        if row["number"] == 1 and len(actions) == after and next(number) == 0:
+            return Answer(0, error="ZeroDivisionError: division\n by zero", done=True)
+        return count_to(3)(row, actions)
+
+    environments = LocalEnvironments(answer)
+    fake = engine(processors, environments)
+    groups = []
+    rows = generate(fake, [prompt(0), prompt(1), prompt(2)], on_group=lambda *group: groups.append(group))
+    assert [rows[0], rows[2], rows[1][1:]] == [expected[0], expected[2], expected[1][1:]]
+    [failed, _], [whole, _] = rows[1], expected[1]
+    assert failed.error == "ZeroDivisionError: division by zero"
+    if after:
+        assert failed.token_ids == whole.token_ids[: len(failed.token_ids)]
+        assert [turn.reward for turn in failed.turns] == [*[float(turn + 1) for turn in range(after - 1)], None]
+    else:
+        assert failed.token_ids == (processors.tokenizer.eos_token_id,)
+        assert failed.turns == (Turn(0, 1, ""),)
+    assert len(failed.sampling_logprobs) == failed.num_sampled
+    assert dict(groups) == dict(enumerate(rows))
+    assert len(groups) == 3
+    assert environments.running == {}
+    metrics = values(fake.pop_metrics())
+    assert (metrics["rollout/episodes_failed"], metrics["rollout/num_turns"]) == (1, 3)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (Answer(0, Observed("impossible")), "an observation that cannot be shown"),
+        (Answer(0, None), "is not done, but returned no observation"),
+    ],
+)
+def test_an_observation_that_cannot_be_shown_costs_its_episode(processors, answer, error):
+    environments = LocalEnvironments(lambda row, actions: answer if actions else Answer(0, Observed("Go.")))
+    [[first, second]] = generate(engine(processors, environments), [prompt()])
+    assert error in first.error
+    assert first == second
+    assert len(first.turns) == 1
+    assert environments.running == {}
+
+
+@pytest.mark.faults
+def test_an_environment_that_is_done_before_the_first_turn_fails(processors):
+    environments = LocalEnvironments(lambda row, actions: Answer(0, Observed("Go."), done=True))
+    [[completion, _]] = generate(engine(processors, environments), [prompt()])
+    assert "done before the first turn" in completion.error
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("callback", ["on_progress", "on_group"])
+def test_an_interrupted_call_stops_all_environments(processors, callback):
+    environments = LocalEnvironments(count_to(3), delay=lambda row, number: row["number"])
+    fake = engine(processors, environments, turn_by_turn=False)
+    prompts = [prompt(number) for number in range(4)]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(fake, prompts, **{callback: interrupt})
+    assert environments.running == {}
+    assert fake.pop_metrics() == {}  # of episodes that will run again
+    assert generate(fake, prompts) == generate(engine(processors, LocalEnvironments(count_to(3))), prompts)
+
+
+def delays(seed):
+    """Return delays that differ by episode and turn."""
+    return lambda row, number: random.Random(f"{seed} {row['number']} {number}").randrange(6)
+
+
+def recorded(log):
+    """Return a function whose texts depend on all tokens before them, and log their order."""
+
+    def complete(so_far, version, seed):
+        log.append((so_far.prompt_id, len(so_far.token_ids), seed))
+        return f"move {sum(so_far.token_ids) % 97} {seed % 89}"
+
+    return complete
+
+
+def lengths_differ(row, actions):
+    done = len(actions) >= 1 + row["number"] % 3
+    return Answer(0, Observed(f"{row['number']}: {' '.join(actions)}"), 0.5, done)
+
+
+@pytest.mark.parametrize("max_episodes", [None, 1, 3])
+def test_turn_by_turn_the_engine_gets_the_same_requests_in_the_same_order(processors, max_episodes):
+    prompts = [prompt(number) for number in range(7)]
+    logs, results = [], []
+    for seed in range(4):
+        log, environments = [], LocalEnvironments(lengths_differ, delays(seed))
+        fake = engine(processors, environments, recorded(log), max_episodes=max_episodes)
+        results.append(generate(fake, prompts))
+        logs.append(log)
+        assert environments.running == {}
+        assert environments.most == (max_episodes or 14)
+    assert logs[0] == logs[1] == logs[2] == logs[3]
+    assert results[0] == results[1] == results[2] == results[3]
+    log, environments = [], LocalEnvironments(lengths_differ, delays(1))
+    fake = engine(processors, environments, recorded(log), max_episodes=max_episodes, turn_by_turn=False)
+    assert generate(fake, prompts) == results[0]  # of an engine whose results do not depend on the batch
+    assert environments.most == (max_episodes or 14)
+    assert max_episodes == 1 or log != logs[1]
+
+
+def test_all_first_turns_come_before_all_second_ones_in_the_order_of_prompts(processors):
+    log = []
+    fake = engine(processors, LocalEnvironments(count_to(2), delays(0)), recorded(log))
+    generate(fake, [prompt(number) for number in range(3)])
+    names = [f"train:{number}" for number in range(3) for _ in range(2)]
+    assert [name for name, *_ in log] == names * 2
+
+
+def test_continuously_an_environment_does_not_hold_up_others(processors):
+    log = []
+    environments = LocalEnvironments(count_to(3), lambda row, number: 1000 if row["number"] == 1 else 0)
+    groups = []
+    rows = generate(
+        engine(processors, environments, recorded(log), turn_by_turn=False),
+        [prompt(number) for number in range(3)],
+        on_group=lambda index, row: groups.append(index),
+    )
+    assert groups == [0, 2, 1]
+    assert [name for name, *_ in log][-6:] == ["train:1"] * 6
+    assert [len(row) for row in rows] == [2, 2, 2]
+
+
+def test_progress_counts_each_episode_once_and_says_when_it_only_waits(processors):
+    progress = []
+    environments = LocalEnvironments(count_to(2), lambda row, number: 5)
+    generate(engine(processors, environments), [prompt(0), prompt(1)], on_progress=progress.append)
+    assert sum(filter(None, progress)) == 4
+    assert None in progress
+    assert environments.num_polls_waiting > 0
+
+
+def test_images_of_observations_reach_the_completion_in_order(vision_processors):
+    files = [drawing(colour) for colour in range(3)]
+
+    def answer(row, actions):
+        return Answer(0, Observed("Look.", (files[len(actions)],)), 1.0, done=len(actions) == 2)
+
+    question = EncodedMedia((drawing(9),), ("of the prompt",))
+    pad = vision_processors.family.image_token_id(vision_processors.hf_config)
+    asked = Prompt("train:0", (1, *[pad] * 9, 2), question, "<image>", "", {"number": 0}, ("a.png",))
+    environments = LocalEnvironments(answer)
+    fake = engine(vision_processors, environments)
+    [[completion, other]] = generate(fake, [asked])
+    assert completion.vision.encoded == tuple(files[:2])
+    assert len(set(completion.vision.hashes)) == 2
+    assert completion.vision.kind == "image"
+    assert completion.token_ids == other.token_ids
+    assert [turn.observation for turn in completion.turns] == ["<image>Look.", "<image>Look."]
+    assert environments.images == [question.encoded] * 2
+
+
+@pytest.mark.faults
+def test_an_image_that_cannot_be_processed_costs_its_episode(vision_processors):
+    def load(media):
+        raise DataError("image 0 is truncated")
+
+    environments = LocalEnvironments(
+        lambda row, actions: Answer(0, Observed("Look.", (drawing(1),) if actions else ()))
+    )
+    fake = engine(vision_processors, environments, load_pixels=load)
+    [[completion, _]] = generate(fake, [prompt()])
+    assert completion.error == "image 0 is truncated"
+    assert completion.vision is None
+    assert len(completion.turns) == 1
+    assert environments.running == {}
+
+
+@pytest.mark.faults
+def test_images_of_a_prompt_that_are_left_as_pixels_only_raise(vision_processors):
+    asked = Prompt("train:0", (1, 2), load_pixels(vision_processors, drawing(1)), "", "", {}, ("a.png",))
+    with pytest.raises(EngineError, match=r"train:0: environments get the images of a prompt as files"):
+        generate(engine(vision_processors, LocalEnvironments(count_to(1))), [asked])

@@ -1,0 +1,174 @@
+"""Converts what environments and tools return to observations, with Pillow, in their processes.
+
+None                                   no observation
+"text"                                 a message; "<image>" in it becomes "< image>"
+a PIL image, or a list of them         a message of images
+{"text": "...", "images": [...]}       a message; "image" for one. Its text may have an
+                                       "<image>" for each image; without, images come first
+Observation                            as it is
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from trigon.environments.protocol import (
+    IMAGE_MARKER,
+    Message,
+    Observation,
+    check_observation,
+    check_size,
+    escape_markers,
+)
+from trigon.environments.replies import read_reward
+from trigon.names import ObservationRole
+
+_KEYS = ("text", "image", "images")
+_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+_WITH_TRANSPARENCY = ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+def to_observation(value: object, *, role: ObservationRole, max_image_pixels: int) -> Observation | None:
+    """Return what an environment returned as an observation; role: that of its messages.
+
+    Raises: ValueError, whose text continues "reset" or "step": what it returned, and what to
+    return.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Observation):
+        message = to_message(value, role=role, max_image_pixels=max_image_pixels)
+        observation = Observation((message,))
+    else:
+        observation = value
+    try:
+        check_observation(observation, max_image_pixels=max_image_pixels)
+        if observation is value:
+            _check_files(observation)
+    except ValueError as error:
+        raise ValueError(f"returned an observation that {error}") from None
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"returned an Observation that is not made of Messages: {error}") from None
+    return observation
+
+
+def to_message(value: object, *, role: ObservationRole, max_image_pixels: int) -> Message:
+    """Return what a tool or an environment returned as one message. Raises: as to_observation."""
+    match value:
+        case str():
+            return Message(role, escape_markers(_without_surrogates(value)))
+        case Image.Image():
+            return _with_images("", [value], role, max_image_pixels)
+        case list() if value and all(isinstance(each, Image.Image) for each in value):
+            return _with_images("", value, role, max_image_pixels)
+        case Mapping():
+            return _from_dict(value, role, max_image_pixels)
+        case _:
+            hint = "; Image.fromarray(array) of Pillow makes an image of it" if hasattr(value, "__array__") else ""
+            raise ValueError(
+                f"returned {_short(value)} as observation; return a str, a PIL image, "
+                f'{{"text": ..., "images": [...]}}, or None{hint}'
+            )
+
+
+def to_step(value: object) -> tuple[object, float | None, bool]:
+    """Return what step returned as (observation, reward, done). Raises: as to_observation."""
+    if not isinstance(value, tuple) or len(value) not in (2, 3):
+        hint = ", such as (observation, reward, terminated or truncated)" if _length(value) == 5 else ""
+        raise ValueError(f"returned {_short(value)}; return (observation, reward, done), or (observation, done){hint}")
+    observation, *rest = value
+    done = _plain(rest[-1])
+    if not isinstance(done, bool):
+        raise ValueError(f"returned {_short(rest[-1])} as done, the last of the tuple; it must be True or False")
+    if len(rest) == 1 or rest[0] is None:
+        return observation, None, done
+    try:
+        return observation, read_reward(rest[0]), done
+    except ValueError as error:
+        raise ValueError(f"{error}; its tuple is (observation, reward, done)") from None
+
+
+def to_png(image: Image.Image) -> bytes:
+    """Return an image as an RGB PNG, with transparency on white. Raises: ValueError."""
+    if image.mode not in _MODES:
+        raise ValueError(f"has an image of Pillow's mode {image.mode!r}; convert it to 'RGB'")
+    if image.mode in _WITH_TRANSPARENCY or (image.mode == "P" and "transparency" in image.info):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    file = io.BytesIO()
+    plain = image.convert("RGB")
+    plain.info = {}  # otherwise the PNG would contain its colour profile
+    plain.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _check_files(observation: Observation) -> None:
+    """Raise ValueError, as check_observation does, if one of the user's PNG files is damaged."""
+    for message in observation.messages:
+        for image in message.images:
+            try:
+                Image.open(io.BytesIO(image), formats=("PNG",)).load()
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                raise ValueError(f"has a PNG file that cannot be decoded ({error})") from None
+
+
+def _from_dict(value: Mapping[Any, Any], role: ObservationRole, max_image_pixels: int) -> Message:
+    unknown = [key for key in value if key not in _KEYS]
+    if unknown or not value or {"image", "images"} <= value.keys():
+        raise ValueError(
+            f"returned a dict with {', '.join(repr(key) for key in value) or 'no keys'} as observation; its keys are "
+            "'text' and 'images', or 'image' for a single one"
+        )
+    text = value.get("text") or ""
+    images = [value["image"]] if value.get("image") is not None else list(value.get("images") or ())
+    if not isinstance(text, str):
+        raise ValueError(f"returned {_short(text)} as 'text' of the observation; it must be a str")
+    for image in images:
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"returned {_short(image)} among the images of the observation; they are PIL images")
+    return _with_images(_without_surrogates(text), images, role, max_image_pixels)
+
+
+def _with_images(text: str, images: list[Image.Image], role: ObservationRole, max_image_pixels: int) -> Message:
+    num_markers = text.count(IMAGE_MARKER)
+    if not images:
+        text = escape_markers(text)
+    elif num_markers == 0:
+        text = IMAGE_MARKER * len(images) + text
+    elif num_markers != len(images):
+        raise ValueError(
+            f"returned a text with {num_markers} {IMAGE_MARKER} markers for {len(images)} images; write one for each "
+            "image, or none"
+        )
+    files = []
+    for image in images:
+        try:
+            check_size(*image.size, max_image_pixels=max_image_pixels)
+            files.append(to_png(image))
+        except ValueError as error:
+            raise ValueError(f"returned an observation that {error}") from None
+    return Message(role, text, tuple(files))
+
+
+def _without_surrogates(text: str) -> str:
+    """Return a text that can be encoded: parts of characters become "\N{REPLACEMENT CHARACTER}"."""
+    return text.encode("utf-8", errors="surrogatepass").decode("utf-8", errors="replace")
+
+
+def _plain(value: object) -> object:
+    """Return a numpy scalar as what it is in Python."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, tuple) else -1
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

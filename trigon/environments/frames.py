@@ -1,0 +1,107 @@
+"""Frames: a JSON object and some files, as bytes between two processes.
+
+    4 bytes  length of the JSON       4 bytes each  length of each file
+    4 bytes  number of files          the JSON, then the files
+
+Numbers are big-endian. The other side may be hostile: every length is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from trigon.json_files import parse_json
+
+MAX_FILES = 1024
+"""Maximum number of files of a frame."""
+
+MAX_FRAME_BYTES = 1 << 30
+"""Maximum size of a frame that this side makes, such as a row with all of its images."""
+
+_PREFIX = struct.Struct("!II")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A JSON object, and the files that belong to it."""
+
+    content: dict[str, Any]
+    files: tuple[bytes, ...]
+
+
+def encode_frame(content: Mapping[str, Any], files: Sequence[bytes] = ()) -> bytes:
+    """Return a frame as bytes. Raises: TypeError or ValueError if JSON cannot represent content."""
+    text = json.dumps(content).encode()
+    lengths = struct.pack(f"!{len(files)}I", *(len(file) for file in files))
+    return b"".join([_PREFIX.pack(len(text), len(files)), lengths, text, *files])
+
+
+def encode_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the columns of a row that JSON can represent, as JSON has them, and the other names.
+
+    Numpy scalars and arrays become numbers and lists, dates ISO strings, tuples lists.
+    """
+    kept: dict[str, Any] = {}
+    omitted: list[str] = []
+    for column, value in row.items():
+        try:
+            kept[column] = json.loads(json.dumps(value, default=_to_plain))
+        except (TypeError, ValueError, RecursionError):
+            omitted.append(column)
+    return kept, tuple(omitted)
+
+
+class FrameReader:
+    """Makes frames of bytes as they arrive."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Return the frames that are now complete. Raises: ValueError if the bytes are none."""
+        self._received += data
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _next(self) -> Frame | None:
+        received = self._received
+        if len(received) < _PREFIX.size:
+            return None
+        text_bytes, num_files = _PREFIX.unpack_from(received)
+        start = _PREFIX.size + 4 * num_files
+        if num_files > MAX_FILES or text_bytes > self._max_bytes:
+            raise ValueError("it is not a frame, or too long")
+        if len(received) < start:
+            return None
+        lengths = struct.unpack_from(f"!{num_files}I", received, _PREFIX.size)
+        end = start + text_bytes + sum(lengths)
+        if end > self._max_bytes:
+            raise ValueError(f"it has {end:,} bytes; at most {self._max_bytes:,} are possible")
+        if len(received) < end:
+            return None
+        content = parse_json(bytes(received[start : start + text_bytes]))
+        if not isinstance(content, dict):
+            raise ValueError(f"it contains a {type(content).__name__} instead of an object")
+        files, position = [], start + text_bytes
+        for length in lengths:
+            files.append(bytes(received[position : position + length]))
+            position += length
+        del received[:end]
+        return Frame(content, tuple(files))
+
+
+def _to_plain(value: object) -> object:
+    """Return a date as text, a numpy scalar as number, an array as list. Raises: TypeError."""
+    if isinstance(value, date):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, without importing numpy
+        return value.tolist()
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}")

@@ -1,0 +1,95 @@
+"""What an environment pool is made of: the user's environment or tools, and their limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trigon.environments.source import CodeSource, find_code, pickle_code
+from trigon.errors import EpisodeError
+from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
+from trigon.rewards.confinement.options import DEFAULT, Confinement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """The environment or the tools of episodes, and how they are run. Can be sent to workers.
+
+    environment: None for tools. kwargs: of the environment's constructor; JSON can represent them.
+    tool_format: of the calls. timeout_seconds: of reset (with the constructor) and of each step.
+    max_episodes: how many may exist at the same time, each of which is a process; later ones wait.
+    max_image_pixels: maximum width * height of an image of an observation. observation_role: of all
+    messages, those of tools too. passed_variables: environment variables that
+    the code gets besides those of rewards.environment.ALLOWED. confinement: of all processes
+    together, by the options of reward workers.
+    """
+
+    environment: CodeSource | None
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have secrets
+    tools: tuple[CodeSource, ...] = ()
+    tool_format: ToolFormat = "hermes"
+    timeout_seconds: float = 60.0
+    max_episodes: int = 256
+    max_image_pixels: int = 1 << 24
+    observation_role: ObservationRole = "user"
+    passed_variables: tuple[str, ...] = ()
+    confinement: Confinement = DEFAULT
+
+    @property
+    def where(self) -> str:
+        """The code in error messages."""
+        if self.environment is not None:
+            return self.environment.where
+        return f"tools {', '.join(source.name for source in self.tools)}"
+
+    @property
+    def sources(self) -> tuple[CodeSource, ...]:
+        """The user's code."""
+        return self.tools if self.environment is None else (self.environment,)
+
+
+def find_environment(environment: str | Callable[..., Any]) -> CodeSource:
+    """Return the source of worker.rollout.environment, or of a class given in Python.
+
+    Raises: EpisodeError, with the nearest known name, if there is no such file.
+    """
+    return (
+        find_code(environment, "environment")
+        if isinstance(environment, str)
+        else pickle_code(environment, "environment")
+    )
+
+
+def find_tools(tools: Sequence[str | Callable[..., Any]]) -> tuple[CodeSource, ...]:
+    """Return the sources of worker.rollout.tools, or of functions. Raises: as find_environment."""
+    return tuple(
+        find_code(tool, "tool", built_in=BUILT_IN_TOOLS) if isinstance(tool, str) else pickle_code(tool, "tool")
+        for tool in tools
+    )
+
+
+def encode_setup(settings: EnvironmentSettings, *, describe: bool) -> str:
+    """Return the first line for a fork server. describe: whether it returns the tools' schemas.
+
+    Raises: EpisodeError if JSON cannot represent the keyword arguments.
+    """
+    setup = {
+        "environment": None if settings.environment is None else asdict(settings.environment),
+        "kwargs": dict(settings.kwargs),
+        "tools": [asdict(source) for source in settings.tools],
+        "tool_format": settings.tool_format,
+        "timeout_seconds": settings.timeout_seconds,
+        "observation_role": settings.observation_role,
+        "max_image_pixels": settings.max_image_pixels,
+        "max_memory_bytes": settings.confinement.max_memory_bytes,
+        "describe": describe,
+    }
+    try:
+        return json.dumps(setup)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(
+            f"worker.rollout.environment_kwargs cannot be sent to another process: {error}; use only text, numbers, "
+            "lists and dicts"
+        ) from error

@@ -1,0 +1,196 @@
+"""Finds and loads the user's environments and tools: `file.py:Name`, `module:Name`, or a pickle.
+
+find_code() checks names and files only, and may run anywhere. load_code() runs the user's file, and
+is called in fork servers only.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from trigon.environments.protocol import Environment
+from trigon.errors import EpisodeError
+from trigon.suggestions import did_you_mean
+
+CodeKind = Literal["environment", "tool"]
+
+_OPTIONS = {"environment": "worker.rollout.environment", "tool": "worker.rollout.tools"}
+_NAMES = {"environment": "Class", "tool": "function"}
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSource:
+    """The location of an environment or a tool.
+
+    file: an absolute path, or "". module: that can be imported, or "". name: of the class or the
+    function. pickled: base64 of a pickle, or "". A tool with none of these is a built-in one.
+    """
+
+    kind: CodeKind
+    name: str
+    file: str = ""
+    module: str = ""
+    pickled: str = field(default="", repr=False)
+
+    @property
+    def where(self) -> str:
+        """Its description in error messages."""
+        if self.pickled:
+            return f"{self.kind} {self.name!r}, given in Python,"
+        place = self.file or self.module
+        return f"{self.kind} {self.name!r}" + (f" of {place}" if place else "")
+
+
+def find_code(spec: str, kind: CodeKind, *, built_in: Collection[str] = ()) -> CodeSource:
+    """Return the source of `file.py:Name`, `package.module:Name`, or the name of a built-in tool.
+
+    Raises: EpisodeError, with the nearest known name, if there is no such file or built-in tool.
+    """
+    if spec in built_in:
+        return CodeSource(kind, spec)
+    option, form = _OPTIONS[kind], f"file.py:{_NAMES[kind]}"
+    path, _, name = spec.rpartition(":")
+    if not path:
+        hint = did_you_mean(spec, built_in)
+        known = f", or one of the built-in {', '.join(built_in)}" if built_in else ""
+        raise EpisodeError(f"{option}={spec!r}: use {form}{known}{hint}")
+    if not name.isidentifier():
+        raise EpisodeError(f"{option}={spec!r}: {name!r} is not a name; use {form}")
+    if not path.endswith(".py") and all(part.isidentifier() for part in path.split(".")):
+        return CodeSource(kind, name, module=path)
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        others = [entry.name for entry in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise EpisodeError(
+            f"{option}={spec!r}: there is no file {file}{did_you_mean(file.name, others) or f'; use {form}'}"
+        )
+    return CodeSource(kind, name, file=str(file))
+
+
+def pickle_code(value: Callable[..., Any], kind: CodeKind) -> CodeSource:
+    """Return the source of a class or a function that is given in Python. Raises: EpisodeError."""
+    import cloudpickle
+
+    name = getattr(value, "__name__", type(value).__name__)
+    try:
+        pickled = cloudpickle.dumps(value)
+    except Exception as error:  # what an object's __reduce__ raises
+        raise EpisodeError(
+            f"{kind} {name!r} cannot be sent to other processes ({type(error).__name__}: {error}); put it into a file, "
+            f"and give {_OPTIONS[kind]}='file.py:{_NAMES[kind]}'"
+        ) from error
+    return CodeSource(kind, name, pickled=base64.b64encode(pickled).decode())
+
+
+def load_code(source: CodeSource) -> Any:
+    """Run the source's file, and return what it names.
+
+    The file's folder is appended to sys.path, so that the file can import others beside it.
+    Raises: EpisodeError if the file fails to run, or has no such name.
+    """
+    if source.pickled:
+        return _unpickle(source)
+    place = source.file or source.module
+    try:
+        module = _run_file(source.file) if source.file else importlib.import_module(source.module)
+    except (Exception, SystemExit) as error:
+        trace = "".join(traceback.format_exception(error))
+        raise EpisodeError(f"{place} failed to load{_missing(error)}:\n{trace}") from error
+    known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    if source.name not in vars(module):
+        hint = did_you_mean(source.name, known) or f"; it has {', '.join(known) or 'none'}"
+        raise EpisodeError(f"there is no {source.where}{hint}")
+    value = vars(module)[source.name]
+    if not callable(value):
+        raise EpisodeError(f"{source.where} is a {type(value).__name__}, not a {_NAMES[source.kind].lower()}")
+    return value
+
+
+def check_environment(made: Any, kwargs: Mapping[str, Any], *, where: str) -> None:
+    """Check what makes environments, usually a class, without calling it.
+
+    Raises: EpisodeError if a class lacks a method of the protocol, one does not take its argument,
+    or it does not accept one of kwargs.
+    """
+    if isinstance(made, type):
+        methods = [name for name in dir(made) if not name.startswith("_") and callable(getattr(made, name))]
+        for name, argument in (("reset", "row"), ("step", "action")):
+            if name not in methods or getattr(made, name) is getattr(Environment, name):
+                hint = did_you_mean(name, methods)
+                raise EpisodeError(f"{where} has no method {name}(self, {argument}){hint}")
+            _check_method(getattr(made, name), name, argument, where)
+    signature = _signature(made, where)
+    accepted = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in kwargs:
+        if key not in accepted and not accepts_any:
+            raise EpisodeError(
+                f"{where} does not accept {key!r} of worker.rollout.environment_kwargs{did_you_mean(key, accepted)}; "
+                f"it accepts {', '.join(accepted) or 'none'}"
+            )
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise EpisodeError(f"{where} cannot be made: {error}; set it in worker.rollout.environment_kwargs") from error
+
+
+def _check_method(method: Any, name: str, argument: str, where: str) -> None:
+    if inspect.iscoroutinefunction(method):
+        raise EpisodeError(f"{name} of {where} is async; make it a plain method, which may call asyncio.run")
+    signature = _signature(method, f"{name} of {where}")
+    try:
+        signature.bind(None, None)  # self, and its argument
+    except TypeError as error:
+        raise EpisodeError(
+            f"{name} of {where} takes {signature}, and is called with one argument: {name}(self, {argument}) ({error})"
+        ) from error
+
+
+def _signature(made: Any, where: str) -> inspect.Signature:
+    try:
+        return inspect.signature(made)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error
+
+
+def _run_file(file: str) -> ModuleType:
+    # A name for each file: several tools may come from several files.
+    name = f"trigon_user_code_{abs(hash(file)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise EpisodeError(f"{file} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module here
+    sys.path.append(str(Path(file).parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _unpickle(source: CodeSource) -> Any:
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(base64.b64decode(source.pickled))
+    except (Exception, SystemExit) as error:
+        trace = "".join(traceback.format_exception(error))
+        raise EpisodeError(f"{source.where} cannot be loaded{_missing(error)}:\n{trace}") from error
+
+
+def _missing(error: BaseException) -> str:
+    """Return the hint to install the package that an import did not find, or ""."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    package = error.name.partition(".")[0]
+    return f" (it imports {package!r}, which is not installed; install it with pip, or remove the import)"

@@ -1,0 +1,242 @@
+"""Tools: an environment in which the model's calls of Python functions are carried out.
+
+A tool is a plain function with type hints and a docstring, from which the chat template's
+description is made. Two parameters are not described: `images` gets the images of the conversation,
+as PIL images, and `timeout_seconds` the time that the call may take.
+What a function raises is the reply to the model, since most errors are the model's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trigon.environments.calls import MAX_CALLS, ToolCall, find_calls
+from trigon.environments.conversion import to_message
+from trigon.environments.protocol import MAX_IMAGES, MAX_TEXT_CHARACTERS, Message, Observation, escape_markers
+from trigon.environments.source import CodeSource, load_code
+from trigon.errors import EpisodeError
+from trigon.names import BUILT_IN_TOOLS, ObservationRole, ToolFormat
+from trigon.suggestions import did_you_mean
+
+IMAGES = "images"
+TIMEOUT = "timeout_seconds"
+"""The parameters of a tool that the model is not told."""
+
+_MAX_ERROR_CHARACTERS = 500
+
+Tool = Callable[..., Any]
+
+
+class ToolEnvironment:
+    """An environment of one episode: carries out calls, until the model writes none."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        *,
+        tool_format: ToolFormat,
+        role: ObservationRole,
+        timeout_seconds: float,
+        max_image_pixels: int,
+    ) -> None:
+        """Make it. Args: tools: by name. role: of its messages. timeout_seconds: of a step."""
+        self._tools = tools
+        self._format = tool_format
+        self._role = role
+        self._timeout_seconds = timeout_seconds
+        self._max_image_pixels = max_image_pixels
+        self._images: list[Any] = []
+        self._reported: set[str] = set()
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Keep the prompt's images. There is nothing to observe."""
+        self._images = list(row[IMAGES])
+
+    def step(self, action: str) -> tuple[Observation | None, None, bool]:
+        """Carry out the calls of a turn. Returns: a message for each; done if there were none."""
+        calls = find_calls(action, self._format)
+        if not calls:
+            return None, None, True
+        messages: list[Message] = []
+        for call in calls[:MAX_CALLS]:
+            share = self._timeout_seconds / (2 * min(len(calls), MAX_CALLS))
+            message = self._carry_out(call, timeout_seconds=share)
+            if sum(len(each.images) for each in [*messages, message]) > MAX_IMAGES:
+                message = self._text(f"Error: the tools returned more than {MAX_IMAGES} images in a turn")
+            if sum(len(each.text) for each in [*messages, message]) > MAX_TEXT_CHARACTERS:
+                message = self._text(
+                    f"Error: the tools returned more than {MAX_TEXT_CHARACTERS:,} characters in one turn"
+                )
+            messages.append(message)
+        if len(calls) > MAX_CALLS:
+            messages.append(self._text(f"Error: only the first {MAX_CALLS} of {len(calls)} calls were carried out"))
+        return Observation(tuple(messages)), None, False
+
+    def _carry_out(self, call: ToolCall, *, timeout_seconds: float) -> Message:
+        if call.error:
+            return self._text(f"Error: {call.error}")
+        if call.name not in self._tools:
+            hint = did_you_mean(call.name, self._tools)
+            return self._text(f"Error: there is no tool {call.name!r}{hint} (the tools are {', '.join(self._tools)})")
+        tool = self._tools[call.name]
+        try:
+            arguments = _bind(tool, call, self._images, timeout_seconds)
+            returned = tool(**arguments)
+            if returned is None or (
+                isinstance(returned, bool | int | float | list | tuple) and not _has_images(returned)
+            ):
+                returned = json.dumps(returned, default=str)
+            message = to_message(returned, role=self._role, max_image_pixels=self._max_image_pixels)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tool's code may raise anything
+            if not isinstance(error, ValueError) and call.name not in self._reported:
+                self._reported.add(call.name)  # it may be a mistake of the tool, so the log has it once
+                traceback.print_exception(error)
+            return self._text(f"Error: {describe(error)}")
+        self._images += _opened(message)
+        return message
+
+    def _text(self, text: str) -> Message:
+        return Message(self._role, escape_markers(text))
+
+
+def load_tools(sources: Sequence[CodeSource]) -> dict[str, Tool]:
+    """Return the tools by name. Raises: EpisodeError for one that cannot be loaded or described."""
+    tools: dict[str, Tool] = {}
+    for source in sources:
+        tool = _built_in(source.name) if not (source.file or source.module or source.pickled) else load_code(source)
+        name = getattr(tool, "__name__", source.name)
+        if name in tools:
+            raise EpisodeError(f"worker.rollout.tools has two tools named {name!r}; rename one of the functions")
+        _check(tool, source.where)
+        tools[name] = tool
+    return tools
+
+
+def describe_tools(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools, as chat templates take them.
+
+    Imports transformers, which takes seconds. Raises: EpisodeError.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for name, tool in tools.items():
+        try:
+            schemas.append(get_json_schema(_as_described(tool)))
+        except Exception as error:  # its two exceptions have no common class, and hints may fail to resolve
+            raise EpisodeError(
+                f"tool {name!r} cannot be described to the model: {' '.join(str(error).split())}; give each of its "
+                "parameters a type hint, and its docstring a section `Args:` with a line for each"
+            ) from error
+    return schemas
+
+
+def describe(error: BaseException) -> str:
+    """Return an error of a tool in one line, for the model."""
+    text = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+    if isinstance(error, ValueError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _built_in(name: str) -> Tool:
+    # Imported here: `crop` needs Pillow, and users who name none of them need neither.
+    match name:
+        case "crop":
+            from trigon.environments.crop import crop
+
+            return crop
+        case "python":
+            from trigon.environments.python_tool import python
+
+            return python
+        case _:
+            raise EpisodeError(f"there is no built-in tool {name!r}; they are {', '.join(BUILT_IN_TOOLS)}")
+
+
+def _check(tool: Tool, where: str) -> None:
+    if inspect.iscoroutinefunction(tool):
+        raise EpisodeError(f"{where} is async; make it a plain function, which may call asyncio.run")
+    if not inspect.isfunction(tool):
+        raise EpisodeError(f"{where} is a {type(tool).__name__}; tools are functions, with type hints and a docstring")
+    for parameter in inspect.signature(tool).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise EpisodeError(f"{where} has the parameter {parameter}; models give arguments by name, so name each")
+        if parameter.annotation is parameter.empty and parameter.name not in (IMAGES, TIMEOUT):
+            raise EpisodeError(
+                f"{where} has no type hint for its parameter {parameter.name!r}; the model is told types"
+            )
+    if not inspect.getdoc(tool):
+        raise EpisodeError(f"{where} has no docstring; its first line and its section `Args:` are told to the model")
+
+
+def _described(tool: Tool) -> list[str]:
+    """Return the names of the parameters that the model is told."""
+    return [name for name in inspect.signature(tool).parameters if name not in (IMAGES, TIMEOUT)]
+
+
+def _bind(tool: Tool, call: ToolCall, images: list[Any], timeout_seconds: float) -> dict[str, Any]:
+    """Return the arguments of a call. Raises: ValueError for what the model has to correct."""
+    names = _described(tool)
+    parameters = inspect.signature(tool).parameters
+    arguments: dict[str, Any] = {}
+    for name, value in call.arguments.items():
+        if name not in names:
+            raise ValueError(
+                f"{call.name} has no argument {name!r}{did_you_mean(name, names)} (it has {', '.join(names) or 'none'})"
+            )
+        arguments[name] = _read(tool, name, value) if call.are_texts else value
+    if missing := [
+        name for name in names if name not in arguments and parameters[name].default is inspect.Parameter.empty
+    ]:
+        raise ValueError(f"{call.name} needs {', '.join(missing)}")
+    hidden = {IMAGES: images, TIMEOUT: timeout_seconds}
+    return arguments | {name: value for name, value in hidden.items() if name in parameters}
+
+
+def _read(tool: Tool, name: str, text: str) -> Any:
+    """Return an argument that was written as text: text for a parameter of text, otherwise JSON."""
+    if _hints(tool).get(name) is str:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _hints(tool: Tool) -> dict[str, Any]:
+    return typing.get_type_hints(tool)
+
+
+def _as_described(tool: Tool) -> Tool:
+    """Return a function that looks like the tool, without the parameters of the engine."""
+    names = _described(tool)
+    hints = {name: hint for name, hint in _hints(tool).items() if name in names}
+    signature = inspect.signature(tool)
+    shown = types.FunctionType((lambda: None).__code__, tool.__globals__, tool.__name__)
+    shown.__doc__ = inspect.getdoc(tool)
+    shown.__annotations__ = hints
+    shown.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[parameter for name, parameter in signature.parameters.items() if name in names]
+    )
+    return shown
+
+
+def _opened(message: Message) -> list[Any]:
+    if not message.images:
+        return []
+    import io
+
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(image)) for image in message.images]
+
+
+def _has_images(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(hasattr(each, "getbands") for each in value)

@@ -1,0 +1,82 @@
+"""Images and videos of prompts as files that reward workers can read, each written once.
+
+Runs in the driver. A folder of the run holds the files of one scoring, by hash, so that one which
+several prompts share, or many completions, is there once. Does not depend on reward workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from trigon.errors import BadRow, DataError, RewardError
+from trigon.rewards.contract import RewardRequest
+from trigon.system.temporary import private_folder
+from trigon.types import EncodedMedia
+
+MediaFiles = Mapping[str, Sequence[str]]
+"""The paths of "images" and of "videos"; one of them is empty."""
+
+NO_FILES: MediaFiles = {"images": (), "videos": ()}
+
+
+class MediaFolder:
+    """A private folder of the run. Its methods may be used by one thread at a time."""
+
+    def __init__(self) -> None:
+        """Make the folder."""
+        self._stack = ExitStack()
+        self.path: Path = self._stack.enter_context(private_folder())
+
+    def write(self, requests: Sequence[RewardRequest]) -> list[MediaFiles]:
+        """Write the media of requests, and return the paths for each; media are read once each.
+
+        Raises: RewardError if some cannot be read or written.
+        """
+        written: dict[int, MediaFiles] = {}  # by the identity of what gives the media
+        for request in requests:
+            if id(request.media) not in written:
+                try:
+                    media = request.media() if callable(request.media) else request.media
+                    written[id(request.media)] = NO_FILES if media is None else self._write(media)
+                except (BadRow, DataError, OSError) as error:
+                    raise RewardError(f"the images of the prompt cannot be read: {error}") from error
+        return [written[id(request.media)] for request in requests]
+
+    def clear(self) -> None:
+        """Remove the files."""
+        for path in self.path.glob("media-*"):
+            path.unlink()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._stack.close()
+
+    def _write(self, media: EncodedMedia) -> MediaFiles:
+        paths = []
+        for file in media.encoded:
+            # The hashes of media are not used: they name what engines see.
+            path = self.path / f"media-{hashlib.sha256(file).hexdigest()}"
+            if not path.exists():
+                path.write_bytes(file)
+            paths.append(str(path))
+        return {**NO_FILES, "images" if media.kind == "image" else "videos": paths}
+
+
+class MediaWriter:
+    """Writes the media of one scoring in a thread of its own, in the order of the calls.
+
+    The caller, which samples, waits for no file.
+    """
+
+    def __init__(self, folder: MediaFolder) -> None:
+        self.folder = folder
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="reward-media")
+
+    def close(self) -> None:
+        """Wait for the file that is being written, drop what remains, and remove the files."""
+        self.thread.shutdown(cancel_futures=True)
+        self.folder.clear()

@@ -1,0 +1,123 @@
+"""How episodes run, and what they need of environments and of a chat template.
+
+The interfaces are those of trigon.environments and trigon.data.turns, which fill them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trigon.errors import EngineError
+from trigon.types import EncodedMedia, Prompt, Vision
+
+
+class Outcome(Protocol):
+    """An answer of an environment; see trigon.environments."""
+
+    @property
+    def episode(self) -> int: ...
+    @property
+    def observation(self) -> Any | None: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> str: ...
+
+
+class Environments(Protocol):
+    """The environments of any number of episodes, each known by a number that is used once."""
+
+    def start(self, episode: int, row: Any, images: tuple[bytes, ...]) -> None:
+        """Begin an episode. Does not wait for its outcome. images: of the prompt, as files."""
+        ...
+
+    def step(self, episode: int, action: str) -> None:
+        """Carry out an action. Does not wait for its outcome."""
+        ...
+
+    def poll(self, timeout_seconds: float) -> Sequence[Outcome]:
+        """Return the outcomes since the last call; wait for the first of them if there is none.
+
+        Each start and each step of an episode that is not stopped has one outcome in the end: an
+        environment that fails or hangs has one with an error.
+        """
+        ...
+
+    def stop(self, episode: int) -> None:
+        """End an episode, also one that has failed or still has to answer."""
+        ...
+
+
+class ObservedTokens(Protocol):
+    """Tokens that are appended before the model samples. media: the images in them."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def media(self) -> EncodedMedia | None: ...
+
+
+class Template(Protocol):
+    """Tokenizes what stands between turns. Raises DataError for what cannot be shown."""
+
+    def opening(self, observation: Any | None) -> ObservedTokens:
+        """Return what follows a prompt without generation prompt."""
+        ...
+
+    def reply(self, observation: Any, *, last_token_id: int) -> ObservedTokens:
+        """Return what follows a sampled turn that ended with this token."""
+        ...
+
+
+def encoded_images(prompt: Prompt) -> tuple[bytes, ...]:
+    """Return the images of a prompt as files; none with videos.
+
+    Raises: EngineError if only their pixel values are left.
+    """
+    match prompt.vision:
+        case EncodedMedia(kind="image", encoded=encoded):
+            return encoded
+        case Vision(kind="image"):
+            raise EngineError(
+                f"{prompt.prompt_id}: environments get the images of a prompt as files, but only its pixel values are "
+                "here. Build prompts with process_images=False, or set EpisodeSettings.image_files."
+            )
+        case _:
+            return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeSettings:
+    """How episodes run.
+
+    environments: answer the turns. template: of the conversation. opens: whether a first
+    observation follows each prompt, which then has no generation prompt.
+    max_turns: most turns of an episode. max_turn_tokens: most sampled tokens of a turn; None: no
+    limit but that of the completion.
+    load_pixels: processes the images of one observation; called in threads. load_prompts: returns
+    prompts with pixel values in place of files. Both raise DataError for files that cannot be
+    decoded.
+    max_episodes: most episodes at a time, in every engine; None: all of a call.
+    turn_by_turn: whether the next turns of all episodes begin together, in the order of prompts and
+    samples, once all environments have answered. Then the engine gets the same requests in the same
+    order however long environments take, so that results are the same bits. If not, a turn begins
+    as soon as its environment has answered. None: on the CPU, where an engine gives the same bits.
+    image_files: returns the images of a prompt, for its environment.
+    """
+
+    environments: Environments
+    template: Template
+    opens: bool
+    max_turns: int
+    load_pixels: Callable[[EncodedMedia], Vision]
+    load_prompts: Callable[[Sequence[Prompt]], list[Prompt]]
+    max_turn_tokens: int | None = None
+    max_episodes: int | None = None
+    turn_by_turn: bool | None = None
+    image_files: Callable[[Prompt], tuple[bytes, ...]] = encoded_images

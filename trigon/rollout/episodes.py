@@ -1,0 +1,374 @@
+"""Runs the episodes of a call of generate over an engine that samples turns.
+
+    prompt | observation | turn | observation | turn |
+           |<------------- completion -------------->|
+
+The environment answers a turn with the next observation; the first one is optional.
+Without an environment an episode is one turn. The tokens of an episode only grow: what was sampled
+is never decoded and tokenized again. The same code for all engines (turns.py). It does not depend
+on what an environment is, or how a chat template is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from trigon.errors import DataError
+from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
+from trigon.rollout.episode_settings import EpisodeSettings, ObservedTokens, Outcome
+from trigon.rollout.episode_state import Episode, Groups
+from trigon.rollout.protocol import OnGroup
+from trigon.rollout.seeds import sample_seed
+from trigon.rollout.turns import SampledTurn, TurnEngine
+from trigon.types import Completion, FinishReason, Prompt, SamplingParams, Vision
+
+POLL_SECONDS = 1.0
+"""How long the environments are waited for before progress is reported."""
+
+_NUM_LOADERS = 4
+"""Threads that process the images of observations while the engine samples."""
+
+
+class Episodes:
+    """Runs the completions of one engine."""
+
+    def __init__(
+        self,
+        settings: EpisodeSettings | None,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        end_token_id: int,
+        on_cpu: bool,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            settings: None: a completion is one turn, without an environment.
+            decode: returns tokens as text, special tokens included, which may mark calls of tools.
+            end_token_id: the only token of an episode that failed before anything was sampled.
+            on_cpu: whether the engine samples on the CPU; see EpisodeSettings.turn_by_turn.
+        """
+        self._settings = settings
+        self._decode = decode
+        self._end_token_id = end_token_id
+        self._turn_by_turn = on_cpu
+        if settings is not None and settings.turn_by_turn is not None:
+            self._turn_by_turn = settings.turn_by_turn
+        self._numbers = itertools.count()
+        self._metrics: Metrics = {}  # since the last pop_metrics
+
+    def with_pixels(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts; where they have files and there are settings, with pixel values.
+
+        Raises: DataError if a file cannot be decoded.
+        """
+        return list(prompts) if self._settings is None else self._settings.load_prompts(prompts)
+
+    def run(
+        self,
+        turns: TurnEngine,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        unprocessed: Sequence[Prompt],
+        step: int,
+        policy_version: int,
+        on_progress: Callable[[int | None], None] | None = None,
+        on_group: OnGroup | None = None,
+    ) -> list[list[Completion]]:
+        """Return what RolloutEngine.generate returns.
+
+        An episode whose environment fails, or whose observation cannot be shown to the model, has a
+        completion with an error. The caller aborts what is still sampled if this raises.
+        Args:
+            prompts: with pixel values, see with_pixels.
+            unprocessed: the prompts that with_pixels was given.
+        Raises: as turns.step, on_progress and on_group do, and as the environments do for what is
+        not the failure of one episode.
+        """
+        episodes = [
+            Episode(
+                number=next(self._numbers),
+                prompt_index=prompt_index,
+                sample=sample,
+                prompt=prompt,
+                unprocessed=unprocessed[prompt_index],
+                seed=sample_seed(sampling.seed, step=step, prompt_id=prompt.prompt_id, sample=sample),
+                visions=[] if vision is None else [vision],
+            )
+            for prompt_index, prompt in enumerate(prompts)
+            for vision in [prompt.pixels()]
+            for sample in range(sampling.n)
+        ]
+        groups = Groups(len(prompts), sampling.n)
+        rules = _Rules(sampling, self._turn_by_turn, self._decode, self._end_token_id, policy_version)
+        settings = None if sampling.one_turn else self._settings
+        with closing(_Run(settings, turns, episodes, groups, rules)) as run:
+            run.finish(on_progress, on_group)
+        # Not of a call that failed, whose episodes all run again.
+        self._metrics = merge(self._metrics, run.metrics())
+        return [groups.completions(prompt_index) for prompt_index in range(len(prompts))]
+
+    def pop_metrics(self) -> Metrics:
+        """Return the counts of episodes and the times of environments since the last call.
+
+        Nothing without settings.
+        """
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What is the same for all episodes of a call; see Episodes."""
+
+    sampling: SamplingParams
+    turn_by_turn: bool
+    decode: Callable[[Sequence[int]], str]
+    end_token_id: int
+    policy_version: int
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """An observation whose images are being processed."""
+
+    episode: Episode
+    tokens: ObservedTokens
+    vision: Future[Vision]
+
+
+class _Run:
+    """The episodes of one call. Each is in one of the collections below, or has ended."""
+
+    def __init__(
+        self,
+        settings: EpisodeSettings | None,
+        turns: TurnEngine,
+        episodes: Sequence[Episode],
+        groups: Groups,
+        rules: _Rules,
+    ) -> None:
+        self._settings = settings
+        self._turns = turns
+        self._groups = groups
+        self._rules = rules
+        self._not_begun = deque(episodes)
+        self._waiting: dict[int, Episode] = {}  # for an environment, by number
+        self._loading: list[_Loading] = []
+        self._ready: list[Episode] = []  # for the next turn
+        self._sampling: dict[str, Episode] = {}  # by the name of the request
+        self._ended: list[int] = []  # prompt indices since the last report, one for each episode
+        self._loaders: Executor | None = None if settings is None else ThreadPoolExecutor(_NUM_LOADERS, "observations")
+        self._num_turns: list[int] = []  # of episodes that have ended without an error
+        self._num_cut = 0
+        self._num_failed = 0
+        self._answer_seconds: list[float] = []
+        self._idle_seconds = 0.0
+        self._started = time.perf_counter()
+
+    def finish(self, on_progress: Callable[[int | None], None] | None, on_group: OnGroup | None) -> None:
+        """Run all episodes to their end."""
+        while self._not_begun or self._waiting or self._loading or self._ready or self._sampling:
+            self._begin()
+            self._submit()
+            works = bool(self._sampling)
+            if self._sampling:
+                for name, turn in self._turns.step():
+                    self._end_turn(self._sampling.pop(name), turn)
+            works |= self._observe()
+            ended, self._ended = self._ended, []
+            if on_progress is not None:
+                on_progress(len(ended) if ended or works else None)
+            for prompt_index in dict.fromkeys(ended):
+                if self._groups.is_finished(prompt_index) and on_group is not None:
+                    on_group(prompt_index, self._groups.completions(prompt_index))
+
+    def close(self) -> None:
+        """Stop the environments of the episodes that have not ended."""
+        if self._settings is None:
+            return
+        assert self._loaders is not None
+        self._loaders.shutdown(cancel_futures=True)
+        running = [*self._waiting.values(), *self._ready, *self._sampling.values()]
+        for episode in [*running, *(each.episode for each in self._loading)]:
+            self._settings.environments.stop(episode.number)
+
+    def metrics(self) -> Metrics:
+        """Return the metrics of all episodes; nothing without settings."""
+        if self._settings is None:
+            return {}
+        metrics: dict[str, Metric] = {
+            "rollout/episodes_ended_by_length": Sum(float(self._num_cut)),
+            "rollout/episodes_failed": Sum(float(self._num_failed)),
+            "perf/environment_wait_fraction": Mean(self._idle_seconds, time.perf_counter() - self._started),
+        }
+        if self._num_turns:
+            metrics["rollout/num_turns"] = mean_of(self._num_turns)
+        if self._answer_seconds:
+            metrics["perf/environment_step_seconds"] = mean_of(self._answer_seconds)
+        return metrics
+
+    @property
+    def _is_between_turns(self) -> bool:
+        """Whether all episodes that have begun are ready for their next turn."""
+        return not (self._sampling or self._waiting or self._loading)
+
+    def _begin(self) -> None:
+        """Begin as many episodes as may run at a time; turn by turn, only between turns."""
+        settings = self._settings
+        if settings is None:
+            self._ready += self._not_begun
+            self._not_begun.clear()
+        elif self._is_between_turns or not self._rules.turn_by_turn:
+            num_running = len(self._waiting) + len(self._loading) + len(self._ready) + len(self._sampling)
+            most = len(self._not_begun) if settings.max_episodes is None else settings.max_episodes - num_running
+            for _ in range(min(most, len(self._not_begun))):
+                episode = self._not_begun.popleft()
+                files = settings.image_files(episode.unprocessed)
+                settings.environments.start(episode.number, episode.prompt.row, files)
+                self._wait_for(episode)
+
+    def _submit(self) -> None:
+        """Submit the next turns; turn by turn, once all episodes are ready."""
+        if not self._ready or (self._rules.turn_by_turn and not self._is_between_turns):
+            return
+        most = self._rules.sampling.max_tokens
+        limit = None if self._settings is None else self._settings.max_turn_tokens
+        for episode in sorted(self._ready, key=lambda episode: episode.order):
+            left = most - len(episode.token_ids)
+            request = episode.request(left if limit is None else min(left, limit))
+            self._turns.submit(request)
+            self._sampling[request.name] = episode
+        self._ready.clear()
+
+    def _end_turn(self, episode: Episode, turn: SampledTurn | None) -> None:
+        if turn is None:  # the prompt of the episode has no completions
+            self._end(episode, None)
+            return
+        episode.add(turn)
+        if turn.finish_reason == "length" or self._settings is None:
+            self._end(episode, turn.finish_reason)
+            return
+        self._wait_for(episode)
+        # Without the end-of-sequence token, but with others: some models mark calls of tools so.
+        self._settings.environments.step(episode.number, self._rules.decode(turn.token_ids[:-1]))
+
+    def _wait_for(self, episode: Episode) -> None:
+        """Note that the environment of an episode is asked."""
+        episode.asked = time.perf_counter()
+        self._waiting[episode.number] = episode
+
+    def _observe(self) -> bool:
+        """Take what environments have answered; wait for it if the engine has nothing to sample.
+
+        Returns: whether there was anything.
+        """
+        settings = self._settings
+        if settings is None:
+            return False
+        can_sample = self._sampling or (self._ready and not self._rules.turn_by_turn)
+        began = time.perf_counter()
+        outcomes: Sequence[Outcome] = ()
+        if self._waiting:
+            outcomes = settings.environments.poll(0.0 if can_sample or self._loading else POLL_SECONDS)
+            for outcome in outcomes:
+                episode = self._waiting.pop(outcome.episode, None)
+                if episode is not None:  # else of one that an interrupted call has stopped
+                    self._answer_seconds.append(time.perf_counter() - episode.asked)
+                    self._continue(settings, episode, outcome)
+        loaded = bool(self._loading)
+        if self._loading:
+            wait([each.vision for each in self._loading], 0 if can_sample or outcomes else None, FIRST_COMPLETED)
+            finished = [each for each in self._loading if each.vision.done()]
+            self._loading = [each for each in self._loading if not each.vision.done()]
+            for each in finished:
+                self._show(each.episode, each.tokens, each.vision)
+        if not can_sample:
+            self._idle_seconds += time.perf_counter() - began
+        return loaded or bool(outcomes)
+
+    def _continue(self, settings: EpisodeSettings, episode: Episode, outcome: Outcome) -> None:
+        """Go on with an episode whose environment has answered."""
+        if episode.turns:
+            episode.turns[-1] = replace(episode.turns[-1], reward=outcome.reward)
+        if outcome.error:
+            self._fail(episode, outcome.error)
+        elif outcome.done and episode.turns:
+            self._end(episode, "stop")
+        elif outcome.done:
+            self._fail(episode, "the environment was done before the first turn; return an observation from reset()")
+        elif len(episode.turns) == settings.max_turns:
+            self._end(episode, "turns")
+        elif episode.turns and outcome.observation is None:
+            self._fail(episode, "the environment is not done, but returned no observation from step()")
+        elif not episode.turns and not settings.opens:
+            assert outcome.observation is None, "a first observation after a prompt with a generation prompt"
+            self._ready.append(episode)
+        else:
+            try:
+                if episode.turns:
+                    last_token_id = episode.token_ids[-1]
+                    tokens = settings.template.reply(outcome.observation, last_token_id=last_token_id)
+                else:
+                    tokens = settings.template.opening(outcome.observation)
+            except DataError as error:
+                self._fail(episode, str(error))
+                return
+            self._append(settings, episode, tokens)
+
+    def _append(self, settings: EpisodeSettings, episode: Episode, tokens: ObservedTokens) -> None:
+        """Append an observation if there is room for it and for a token after it."""
+        left = self._rules.sampling.max_tokens - len(episode.token_ids)
+        if len(tokens.token_ids) < left:
+            if tokens.media is None:
+                episode.observe(tokens, None)
+                self._ready.append(episode)
+            else:
+                assert self._loaders is not None
+                vision = self._loaders.submit(settings.load_pixels, tokens.media)
+                self._loading.append(_Loading(episode, tokens, vision))
+        elif episode.turns:
+            self._end(episode, "length")
+        else:
+            self._fail(
+                episode,
+                f"its first observation has {len(tokens.token_ids)} tokens, and data.max_response_length is "
+                f"{self._rules.sampling.max_tokens}: raise it, or make the observation smaller",
+            )
+
+    def _show(self, episode: Episode, tokens: ObservedTokens, vision: Future[Vision]) -> None:
+        try:
+            episode.observe(tokens, vision.result())
+        except DataError as error:
+            self._fail(episode, str(error))
+        else:
+            self._ready.append(episode)
+
+    def _fail(self, episode: Episode, error: str) -> None:
+        self._end(episode, "stop", error=" ".join(error.split()))
+
+    def _end(self, episode: Episode, reason: FinishReason | None, *, error: str = "") -> None:
+        """End an episode. reason: None if the engine failed to sample it."""
+        completion = (
+            None
+            if reason is None
+            else episode.completion(
+                reason, policy_version=self._rules.policy_version, end_token_id=self._rules.end_token_id, error=error
+            )
+        )
+        self._groups.add(episode.prompt_index, episode.sample, completion)
+        self._ended.append(episode.prompt_index)
+        if self._settings is not None:
+            self._settings.environments.stop(episode.number)
+        if error:
+            self._num_failed += 1
+        elif completion is not None:
+            self._num_turns.append(len(completion.turns))
+            self._num_cut += reason == "length"

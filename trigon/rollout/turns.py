@@ -1,0 +1,71 @@
+"""What a rollout engine samples at a time: one turn of a completion.
+
+An engine gets all tokens before the turn and returns those that it samples after them. Which turns
+a completion has is decided in episodes.py, which uses every engine through TurnEngine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from trigon.types import Prompt, Vision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnRequest:
+    """A request for one turn.
+
+    name: unique in a call of generate. prompt: of the completion. token_ids: all tokens before the
+    turn, the prompt's included; see same_context.
+    visions: the images or videos whose placeholders are in token_ids, in order: the prompt's, then
+    those of the observations.
+    max_tokens: most tokens of the turn. seed: of its sampling.
+    """
+
+    name: str
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    visions: tuple[Vision, ...]
+    max_tokens: int
+    seed: int
+
+    def same_context(self, other: TurnRequest) -> bool:
+        """Return whether both are for first turns of one prompt, after the same tokens."""
+        return self.prompt is other.prompt and self.token_ids is other.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """The sampled tokens of a turn.
+
+    token_ids: at least one; the end-of-sequence token is included if it was sampled. logprobs: one
+    for each, as Completion.sampling_logprobs. text: the tokens decoded. finish_reason: stop: with
+    an end-of-sequence token; length: cut at max_tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class TurnEngine(Protocol):
+    """Samples turns for one call of generate, any number at a time."""
+
+    def submit(self, request: TurnRequest) -> None:
+        """Begin to sample a turn. May be called while other turns are sampled."""
+        ...
+
+    def step(self) -> list[tuple[str, SampledTurn | None]]:
+        """Sample further tokens; return the turns that have ended, by the name of the request.
+
+        None for a turn that the engine failed to sample twice. To be called only while turns that
+        were submitted have not ended; it may return none.
+        Raises: RolloutError if the engine fails.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Drop all turns that have not ended."""
+        ...

@@ -1,0 +1,115 @@
+"""VllmTurns: the TurnEngine protocol on a vllm.LLMEngine, for one call of VllmEngine.generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trigon.models.load import Processors
+from trigon.rollout.turns import SampledTurn, TurnRequest
+from trigon.rollout.vllm.inputs import engine_input, to_turn, vllm_sampling_params
+from trigon.types import SamplingParams
+
+# Finish reasons of a request that vLLM gave up for an internal reason.
+_FAILED = ("abort", "error")
+
+MAX_ATTEMPTS = 2
+"""How often a request is submitted that vLLM gives up or loses."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """A request to vLLM for one turn. number: from 1."""
+
+    turn: TurnRequest
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The request id in vLLM."""
+        return f"{self.turn.name}.{self.number}"
+
+
+class VllmTurns:
+    """Samples turns with vLLM. Satisfies TurnEngine.
+
+    A request that vLLM gives up or loses is submitted once more, with the same seed, so that the
+    turn does not depend on the failure.
+    """
+
+    def __init__(
+        self,
+        llm_engine: Any,
+        processors: Processors,
+        sampling: SamplingParams,
+        *,
+        step: Callable[[], list[Any]],
+        skip_special_tokens: bool,
+    ) -> None:
+        """Begin without requests.
+
+        step: returns the outputs of vLLM's next step; VllmEngine handles its errors.
+        skip_special_tokens: leave special tokens out of SampledTurn.text.
+        """
+        self._llm_engine = llm_engine
+        self._processors = processors
+        self._sampling = sampling
+        self._step = step
+        self._skip_special_tokens = skip_special_tokens
+        self._pending: dict[str, _Attempt] = {}
+        self._last: tuple[TurnRequest, Any] | None = None  # (a request, what vLLM got for its tokens)
+        self.num_retried = 0
+
+    def submit(self, request: TurnRequest) -> None:
+        """See TurnEngine. Raises: EngineError if placeholders do not match the images."""
+        self._add(_Attempt(request, number=1))
+
+    def step(self) -> list[tuple[str, SampledTurn | None]]:
+        """See TurnEngine.
+
+        Raises: EngineError also if vLLM returns what is not a turn.
+        """
+        ended: list[tuple[str, SampledTurn | None]] = []
+        if not self._llm_engine.has_unfinished_requests():
+            # vLLM does not know these requests any more, and will never return them.
+            lost = list(self._pending.values())
+            self._pending.clear()
+            ended += [(attempt.turn.name, None) for attempt in lost if not self._submit_again(attempt)]
+        for output in self._step() if self._pending else []:
+            if not output.finished:
+                continue
+            attempt = self._pending.pop(output.request_id)
+            if output.outputs[0].finish_reason not in _FAILED:
+                turn = to_turn(
+                    output.outputs[0],
+                    attempt.turn.prompt.prompt_id,
+                    self._sampling,
+                    self._processors,
+                    skip_special_tokens=self._skip_special_tokens,
+                )
+                ended.append((attempt.turn.name, turn))
+            elif not self._submit_again(attempt):
+                ended.append((attempt.turn.name, None))
+        return ended
+
+    def abort(self) -> None:
+        """See TurnEngine."""
+        self._llm_engine.abort_request(list(self._pending))
+
+    def _submit_again(self, attempt: _Attempt) -> bool:
+        if attempt.number == MAX_ATTEMPTS:
+            return False
+        self.num_retried += 1
+        self._add(replace(attempt, number=attempt.number + 1))
+        return True
+
+    def _add(self, attempt: _Attempt) -> None:
+        turn = attempt.turn
+        # The completions of a prompt follow each other.
+        if self._last is None or not turn.same_context(self._last[0]):
+            name = turn.prompt.prompt_id
+            self._last = turn, engine_input(name, turn.token_ids, turn.visions, self._processors)
+        params = vllm_sampling_params(self._sampling, self._processors, max_tokens=turn.max_tokens, seed=turn.seed)
+        self._pending[attempt.name] = attempt
+        self._llm_engine.add_request(attempt.name, self._last[1], params)
