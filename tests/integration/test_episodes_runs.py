@@ -60,16 +60,16 @@ REWARD_TYPE = "sequential"
 
 def compute_score(reward_input):
     turns = reward_input["turns"]
-    rewards = [turn["reward"] for turn in turns]
+    rewards = [turn["reward"] or 0.0 for turn in turns]
     return {"overall": sum(rewards), "turns": len(turns), "observed": sum("<image>" in t["observation"] for t in turns)}
 """
 EPISODES = (
     "data.rollout_batch_size=2",
-    "data.max_response_length=160",
+    "data.max_response_length=512",
     "trainer.save_freq=2",
     "trainer.val_freq=2",
     "worker.rollout.max_turns=4",
-    "worker.rollout.max_turn_tokens=12",
+    "worker.rollout.max_turn_tokens=100",
 )
 
 

@@ -412,6 +412,23 @@ def main(reward_input):
     assert pool.score(requests("a"))[0].overall == address_space
 
 
+def test_a_worker_that_is_given_gpus_has_no_limit_of_address_space(pool_of, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    text = """
+import os, resource
+REWARD_TYPE = "sequential"
+def main(reward_input):
+    is_unlimited = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    return {"overall": is_unlimited, "gpu": int(os.environ["CUDA_VISIBLE_DEVICES"] or -1)}
+"""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    is_unlimited = float(hard == resource.RLIM_INFINITY)
+    given = pool_of(text, passed_variables=["CUDA_VISIBLE_DEVICES"]).score(requests("a"))[0]
+    hidden = pool_of(text).score(requests("a"))[0]
+    assert (given.overall, given.parts["gpu"]) == (is_unlimited, 0.0)
+    assert (hidden.overall, hidden.parts["gpu"]) == (0.0, -1.0)
+
+
 def test_a_worker_has_no_files_of_the_driver_but_its_channel_and_its_output(pool_of):
     text = """
 import os
@@ -585,6 +602,12 @@ def test_strict_can_be_told_of_folders_and_of_the_network(pool_of, outside):
     confinement = Confinement(level="strict", network=True, readable=(str(Path(outside["secret"]).parent),))
     responses = [*FILES, "network", "unix_sockets"]
     assert works(pool_of, outside, confinement, responses) == {"read_elsewhere", "network", "unix_sockets"}
+
+
+@needs_landlock
+def test_strict_can_be_told_where_functions_may_write(pool_of, outside):
+    confinement = Confinement(level="strict", writable=(str(Path(outside["secret"]).parent),))
+    assert works(pool_of, outside, confinement, FILES) == {"read_elsewhere", "write_elsewhere"}
 
 
 def test_without_the_network_files_and_sockets_of_this_machine_stay(pool_of, outside):

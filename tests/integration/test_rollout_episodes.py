@@ -15,6 +15,7 @@ from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_
 from support.oracle import load_hugging_face, padded_episode
 from support.rollout import handle_of, make_transformers_engine, make_vllm_settings
 from support.videos import make_video
+from trigon.data.turns import TurnTemplate
 from trigon.errors import EngineError
 from trigon.metrics import values
 from trigon.models.load import load_model, load_processors
@@ -97,7 +98,8 @@ def scene(request, tiny_model):
     # One token in twenty is a stop token, so that turns end.
     processors = replace(load_processors(str(folder)), stop_token_ids=tuple(range(0, 1000, 20)))
     environments = LocalEnvironments(answer)
-    settings = make_settings(environments, processors, max_turns=3)
+    template = TurnTemplate(processors, max_image_pixels=1_000_000)
+    settings = make_settings(environments, processors, template=template, max_turns=3)
     weights = load_weights(folder, processors)
     if name == "vllm":
         from trigon.rollout.vllm import VllmEngine

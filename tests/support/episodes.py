@@ -18,9 +18,24 @@ from trigon.types import EncodedMedia, Vision
 
 
 @dataclass(frozen=True)
+class Shown:
+    """One message, as TurnTemplate takes it."""
+
+    role: str
+    text: str
+    images: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class Observed:
+    """An observation: images, then text. As TurnTemplate takes it, one message of the user."""
+
     text: str
     images: tuple[bytes, ...] = ()
+
+    @property
+    def messages(self) -> tuple[Shown, ...]:
+        return (Shown("user", "<image>" * len(self.images) + self.text, self.images),)
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,10 @@ class Tokens:
 
 @dataclass
 class PlainTemplate:
-    """Observations as messages of the user in ChatML, with images before their text."""
+    """Observations as messages of the user in ChatML, with images before their text.
+
+    For the fake engine: real ones are tested with TurnTemplate.
+    """
 
     processors: Processors
     calls: list[int | None] = field(default_factory=list)

@@ -192,6 +192,7 @@ def test_training_prompts_are_required():
         ("worker.actor.model.model_path", "/nowhere/model", "/nowhere/model"),
         ("worker.reward.reward_function", "score.py:compute", "score.py"),
         ("worker.reward.reward_function", "maths", "maths"),
+        ("worker.reward.writable", "judge-cache", "judge-cache"),
         ("trainer.load_checkpoint_path", "runs/global_step_3", "runs/global_step_3"),
     ],
 )

@@ -79,6 +79,7 @@ FREE = {
     "worker.reward.network",
     "worker.reward.confinement",
     "worker.reward.readable",
+    "worker.reward.writable",
 }
 
 # Together they use every option on which numbers depend.

@@ -53,6 +53,7 @@ def make_confinement(reward: RewardConfig) -> Confinement:
         level=reward.confinement,
         network=reward.network,
         readable=tuple(str(expand_path(path).absolute()) for path in reward.readable),
+        writable=tuple(str(expand_path(path).absolute()) for path in reward.writable),
         max_memory_bytes=int(reward.max_memory_gb * 2**30),
     )
 

@@ -139,6 +139,11 @@ def _reward_files(key: str, reward: RewardOption) -> Paths:
     }
 
 
+def _writable(config: Config) -> Paths:
+    key, paths = "worker.reward.writable", config.worker.reward.writable
+    return {f"{key}[{number}]" if len(paths) > 1 else key: path for number, path in enumerate(paths)}
+
+
 def _image_dir(config: Config) -> Paths:
     return {"data.image_dir": config.data.image_dir} if config.data.image_dir else {}
 
@@ -215,6 +220,7 @@ FILE_CHECKS = tuple(
         _model,
         _tokenizer,
         _reward,
+        _writable,
         _image_dir,
         _checkpoint,
     )

@@ -698,6 +698,10 @@ class RewardConfig(Section):
     readable: Files = ()
     """Files and folders that reward functions can read with `confinement: strict`. Trigon only."""
 
+    writable: Files = ()
+    """Files and folders that reward functions can also write with `confinement: strict`. They must
+    exist. Trigon only."""
+
     skip_special_tokens: bool = True
     """Exclude special tokens from the text that is scored."""
 

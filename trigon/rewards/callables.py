@@ -19,7 +19,7 @@ import cloudpickle
 
 from trigon.errors import RewardError
 from trigon.rewards.code import function_digest
-from trigon.rewards.contract import detect_contract
+from trigon.rewards.contract import call_signature, detect_contract
 from trigon.rewards.load import RewardSource, RewardTerm, check_reward_images, find_source, spec_name, unique_name
 
 RewardFunction = Callable[..., Any]
@@ -148,13 +148,14 @@ def _declared(function: RewardFunction, name: str) -> object:
     """Return what a function, or its module, declares by a name; None if it does not."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, name, getattr(function, "__globals__", {}).get(name))
+    code = inspect.getattr_static(function, "__call__", None) if isinstance(function, type) else function
+    return getattr(function, name, getattr(code, "__globals__", {}).get(name))
 
 
 def _says_nothing(function: RewardFunction, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function has one required argument without a known name or an annotation."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = call_signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
     required = [

@@ -7,9 +7,10 @@ Does not depend on files, processes and time limits.
     sequential   REWARD_TYPE = "sequential"  f(reward_input: dict, **kwargs) -> dict
     legacy       chosen by its signature     f(response, ground_truth, **kwargs) -> dict
 
-Each may be an `async def`. A reward_input has the fields of RewardRequest; a returned dict is
-{"overall": reward, any other name: number}. A number stands for {"overall": number}. EasyR1's name
-of response is predict_str.
+Each may be an `async def`, or a class, of which each reward worker makes one object with kwargs and
+calls that with the first argument only. A reward_input has the fields of RewardRequest; a returned
+dict is {"overall": reward, any other name: number}. A number stands for {"overall": number}.
+EasyR1's name of response is predict_str.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 import inspect
 import json
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -137,7 +139,8 @@ def detect_contract(
         return reward_type
     if reward_type is not None:
         raise RewardError(f'{where}: REWARD_TYPE is {reward_type!r}; it must be "batch", "group" or "sequential"')
-    parameters = [p for p in _signature(function, where=where).parameters.values() if p.kind in _POSITIONAL]
+    signature = _signature(function, where=where, read=call_signature)
+    parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
     names = [parameter.name for parameter in parameters]
     if names[:2] in (["response", "ground_truth"], ["predict_str", "ground_truth"]):
         return "legacy"
@@ -192,12 +195,7 @@ def bind_kwargs(
     accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     accepted = named[2 if contract == "legacy" else 1 :]
-    for key in kwargs:
-        if key not in accepted and not accepts_any:
-            raise RewardError(
-                f"{where} does not accept {key!r} of {option}{_nearest(key, accepted)}; "
-                f"it accepts {', '.join(accepted) or 'none'}"
-            )
+    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
     positional = (None, None) if contract == "legacy" else (None,)
     images = {IMAGES: None} if has_images_argument(function, contract, kwargs, where=where) else {}
     try:
@@ -207,6 +205,52 @@ def bind_kwargs(
             f"{where} cannot be called by the {contract} contract: {error}; set its keyword arguments in {option}"
         ) from error
     return functools.partial(function, **kwargs)
+
+
+def is_class(function: object) -> bool:
+    """Return whether a reward function is a class, or a class with some of its arguments."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return isinstance(function, type)
+
+
+def construct(
+    function: Callable[..., object], kwargs: Mapping[str, Any], *, where: str, option: str = ARGUMENTS
+) -> Callable[..., object]:
+    """Return an object of a class that is a reward function, made with kwargs.
+
+    option: the name of kwargs in errors.
+    Raises: RewardError if the class does not accept one of kwargs, requires one that is missing,
+    or raises; or if its objects cannot be called.
+    """
+    signature = _signature(function, where=where)
+    parameters = signature.parameters.values()
+    accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepts_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    _require_accepted(kwargs, accepted, accepts_any=accepts_any, where=where, option=option)
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise RewardError(f"{where} cannot be made: {error}; set its keyword arguments in {option}") from error
+    try:
+        made = function(**kwargs)
+    except (Exception, SystemExit) as error:
+        trace = "".join(traceback.format_exception(error))
+        raise RewardError(f"{where} failed to start: {type(error).__name__}: {error}\n{trace}") from error
+    if not callable(made):
+        raise RewardError(f"{where} is a class whose objects cannot be called; give it a method __call__")
+    return made
+
+
+def _require_accepted(
+    kwargs: Mapping[str, Any], accepted: Sequence[str], *, accepts_any: bool, where: str, option: str
+) -> None:
+    for key in kwargs:
+        if key not in accepted and not accepts_any:
+            raise RewardError(
+                f"{where} does not accept {key!r} of {option}{_nearest(key, accepted)}; "
+                f"it accepts {', '.join(accepted) or 'none'}"
+            )
 
 
 class WrongLength(RewardError):
@@ -286,9 +330,30 @@ def _read_number(name: str, value: object) -> float:
     return number
 
 
-def _signature(function: Callable[..., object], *, where: str) -> inspect.Signature:
-    try:
+def call_signature(function: Callable[..., object]) -> inspect.Signature:
+    """Return the signature of a call for completions; of a class, that of its objects.
+
+    Raises: TypeError or ValueError if there is none.
+    """
+    if not is_class(function):
         return inspect.signature(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    call = inspect.getattr_static(function, "__call__", None)
+    if not inspect.isfunction(call):
+        raise TypeError("its objects cannot be called; give it a method __call__")
+    signature = inspect.signature(call)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _signature(
+    function: Callable[..., object],
+    *,
+    where: str,
+    read: Callable[[Callable[..., object]], inspect.Signature] = inspect.signature,
+) -> inspect.Signature:
+    try:
+        return read(function)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error
 
@@ -303,7 +368,7 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
     return text.rpartition("typing.")[2].lower().startswith(type_names)
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def _nearest(name: str, known: Sequence[str]) -> str:
     match = nearest(name, known)
     return f" (did you mean {match!r}?)" if match else ""
 

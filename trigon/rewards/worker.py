@@ -40,7 +40,15 @@ from typing import Any
 
 from trigon.errors import RewardError
 from trigon.rewards.calls import Result, at_most, score_chunk
-from trigon.rewards.contract import LoadedFunction, bind_kwargs, detect_contract, has_images_argument, is_async
+from trigon.rewards.contract import (
+    LoadedFunction,
+    bind_kwargs,
+    construct,
+    detect_contract,
+    has_images_argument,
+    is_async,
+    is_class,
+)
 from trigon.rewards.lazy_images import with_images
 from trigon.rewards.load import RewardSource, RewardTerm, declares_images, load_function
 from trigon.rewards.weighted import weighted_sum
@@ -118,6 +126,8 @@ def _load_setup(setup: Mapping[str, Any]) -> LoadedFunction:
 def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGUMENTS) -> LoadedFunction:
     """Return a function with its arguments bound. option: their name. Raises: RewardError."""
     function, reward_type = load_function(source)
+    if is_class(function):  # once for each worker, so that it can load a model or open a connection
+        function, kwargs = construct(function, kwargs, where=source.where, option=option), {}
     contract = detect_contract(function, reward_type, kwargs, where=source.where)
     images_argument = has_images_argument(function, contract, kwargs, where=source.where)
     return LoadedFunction(

@@ -1,7 +1,4 @@
-"""How episodes run, and what they need of environments and of a chat template.
-
-The interfaces are those of trigon.environments and trigon.data.turns, which fill them.
-"""
+"""How episodes run, and what they need of environments."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from trigon.data.turns import Observation, TurnTemplate
 from trigon.errors import EngineError
 from trigon.types import EncodedMedia, Prompt, Vision
 
@@ -19,7 +17,7 @@ class Outcome(Protocol):
     @property
     def episode(self) -> int: ...
     @property
-    def observation(self) -> Any | None: ...
+    def observation(self) -> Observation | None: ...
     @property
     def reward(self) -> float | None: ...
     @property
@@ -49,29 +47,6 @@ class Environments(Protocol):
 
     def stop(self, episode: int) -> None:
         """End an episode, also one that has failed or still has to answer."""
-        ...
-
-
-class ObservedTokens(Protocol):
-    """Tokens that are appended before the model samples. media: the images in them."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def media(self) -> EncodedMedia | None: ...
-
-
-class Template(Protocol):
-    """Tokenizes what stands between turns. Raises DataError for what cannot be shown."""
-
-    def opening(self, observation: Any | None) -> ObservedTokens:
-        """Return what follows a prompt without generation prompt."""
-        ...
-
-    def reply(self, observation: Any, *, last_token_id: int) -> ObservedTokens:
-        """Return what follows a sampled turn that ended with this token."""
         ...
 
 
@@ -112,7 +87,7 @@ class EpisodeSettings:
     """
 
     environments: Environments
-    template: Template
+    template: TurnTemplate
     opens: bool
     max_turns: int
     load_pixels: Callable[[EncodedMedia], Vision]

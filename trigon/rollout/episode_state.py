@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trigon.rollout.episode_settings import ObservedTokens
+from trigon.data.turns import TurnTokens
 from trigon.rollout.seeds import turn_seed
 from trigon.rollout.turns import SampledTurn, TurnRequest
 from trigon.types import Completion, EncodedMedia, FinishReason, Prompt, Turn, Vision
@@ -40,7 +40,7 @@ class Episode:
         """By which the turns of several episodes are submitted."""
         return self.prompt_index, self.sample
 
-    def observe(self, tokens: ObservedTokens, vision: Vision | None) -> None:
+    def observe(self, tokens: TurnTokens, vision: Vision | None) -> None:
         """Append an observation. vision: the pixel values of its images."""
         self.token_ids += tuple(tokens.token_ids)
         self.observation = tokens.text
@@ -56,8 +56,7 @@ class Episode:
         return TurnRequest(
             name=f"{self.prompt_index}.{self.sample}.{turn}",
             prompt=self.prompt,
-            # The same object for all completions of a prompt: see TurnRequest.same_context.
-            token_ids=self.prompt.token_ids + self.token_ids if self.token_ids else self.prompt.token_ids,
+            token_ids=self.prompt.token_ids + self.token_ids,
             visions=tuple(self.visions),
             max_tokens=max_tokens,
             seed=turn_seed(self.seed, turn),

@@ -19,9 +19,10 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from trigon.data.turns import Observation, TurnTemplate, TurnTokens
 from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
-from trigon.rollout.episode_settings import EpisodeSettings, ObservedTokens, Outcome
+from trigon.rollout.episode_settings import EpisodeSettings, Outcome
 from trigon.rollout.episode_state import Episode, Groups
 from trigon.rollout.protocol import OnGroup
 from trigon.rollout.seeds import sample_seed
@@ -140,7 +141,7 @@ class _Loading:
     """An observation whose images are being processed."""
 
     episode: Episode
-    tokens: ObservedTokens
+    tokens: TurnTokens
     vision: Future[Vision]
 
 
@@ -306,24 +307,26 @@ class _Run:
             self._fail(episode, "the environment was done before the first turn; return an observation from reset()")
         elif len(episode.turns) == settings.max_turns:
             self._end(episode, "turns")
-        elif episode.turns and outcome.observation is None:
-            self._fail(episode, "the environment is not done, but returned no observation from step()")
         elif not episode.turns and not settings.opens:
             assert outcome.observation is None, "a first observation after a prompt with a generation prompt"
             self._ready.append(episode)
+        elif episode.turns and outcome.observation is None:
+            self._fail(episode, "the environment is not done, but returned no observation from step()")
         else:
             try:
-                if episode.turns:
-                    last_token_id = episode.token_ids[-1]
-                    tokens = settings.template.reply(outcome.observation, last_token_id=last_token_id)
-                else:
-                    tokens = settings.template.opening(outcome.observation)
+                tokens = self._tokens(settings.template, episode, outcome.observation)
             except DataError as error:
                 self._fail(episode, str(error))
                 return
             self._append(settings, episode, tokens)
 
-    def _append(self, settings: EpisodeSettings, episode: Episode, tokens: ObservedTokens) -> None:
+    def _tokens(self, template: TurnTemplate, episode: Episode, observation: Observation | None) -> TurnTokens:
+        if not episode.turns:
+            return template.opening(observation)
+        assert observation is not None
+        return template.reply(observation, last_token_id=episode.token_ids[-1])
+
+    def _append(self, settings: EpisodeSettings, episode: Episode, tokens: TurnTokens) -> None:
         """Append an observation if there is room for it and for a token after it."""
         left = self._rules.sampling.max_tokens - len(episode.token_ids)
         if len(tokens.token_ids) < left:
@@ -343,7 +346,7 @@ class _Run:
                 f"{self._rules.sampling.max_tokens}: raise it, or make the observation smaller",
             )
 
-    def _show(self, episode: Episode, tokens: ObservedTokens, vision: Future[Vision]) -> None:
+    def _show(self, episode: Episode, tokens: TurnTokens, vision: Future[Vision]) -> None:
         try:
             episode.observe(tokens, vision.result())
         except DataError as error:

@@ -31,8 +31,13 @@ class TurnRequest:
     seed: int
 
     def same_context(self, other: TurnRequest) -> bool:
-        """Return whether both are for first turns of one prompt, after the same tokens."""
-        return self.prompt is other.prompt and self.token_ids is other.token_ids
+        """Return whether both are for turns of completions of one prompt, after the same tokens."""
+        return (
+            self.prompt is other.prompt
+            and self.max_tokens == other.max_tokens
+            and self.token_ids == other.token_ids
+            and [vision.hashes for vision in self.visions] == [vision.hashes for vision in other.visions]
+        )
 
 
 @dataclass(frozen=True, slots=True)

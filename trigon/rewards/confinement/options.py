@@ -4,7 +4,7 @@ Levels of worker.reward.confinement:
 
     default  no access to other processes: their memory, environment, signals, names
     strict   also no network, no writing outside a private temporary folder, and reading only what
-             Python needs, the folder of the reward function and `readable`
+             Python needs, the folder of the reward function, `readable` and `writable`
     off      limits, and the end of all processes that the worker started, only
 """
 
@@ -33,6 +33,7 @@ class Confinement:
 
     network: whether it may open network connections; None: unless level is "strict".
     readable: files and folders that "strict" can read besides those that Python needs.
+    writable: files and folders that "strict" can also write.
     max_memory_bytes: of resident memory, and max_processes: of a worker and all that it started.
     without: mechanisms that are not used, as on a system that lacks them, for tests.
     """
@@ -40,6 +41,7 @@ class Confinement:
     level: ConfinementLevel = "default"
     network: bool | None = None
     readable: tuple[str, ...] = ()
+    writable: tuple[str, ...] = ()
     max_memory_bytes: int = 16 << 30
     max_processes: int = 1024
     without: tuple[Mechanism, ...] = ()
@@ -65,7 +67,7 @@ class Confinement:
     def from_json(cls, text: str) -> Confinement:
         """Return what to_json was called on."""
         fields = json.loads(text)
-        return cls(**fields | {"readable": tuple(fields["readable"]), "without": tuple(fields["without"])})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 DEFAULT = Confinement()

@@ -192,7 +192,8 @@ def _become_worker(
             supervisor = 1
         os.setsid()
         _close_descriptors(channel_fd)
-        _limit(resource.RLIMIT_AS, max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes))
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):  # CUDA reserves addresses for all memory of host and GPUs
+            _limit(resource.RLIMIT_AS, max(MIN_ADDRESS_SPACE, confinement.max_memory_bytes))
         for number in _HANDLED:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         used = used + _confine(confinement, used, temporary)
@@ -241,7 +242,8 @@ def _confine(confinement: Confinement, used: Sequence[Mechanism], temporary: str
     found = landlock.find_version() if "landlock" not in confinement.without else 0
     if version := choose_landlock_version(confinement, (*used, *added), found=found):
         if confinement.level == "strict":
-            writable = [*_STRICT_WRITABLE, temporary, *(["/dev/shm"] if "namespaces" in used else [])]
+            shared_memory = ["/dev/shm"] if "namespaces" in used else []
+            writable = [*_STRICT_WRITABLE, temporary, *shared_memory, *confinement.writable]
             landlock.enter_domain_of_files(version, readable=_strict_readable(confinement), writable=writable)
         else:
             landlock.enter_domain(version)
