@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
 
 import pytest
 
@@ -12,6 +11,7 @@ from support.chat_templates import published_template, with_template
 from support.images import png
 from support.videos import make_video
 from trigon.data.turns import TurnTemplate
+from trigon.environments.protocol import Message, Observation
 from trigon.errors import ConfigError, ObservationError
 from trigon.models.load import load_processors
 
@@ -26,18 +26,6 @@ SCHEMA = {
 
 THOUGHT = "<think>\nI look at the drawing.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "crop", "arguments": {"left": 3}}\n</tool_call>'
-
-
-@dataclass(frozen=True)
-class Message:
-    role: str
-    text: str
-    images: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True)
-class Observation:
-    messages: tuple[Message, ...]
 
 
 def observe(role, *contents):

@@ -13,19 +13,20 @@ Does not know how environments run, or which engine samples.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.chat_template import ChatTemplate
 from trigon.data.images import image_size
+from trigon.data.media_files import encoded_files
 from trigon.data.messages import IMAGE_MARKER, VIDEO_MARKER, Message, messages_as_text
 from trigon.data.placeholders import Placeholders
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure
 from trigon.data.text_limits import MAX_OBSERVATION_CHARACTERS
+from trigon.environments.protocol import Observation
 from trigon.errors import ConfigError, ObservationError
 from trigon.types import EncodedMedia
 
@@ -52,27 +53,6 @@ _CHECKED_TURNS = (
 )
 _NUM_TURNS = 3
 _EXCERPT = 60
-
-
-class ObservedMessage(Protocol):
-    """One message of an observation.
-
-    role: "user" or "tool". text: has one `<image>` for each image. images: encoded files.
-    """
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def images(self) -> tuple[bytes, ...]: ...
-
-
-class Observation(Protocol):
-    """What the model is shown between two turns: at least one message."""
-
-    @property
-    def messages(self) -> Sequence[ObservedMessage]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,8 +218,7 @@ class TurnTemplate:
             )
         token_ids, _ = self._placeholders.expand(template_ids, "image", [self._size(file) for file in files])
         shown = messages_as_text([Message(message.role, message.text) for message in observed]) if observed else ""
-        media = EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files)) if files else None
-        return TurnTokens(tuple(token_ids), shown, media)
+        return TurnTokens(tuple(token_ids), shown, encoded_files(files, "image"))
 
     def _size(self, file: bytes) -> tuple[int, int]:
         try:
