@@ -336,6 +336,11 @@ def test_space_before_a_turn_is_no_change_of_earlier_turns(family):
             "{% if add_generation_prompt %}assistant: {% endif %}",
             "it does not write their text; set worker.rollout.observation_role=user",
         ),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'tool' %} ({{ loop.index }})"
+            "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+            r"it writes an observation differently later in a conversation: .*\(3\).* became .*\(5\)",
+        ),
         ("{% for m in messages %}{{ m.role }}\n{% endfor %}", "it does not write the text of a turn"),
     ],
 )

@@ -53,6 +53,7 @@ _CHECKED_TURNS = (
 )
 _NUM_TURNS = 3
 _EXCERPT = 60
+_REWRITES = "rewrites earlier messages"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,13 +267,14 @@ class TurnTemplate:
             added = rendered.removeprefix(so_far).lstrip()
             if not rendered.startswith(so_far) or not added.startswith(sampled):
                 lost_thought = _THOUGHT in turn and f"trigon-thought-{number}" not in rendered
-                return _describe(so_far + sampled, rendered, lost_thought=lost_thought)
+                what = "removes the thoughts (<think>...</think>) of earlier turns" if lost_thought else _REWRITES
+                return _describe(what, so_far + sampled, rendered)
             reply = added.removeprefix(sampled)
             if any(text not in reply for text in texts):
                 return "it does not write their text"
             expected = self._render_reply(observed)
             if reply != expected:
-                return _describe(expected, reply, lost_thought=False)
+                return _describe("writes an observation differently later in a conversation", expected, reply)
             so_far = rendered
         return ""
 
@@ -285,7 +287,7 @@ class TurnTemplate:
             return f"it raises an error: {error}"
         if text.startswith(before) and _TURN in text.removeprefix(before):
             return ""
-        return _describe(before, text, lost_thought=False)
+        return _describe(_REWRITES, before, text)
 
 
 def _unshowable(error: TemplateFailure) -> ObservationError:
@@ -306,17 +308,12 @@ def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
     return joined
 
 
-def _describe(expected: str, found: str, *, lost_thought: bool) -> str:
+def _describe(what: str, expected: str, found: str) -> str:
     """Return what a template does to earlier messages, with the first place that differs."""
     index = next(
         (index for index, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other),
         min(len(expected), len(found)),
     )
-    what = (
-        "it removes the thoughts (<think>...</think>) of earlier turns"
-        if lost_thought
-        else "it rewrites earlier messages"
-    )
     start = max(0, index - _EXCERPT // 3)
     was, now = (repr(text[start : start + _EXCERPT]) for text in (expected, found))
-    return f"{what}: {was} became {now}"
+    return f"it {what}: {was} became {now}"
