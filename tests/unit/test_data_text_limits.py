@@ -60,7 +60,7 @@ def test_a_long_prompt_is_overlong_and_not_tokenized(processors, row, monkeypatc
     def tokenize(text: str) -> list[int]:
         raise AssertionError(f"{len(text)} characters were tokenized")
 
-    monkeypatch.setattr(builder, "_tokenize", tokenize)
+    monkeypatch.setattr(builder._chat, "tokenize", tokenize)
     with pytest.raises(UnusableRow, match="characters of text") as error:
         builder.count(row)
     assert error.value.reason == "overlong"

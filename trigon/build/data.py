@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from trigon.build.episodes import make_episode_options
 from trigon.build.options import (
     count_data_threads,
     count_image_threads,
@@ -15,7 +16,6 @@ from trigon.build.options import (
     model_path,
 )
 from trigon.config.defaults import PIXEL_CACHE_BYTES
-from trigon.config.episode_checks import has_episodes
 from trigon.config.paths import read_template
 from trigon.config.plan import num_workers
 from trigon.config.schema import Config
@@ -59,17 +59,17 @@ def open_builder(
     processors: Processors,
     *,
     process_images: bool | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    schemas: Sequence[Mapping[str, Any]] = (),
 ) -> PromptBuilder:
     """Return the builder that makes prompts from dataset rows.
 
     With one worker it also processes their images; with several, and with environments or tools,
     the process of each engine does (see open_images).
-    process_images: True or False decides it. tools: descriptions of the tools.
+    process_images: True or False decides it. schemas: of worker.rollout.tools.
     """
-    data = config.data
+    data, episodes = config.data, make_episode_options(config)
     if process_images is None:
-        process_images = num_workers(config) == 1 and not has_episodes(config)
+        process_images = num_workers(config) == 1 and episodes is None
     return PromptBuilder(
         processors,
         prompt_key=data.prompt_key,
@@ -82,11 +82,11 @@ def open_builder(
         max_image_pixels=data.max_image_pixels,
         limit_images=config.worker.rollout.limit_images,
         process_images=process_images,
-        tools=tools,
-        generation_prompt=config.worker.rollout.environment is None,
         video_key=data.video_key,
         video_sampling=make_frame_sampling(config),
         allow_special_tokens=data.allow_special_tokens,
+        tools=schemas,
+        generation_prompt=episodes is None or not episodes.opens,
     )
 
 

@@ -144,7 +144,7 @@ def run_training(
             open_reporter(config, folder, console, processors, all_loggers, checkpoint, hang_watch)
         )
 
-        builder = open_builder(config, processors, tools=() if episodes is None else episodes[0].schemas)
+        builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
         val_prompts, train_prompts = open_datasets(config, builder, report, objects.sources)
         shows_videos = any(each is not None and each.shows_videos for each in (train_prompts, val_prompts))
         if val_rewards is None or train_prompts is not None:

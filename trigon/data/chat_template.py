@@ -77,21 +77,23 @@ class ChatTemplate:
         generation_prompt: whether the beginning of the assistant's next message follows.
         Raises: TemplateFailure.
         """
+        contents = self._contents_of(messages)
         if self._tools_section:
-            messages = self._with_tools_section(messages)
+            self._add_tools_section(contents)
         return self._apply(
-            messages, tools=self._tools if self.writes_tools else None, generation_prompt=generation_prompt
+            contents, tools=self._tools if self.writes_tools else None, generation_prompt=generation_prompt
         )
 
+    def _contents_of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages as the template takes them."""
+        return [{"role": message.role, "content": self._content_of(message.content)} for message in messages]
+
     def _apply(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None, generation_prompt: bool
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, generation_prompt: bool
     ) -> str:
         with bounded_rendering():
             text: str = self._tokenizer.apply_chat_template(
-                [{"role": message.role, "content": self._content_of(message.content)} for message in messages],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
             )
         return text
 
@@ -111,25 +113,33 @@ class ChatTemplate:
 
     def _render_tools(self) -> bool:
         """Return whether the template writes anything for tools."""
-        probe = [Message("user", _PROBE)]
+        probe = self._contents_of([Message("user", _PROBE)])
         try:
             with_tools = self._apply(probe, tools=self._tools, generation_prompt=True)
             return with_tools != self._apply(probe, tools=None, generation_prompt=True)
         except TemplateFailure:
             return True  # and each row has the error
 
-    def _with_tools_section(self, messages: Sequence[Message]) -> list[Message]:
-        has_system = bool(messages) and messages[0].role == "system"
-        system = messages[0].content if has_system else self._default_system
-        content = f"{system}\n\n{self._tools_section}" if system else self._tools_section
-        return [Message("system", content), *messages[has_system:]]
+    def _add_tools_section(self, messages: list[dict[str, Any]]) -> None:
+        """Add the section to the system message. It is text, also where it contains a marker."""
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._content_of(self._default_system)})
+        system = messages[0]["content"]
+        section = f"\n\n{self._tools_section}" if system else self._tools_section
+        if isinstance(system, str) and self._content_of is not _parts:
+            messages[0]["content"] = system + section
+        else:
+            parts = [{"type": "text", "text": system}] if isinstance(system, str) else system
+            messages[0]["content"] = [*parts, {"type": "text", "text": section}]
 
     def _find_default_system(self) -> str:
         """Return the system message that the template writes where there is none; "" if none."""
         question = Message("user", "trigon-question")
         try:
-            default = self._apply([question], tools=None, generation_prompt=False)
-            given = self._apply([Message("system", _PROBE), question], tools=None, generation_prompt=False)
+            default, given = (
+                self._apply(self._contents_of(messages), tools=None, generation_prompt=False)
+                for messages in ([question], [Message("system", _PROBE), question])
+            )
         except TemplateFailure:
             return ""
         before, _, after = given.partition(_PROBE)
@@ -138,7 +148,9 @@ class ChatTemplate:
         return ""
 
 
-def _parts(content: str) -> Any:
-    """Return a content as parts, also if it is text alone."""
+def _parts(content: str) -> list[dict[str, str]]:
+    """Return a content as parts, also if it is text alone; none for an empty one."""
     parts = content_parts(content)
-    return [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    if isinstance(parts, str):
+        return [{"type": "text", "text": parts}] if parts else []
+    return parts

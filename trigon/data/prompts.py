@@ -23,35 +23,26 @@ from typing import TYPE_CHECKING, Any, assert_never
 from PIL import Image
 
 from trigon.data.bad_rows import UnusableRow
+from trigon.data.chat_template import ChatTemplate
 from trigon.data.columns import column_names, column_value, has_column, without_column
 from trigon.data.decoding import reserve_frames
 from trigon.data.format_prompt import load_format_prompt
 from trigon.data.images import encoded_image, image_size, open_image
 from trigon.data.media_files import encoded_files, linked_digests, media_name
-from trigon.data.messages import MARKERS, Message, content_parts, messages_as_text, read_messages
+from trigon.data.messages import MARKERS, Message, messages_as_text, read_messages
+from trigon.data.placeholders import MediaSize, Placeholders
 from trigon.data.row_media import BLANK_READERS, RowMedia, as_list, check_count, check_markers, decoded_images
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
-from trigon.data.templates import TemplateFailure, bounded_rendering, check_chat_template
+from trigon.data.templates import TemplateFailure, bounded_rendering
 from trigon.data.text_limits import check_option_text, check_prompt_text, check_prompt_tokens, check_row_size
-from trigon.data.videos import (
-    DEFAULT_SAMPLING,
-    FRAMES_PER_PATCH,
-    FrameSampling,
-    VideoLayout,
-    encoded_video,
-    open_video,
-    video_layout,
-)
-from trigon.data.vision import image_processor_of, media_grids, video_processor_of
+from trigon.data.videos import DEFAULT_SAMPLING, FrameSampling, encoded_video, open_video, video_layout
+from trigon.data.vision import media_grids
 from trigon.errors import DataError
 from trigon.suggestions import nearest
-from trigon.types import EncodedMedia, MediaKind, Prompt, Vision
+from trigon.types import EncodedMedia, Prompt, Vision
 
 if TYPE_CHECKING:
     from trigon.models.load import Processors
-
-MediaSize = tuple[int, int] | VideoLayout
-"""What the number of tokens depends on: an image's (width, height), or a video's layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +80,8 @@ class PromptBuilder:
         video_key: str = "videos",
         video_sampling: FrameSampling = DEFAULT_SAMPLING,
         allow_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        generation_prompt: bool = True,
     ) -> None:
         """Load the template and the processors.
 
@@ -114,6 +107,11 @@ class PromptBuilder:
             video_sampling: which frames of a video are sampled.
             allow_special_tokens: special tokens in a row's text are special; False: they are
                 tokenized as text (special_tokens.py).
+            tools: JSON schemas of the functions that the model may call, which the chat template
+                describes to it.
+            generation_prompt: prompts end with the beginning of the assistant's message; False:
+                with the question, where the first observation of an environment follows it
+                (turns.py).
         Raises: ConfigError if format_prompt or the chat template cannot be used.
         """
         family, hf_config = processors.family, processors.hf_config
@@ -123,17 +121,11 @@ class PromptBuilder:
         self.image_dir = image_dir
         self.max_prompt_length = max_prompt_length
         self.video_key = video_key
-        self.image_processor = image_processor_of(processors)
-        self.video_processor = video_processor_of(processors)
-        self._placeholders: dict[MediaKind, int] = {}
-        if family.has_vision:
-            self._placeholders["image"] = family.image_token_id(hf_config)
-        if family.video != "none":
-            self._placeholders["video"] = family.video_token_id(hf_config)
-            self._vision_tokens = (int(hf_config.vision_start_token_id), int(hf_config.vision_end_token_id))
-        self._has_timestamps = family.video == "timestamps"
-        wrap = [[getattr(processors.tokenizer, f"{name}_id")] for name in family.image_wrap or ()]
-        self._image_wrap = (wrap[0], wrap[1]) if wrap else ([], [])
+        self._chat = ChatTemplate(processors, tools=tools)
+        self._placeholders = Placeholders(processors, tokenize=self._chat.tokenize)
+        self.image_processor = self._placeholders.image_processor
+        self.video_processor = self._placeholders.video_processor
+        self._generation_prompt = generation_prompt
         self._model_type = family.model_type
         self._format = None if format_prompt is None else load_format_prompt(format_prompt)
         check_option_text(system_prompt or "", "data.system_prompt", max_prompt_length=max_prompt_length)
@@ -142,16 +134,17 @@ class PromptBuilder:
         self._limit_images = limit_images
         self._process_images = process_images
         self._video_sampling = video_sampling
-        self._tokenizer = processors.tokenizer
-        check_chat_template(self._tokenizer)
-        self._media_tokens = tuple(self._tokenizer.convert_ids_to_tokens(family.media_token_ids(hf_config)))
-        # The first call resets the truncation and padding that a tokenizer was saved with, which is
-        # not thread-safe.
-        self._tokenize("")
+        tokenizer = processors.tokenizer
+        self._media_tokens = tuple(tokenizer.convert_ids_to_tokens(family.media_token_ids(hf_config)))
         ignore = (*self._media_tokens, *(MARKERS.values() if family.has_vision else ()))
-        self._special_tokens = SpecialTokens(self._tokenizer, tokenize=self._tokenize, ignore=ignore)
+        self._special_tokens = SpecialTokens(tokenizer, tokenize=self._chat.tokenize, ignore=ignore)
         self._allow_special_tokens = allow_special_tokens
         self._shows_blank = False
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether the chat template describes tools itself; see ChatTemplate."""
+        return self._chat.writes_tools
 
     def with_default_image_dir(self, folder: Path) -> PromptBuilder:
         """Return this builder with relative paths starting from folder, unless image_dir is set."""
@@ -365,60 +358,25 @@ class PromptBuilder:
             takes_media=self.image_processor is not None,
             media_tokens=self._media_tokens,
         )
-        content_of = str if self.image_processor is None else content_parts  # text models take no parts
         try:
-            with bounded_rendering():
-                text = self._tokenizer.apply_chat_template(
-                    [{"role": message.role, "content": content_of(message.content)} for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
+            text = self._chat.render(messages, generation_prompt=self._generation_prompt)
         except TemplateFailure as error:
             raise UnusableRow("prompt", f"{name}: the chat template raises an error: {error}") from error
 
         check_prompt_text([text], name, max_prompt_length=self.max_prompt_length)
-        template_ids = self._tokenize(text) if masked is None else masked.tokenize(text)
-        placeholder = self._placeholders.get(media.kind)
-        num_placeholders = template_ids.count(placeholder) if placeholder is not None else 0
+        template_ids = self._chat.tokenize(text) if masked is None else masked.tokenize(text)
+        num_placeholders = self._placeholders.count(template_ids, media.kind)
         if num_placeholders != len(sizes):
             counts = f"placeholders that the chat template writes: {num_placeholders}, {media.kind}s: {len(sizes)}"
             hint = f'it has to write one for each content part of {{"type": "{media.kind}"}}'
             raise UnusableRow("markers", f"{name}: {counts}; {hint}")
-        expanded = [self._expand_placeholder(size) for size in sizes]
-        remaining = iter(expanded)
-        token_ids: list[int] = []
-        for token_id in template_ids:
-            token_ids.extend(next(remaining) if token_id == placeholder else [token_id])
+        token_ids, expanded = self._placeholders.expand(template_ids, media.kind, sizes)
         check_prompt_tokens(len(token_ids), expanded, media.kind, name, max_prompt_length=self.max_prompt_length)
-        media_tokens = tuple(0 if placeholder is None else ids.count(placeholder) for ids in expanded)
+        media_tokens = tuple(self._placeholders.count(ids, media.kind) for ids in expanded)
         prompt_text = messages_as_text(messages)
         return PromptTokens(
             tuple(token_ids), media_tokens, prompt_text if masked is None else masked.unmask(prompt_text)
         )
-
-    def _expand_placeholder(self, size: MediaSize) -> list[int]:
-        """Return the tokens that replace the placeholder of an image or a video."""
-        if not isinstance(size, VideoLayout):
-            assert self.image_processor is not None
-            before, after = self._image_wrap
-            return [*before, *[self._placeholders["image"]] * self.image_processor.image_tokens(*size), *after]
-        assert self.video_processor is not None
-        patch = [self._placeholders["video"]] * self.video_processor.patch_tokens(size)
-        if not self._has_timestamps:
-            return patch * size.num_patches
-        # Qwen3-VL: each temporal patch follows its time, and is between the start and end tokens of
-        # an image.
-        start, end = self._vision_tokens
-        ids: list[int] = []
-        for first in range(0, len(size.seconds), FRAMES_PER_PATCH):
-            middle = (size.seconds[first] + size.seconds[first + FRAMES_PER_PATCH - 1]) / 2
-            ids += [*self._tokenize(f"<{middle:.1f} seconds>"), start, *patch, end]
-        return ids
-
-    def _tokenize(self, text: str) -> list[int]:
-        # The chat template writes every special token itself, so none is added.
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _messages(self, row: Mapping[str, Any], name: str) -> tuple[list[Message], MaskedTokens | None]:
         """Return the row's chat messages, with format_prompt applied to the last one.

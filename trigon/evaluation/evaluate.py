@@ -258,7 +258,7 @@ def evaluate_model(
         episodes = find_episodes(config, processors, stack)
         rewards.ready()
         data = config.data
-        builder = open_builder(config, processors, tools=() if episodes is None else episodes[0].schemas)
+        builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
         prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
         check_rewards(rewards, prompts)
         if episodes is not None:

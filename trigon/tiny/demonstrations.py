@@ -18,11 +18,12 @@ from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
 from trigon.data.vision import image_processor_of
 from trigon.environments.conversion import to_observation, to_step
-from trigon.environments.protocol import Environment, Observation, ObservationRole
+from trigon.environments.protocol import Environment, Observation
 from trigon.models.load import load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.weight_files import save_weights
+from trigon.names import ObservationRole
 from trigon.tiny.warm_start import as_target, warm_start
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from trigon.errors import RewardError
 
@@ -66,8 +66,9 @@ class Confinement:
     @classmethod
     def from_json(cls, text: str) -> Confinement:
         """Return what to_json was called on."""
-        fields = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        fields: dict[str, Any] = json.loads(text)
+        lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**fields | lists)
 
 
 DEFAULT = Confinement()
