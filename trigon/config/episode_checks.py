@@ -67,8 +67,8 @@ def _check_parallel(config: Config) -> list[str]:
     if size == 1 or not has_episodes(config):
         return []
     return [
-        f"worker.rollout.tensor_parallel_size={size} cannot be used with {ENVIRONMENT} or {TOOLS}: the ranks of a copy of "
-        "the model would each run environments, and observe different things; set it to 1"
+        f"worker.rollout.tensor_parallel_size={size} cannot be used with {ENVIRONMENT} or {TOOLS}: the ranks of a copy "
+        "of the model would each run environments, and observe different things; set it to 1"
     ]
 
 
