@@ -99,6 +99,11 @@ def test_turns_need_ends(code):
     assert "worker.rollout.ignore_eos is true, so that no turn ends" in problem("tools=crop", "ignore_eos=true")
 
 
+def test_the_reward_of_an_environment_needs_one():
+    with pytest.raises(ConfigError, match=r"reward_function=environment is the sum .* is not set"):
+        load_config(None, (*NEEDED, "worker.reward.reward_function=environment"))
+
+
 def test_options_without_effect_are_told(code):
     assert warnings("tools=crop", "max_turns=3", "max_turn_tokens=9", "tool_format=hermes") == ()
     assert warnings("max_turns=3", "observation_role=tool") == (

@@ -72,6 +72,18 @@ def _check_parallel(config: Config) -> list[str]:
     ]
 
 
+def _check_reward(config: Config) -> list[str]:
+    reward = config.worker.reward
+    if config.worker.rollout.environment is not None:
+        return []
+    return [
+        f"worker.reward.{key}=environment is the sum of what an environment gave, and {ENVIRONMENT} is not set; "
+        "set it, or give another reward function"
+        for key in ("reward_function", "val_reward_function")
+        if getattr(reward, key) == "environment"
+    ]
+
+
 def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] = ()) -> list[str]:
     """Return problems of `file.py:Name` or `module:Name`."""
     if is_python_object(text):
@@ -88,7 +100,7 @@ def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] 
     return [f"{option}: there is no {place} (looked for {path.absolute()}){nearest_path(place)}"]
 
 
-EPISODE_CHECKS = (_check_exclusive, _check_environment, _check_tools, _check_ends, _check_parallel)
+EPISODE_CHECKS = (_check_exclusive, _check_environment, _check_tools, _check_ends, _check_parallel, _check_reward)
 """Checks that environments and tools can be found, and be used with other options."""
 
 
