@@ -1,6 +1,6 @@
-"""A room of MiniGrid: the model sees the room from above, and writes left, right or forward.
+"""A corridor of MiniGrid: the model sees it from above, and writes left, right or forward.
 
-    worker.rollout.environment=examples/gridworld/environment.py:Room
+    worker.rollout.environment=examples/gridworld/environment.py:Corridor
 
 Needs `pip install "trigon-rl[gymnasium]" minigrid`. A row has the column `seed`, which decides
 where the player stands and looks. The reward is MiniGrid's: 0, and for reaching the green square
@@ -9,25 +9,43 @@ where the player stands and looks. The reward is MiniGrid's: 0, and for reaching
 
 from typing import Any
 
-import minigrid  # noqa: F401 - registers its rooms; imported here, it is imported once, not in each episode
+from minigrid.core.grid import Grid
+from minigrid.core.mission import MissionSpace
+from minigrid.core.world_object import Goal
+from minigrid.minigrid_env import MiniGridEnv
 from PIL import Image
 
 from trigon.environments.gymnasium import GymnasiumEnvironment
 
+TILE_PIXELS = 28  # each square is an image token of Qwen2.5-VL
+LENGTH = 4
 
-class Room(GymnasiumEnvironment):
-    """A room of size x size squares, with its walls, a random start, and the goal in a corner."""
 
-    def __init__(self, size: int = 5, tile_pixels: int = 32, max_steps: int = 8) -> None:
-        super().__init__(
-            f"MiniGrid-Empty-Random-{size}x{size}-v0",
-            actions=["left", "right", "forward"],
-            env_kwargs={"tile_size": tile_pixels, "highlight": False, "max_steps": max_steps},
-        )
-        self.tile_pixels = tile_pixels
+class CorridorEnv(MiniGridEnv):
+    """Squares in a row, with the goal at the right end, and a random start."""
+
+    def __init__(self, **options: Any) -> None:
+        mission = MissionSpace(mission_func=lambda: "get to the green goal square")
+        super().__init__(mission, width=LENGTH + 2, height=3, see_through_walls=True, **options)
+
+    def _gen_grid(self, width: int, height: int) -> None:
+        self.grid = Grid(width, height)
+        self.grid.wall_rect(0, 0, width, height)
+        self.put_obj(Goal(), LENGTH, 1)
+        self.place_agent()
+        self.mission = "get to the green goal square"
+
+
+class Corridor(GymnasiumEnvironment):
+    """An environment of squares in a row that ends after eight steps."""
+
+    def __init__(self) -> None:
+        super().__init__("Corridor", actions=["left", "right", "forward"])
+
+    def make(self, env_id: str) -> CorridorEnv:
+        return CorridorEnv(max_steps=8, tile_size=TILE_PIXELS, highlight=False, render_mode="rgb_array")
 
     def describe(self, observation: Any) -> tuple[str, list[Image.Image]]:
-        """Return the room without its walls: each square is as many pixels as an image token."""
+        """Return the squares without the walls around them."""
         _, [image] = super().describe(observation)
-        wall = self.tile_pixels
-        return "", [image.crop((wall, wall, image.width - wall, image.height - wall))]
+        return "", [image.crop((TILE_PIXELS, TILE_PIXELS, image.width - TILE_PIXELS, image.height - TILE_PIXELS))]

@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from environment import Room
+from environment import Corridor
 
 from trigon.tiny.demonstrations import Demonstration, learn_demonstrations
 from trigon.tiny.model import make_tiny
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [row_of(seed) for seed in range(first, first + number)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{folder / name}.jsonl: {number} rows")
-    make_tiny(folder / "model", model_type="qwen3_vl", seed=chosen.seed)
+    make_tiny(folder / "model", seed=chosen.seed)
     learn_demonstrations(
         folder / "model",
         lambda index: demonstrate(index, random.Random(f"{chosen.seed} {index}")),
@@ -57,22 +57,17 @@ def row_of(seed: int) -> dict[str, object]:
 
 
 def demonstrate(index: int, rng: random.Random) -> Demonstration:
-    room = Room()
+    corridor = Corridor()
 
     def script(turn: int) -> str:
-        return rng.choice(ACTIONS) if rng.random() < RANDOM_ACTIONS else best_action(room)
+        return rng.choice(ACTIONS) if rng.random() < RANDOM_ACTIONS else best_action(corridor)
 
-    return Demonstration(row_of(1_000_000 + index), room, script)
+    return Demonstration(row_of(1_000_000 + index), corridor, script)
 
 
-def best_action(room: Room) -> str:
-    """Return an action of a shortest way to the goal, in a room without obstacles."""
-    state = room.env.unwrapped
-    (x, y), direction = state.agent_pos, state.agent_dir
-    ways = (state.width - 2 - x, state.height - 2 - y, 0, 0)  # squares to the right, down, left and up
-    if ways[direction] > 0:
-        return "forward"
-    return "right" if ways[(direction + 1) % 4] > 0 else "left"
+def best_action(corridor: Corridor) -> str:
+    """Return an action of a shortest way to the goal, which is at the right end."""
+    return ("forward", "left", "left", "right")[corridor.env.unwrapped.agent_dir]  # looks right, down, left, up
 
 
 if __name__ == "__main__":
