@@ -120,7 +120,7 @@ MUTATIONS = (
     Mutation(
         "a reward function that hangs is killed",
         "rewards/pool.py",
-        "if worker.is_busy and worker.deadline <= now]:",
+        "if w.deadline is not None and w.deadline <= now]:",
         "if False]:",
         "integration/test_reward_pool_faults.py",
         "affects_only_its_completion",

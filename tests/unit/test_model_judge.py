@@ -181,7 +181,7 @@ def test_a_fault_that_passes_is_tried_again(fault):
 @pytest.mark.faults
 def test_an_endpoint_that_closes_connections_is_tried_again_and_then_an_error():
     with Endpoint() as endpoint:
-        pass  # it no longer listens
+        pass  # no process listens there any more
     [error] = score(endpoint, attempts=2)
     assert f"the judge at {endpoint.url} gave no score in 2 attempts; the last one: APIConnectionError" in str(error)
 
