@@ -8,6 +8,7 @@ import http.server
 import io
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -270,6 +271,34 @@ def test_a_damaged_budget_is_an_error_that_names_its_file(tmp_path):
     (tmp_path / "budget-run.json").write_text("{")
     with Endpoint() as endpoint, pytest.raises(RuntimeError, match=r"budget-run\.json is damaged; remove it"):
         score(endpoint, cache=str(tmp_path), max_requests=1)
+
+
+COUNT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import judge
+budget = judge.Budget(Path(sys.argv[2]), "run", None, None)
+for number in range(int(sys.argv[3])):
+    budget.take_request()
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.faults
+def test_no_count_is_lost_when_processes_count_at_a_time_and_one_of_them_is_killed(tmp_path):
+    def start(times):
+        command = [sys.executable, "-c", COUNT, str(FILE.parent), str(tmp_path), str(times)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    with start(200) as first, start(200) as second, start(1_000_000) as killed:
+        for _ in range(50):
+            killed.stdout.readline()
+        killed.kill()
+        num_counted = 50 + len(killed.stdout.read().splitlines())
+        assert [each.wait(60) for each in (first, second)] == [0, 0]
+    # The last one may have been counted and not printed, or printed in part.
+    assert counts(tmp_path)["requests"] - 400 - num_counted in (-1, 0, 1)
 
 
 def test_a_budget_needs_a_folder():
