@@ -23,8 +23,9 @@ from trigon.tiny.model import make_tiny
 PROBLEM = "Walk to the green square: left, right or forward?"
 ACTIONS = ("left", "right", "forward")
 NUM_TRAIN, NUM_VALIDATION = 512, 128
-RANDOM_ACTIONS = 0.7
-UPDATES, BATCH, RATE = 150, 8, 2.5e-3
+RANDOM_ACTIONS = 0.5
+ACCURACY = 0.4
+UPDATES, BATCH, RATE = 120, 16, 2.5e-3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder / "model",
         lambda index: demonstrate(index, random.Random(f"{chosen.seed} {index}")),
         num_updates=chosen.updates,
+        target_accuracy=ACCURACY,
         batch_size=BATCH,
         learning_rate=RATE,
         seed=chosen.seed,
@@ -59,8 +61,9 @@ def row_of(seed: int) -> dict[str, object]:
 def demonstrate(index: int, rng: random.Random) -> Demonstration:
     corridor = Corridor()
 
-    def script(turn: int) -> str:
-        return rng.choice(ACTIONS) if rng.random() < RANDOM_ACTIONS else best_action(corridor)
+    def script(turn: int) -> tuple[str, bool]:
+        is_random = rng.random() < RANDOM_ACTIONS
+        return (rng.choice(ACTIONS) if is_random else best_action(corridor)), not is_random
 
     return Demonstration(row_of(1_000_000 + index), corridor, script)
 

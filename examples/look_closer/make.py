@@ -30,6 +30,7 @@ PROBLEM = "<image>What is in the red frame: rows, columns, checks or plain?"
 NUM_TRAIN, NUM_VALIDATION = 1024, 192
 MAX_PIXELS = 56 * 56
 RIGHT_REGION, RIGHT_ANSWER = 0.5, 0.5
+ACCURACY = 0.4
 UPDATES, BATCH, RATE = 200, 8, 2.5e-3
 
 
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder / "model",
         lambda index: demonstrate(random.Random(f"{chosen.seed} {index}"), index, with_tool=not chosen.without_tool),
         num_updates=chosen.updates,
+        target_accuracy=ACCURACY,
         batch_size=BATCH,
         learning_rate=RATE,
         seed=chosen.seed,
@@ -77,15 +79,19 @@ def row_of(rng: random.Random, index: int) -> tuple[dict[str, Any], Image.Image,
 def demonstrate(rng: random.Random, index: int, *, with_tool: bool) -> Demonstration:
     row, image, region = row_of(rng, index)
     tools = ToolEnvironment(
-        {"crop": crop} if with_tool else {}, tool_format="hermes", timeout_seconds=10.0, max_image_pixels=1 << 24
+        {"crop": crop} if with_tool else {},
+        tool_format="hermes",
+        role="tool",
+        timeout_seconds=10.0,
+        max_image_pixels=1 << 24,
     )
     asked = region if rng.random() < RIGHT_REGION else rng.randrange(4)
 
-    def script(turn: int) -> str:
+    def script(turn: int) -> tuple[str, bool]:
         if with_tool and turn == 0:
-            return call_of(asked)
+            return call_of(asked), True
         is_right = asked == region and rng.random() < RIGHT_ANSWER
-        return row["answer"] if is_right else rng.choice(PATTERNS)
+        return (row["answer"] if is_right else rng.choice(PATTERNS)), True
 
     return Demonstration(row, tools, script, images=[image])
 

@@ -1,6 +1,6 @@
 """1 for the right pattern as the last word of the last turn, otherwise 0.
 
-    worker.reward.reward_function=examples/look_closer/reward.py:compute_score
+worker.reward.reward_function=examples/look_closer/reward.py:compute_score
 """
 
 from typing import Any

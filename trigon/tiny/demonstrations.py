@@ -30,9 +30,9 @@ from trigon.types import EncodedMedia, TrainGroup
 
 _MAX_IMAGE_PIXELS = 1 << 24
 
-Script = Callable[[int], str]
-"""Returns what is written in a turn, of which it gets the number, from 0. It may look into the
-environment for what to write."""
+Script = Callable[[int], tuple[str, bool]]
+"""Returns what is written in a turn, of which it gets the number, from 0, and whether it is learned.
+It may look into the environment for what to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ def learn_demonstrations(
     demonstrate: Callable[[int], Demonstration],
     *,
     num_updates: int,
+    target_accuracy: float,
     batch_size: int,
     learning_rate: float,
     seed: int,
@@ -68,7 +69,8 @@ def learn_demonstrations(
 
     Args:
         demonstrate: returns the episode of a number from 0; each is played once.
-        num_updates, batch_size, learning_rate: of the warm start, see warm_start.
+        num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
+            learning_rate: see warm_start.
         opens: whether the environment has a first observation, which follows the prompt.
         role: of observations that are no messages of tools.
         tools: the schemas that the prompt has, in a run with tools.
@@ -117,7 +119,7 @@ def learn_demonstrations(
         play,
         num_examples=num_updates * batch_size,
         max_updates=num_updates,
-        target_accuracy=1.0,  # not reached: scripts make mistakes
+        target_accuracy=target_accuracy,
         batch_size=batch_size,
         schedule=Schedule(learning_rate, "constant", 10, num_updates, 0.0),
         positions=positions_of(processors.family, processors.hf_config),
@@ -137,6 +139,7 @@ class _Episode:
         self._role: ObservationRole = role
         self._token_ids: list[int] = []
         self._sampled: list[tuple[int, int]] = []
+        self._learned: list[bool] = []
         self._files: list[bytes] = []
         self._hashes: list[str] = []
 
@@ -146,7 +149,8 @@ class _Episode:
         if opens:
             self._append(self._template.opening(seen))
         for turn in range(max_turns):
-            text = demonstration.script(turn)
+            text, is_learned = demonstration.script(turn)
+            self._learned.append(is_learned)
             start = len(self._token_ids)
             self._token_ids += [*self._tokenizer.encode(text), self._end_token_id]
             self._sampled.append((start, len(self._token_ids)))
@@ -158,7 +162,7 @@ class _Episode:
 
     def as_target(self) -> Any:
         media = EncodedMedia(tuple(self._files), tuple(self._hashes)) if self._files else None
-        return as_target(tuple(self._token_ids), sampled=tuple(self._sampled), vision=media)
+        return as_target(tuple(self._token_ids), sampled=tuple(self._sampled), learned=self._learned, vision=media)
 
     def _observation(self, returned: object) -> Observation | None:
         return to_observation(returned, role=self._role, max_image_pixels=_MAX_IMAGE_PIXELS)

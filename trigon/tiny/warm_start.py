@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -67,8 +67,12 @@ def warm_start(
         for update in range(1, max_updates + 1):
             groups, upcoming = upcoming.result(), thread.submit(draw)
             [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
-            logprobs = policy(batch.packed).logprobs
-            completion_logprobs = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
+            # All but the turns that are shown and not learned.
+            learned = batch.loss_mask > 0
+            logprobs = policy(batch.packed).logprobs[learned]
+            completion_logprobs = torch.zeros(batch.num_sequences).index_add(
+                0, batch.sequence_index[learned], logprobs.detach()
+            )
             recent.append(float(completion_logprobs.exp().mean()))
             accuracy = sum(recent) / ACCURACY_WINDOW  # too low until the window is full
             if on_progress is not None:
@@ -89,15 +93,21 @@ def as_target(
     token_ids: tuple[int, ...],
     *,
     sampled: tuple[tuple[int, int], ...] = (),
+    learned: Sequence[bool] = (),
     vision: Vision | EncodedMedia | None = None,
 ) -> TrainSequence:
-    """Return a target completion: its sampled tokens are learned. See TrainSequence."""
-    num_sampled = sum(end - start for start, end in sampled) if sampled else len(token_ids)
-    ones = torch.ones(num_sampled)
+    """Return a target completion, of which the sampled tokens are learned. See TrainSequence.
+
+    learned: for each range of sampled, whether it is; if none are given, all are.
+    """
+    spans = sampled or ((0, len(token_ids)),)
+    parts = [torch.full((end - start,), float(not learned or learned[i])) for i, (start, end) in enumerate(spans)]
+    loss_mask = torch.cat(parts)
+    num_sampled = len(loss_mask)
     return TrainSequence(
         token_ids=token_ids,
-        loss_mask=ones,
-        advantages=ones,
+        loss_mask=loss_mask,
+        advantages=loss_mask,
         sampling_logprobs=torch.zeros(num_sampled),
         old_logprobs=None,
         ref_logprobs=None,
