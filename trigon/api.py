@@ -20,7 +20,7 @@ from trigon.config.schema import Config
 from trigon.errors import CheckpointError, ConfigError
 from trigon.planning.configuration import load_planned
 from trigon.records.tables import RunTables, load_run
-from trigon.rewards.callables import Reward, describe_reward, reward_source
+from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
 from trigon.suggestions import did_you_mean, nearest_key
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def train(
     reward: Reward | PurePath | None = None,
     val_data: Data | None = None,
     val_reward: Reward | PurePath | None = None,
+    environment: str | Callable[..., Any] | None = None,
+    tools: Sequence[str | Callable[..., Any]] | None = None,
     config: str | PurePath | None = None,
     options: Mapping[str, Any] | None = None,
     on_step: Callable[[int, Mapping[str, float]], object] | None = None,
@@ -141,6 +143,10 @@ def train(
         val_data: the validation data (data.val_files). Without any there is no validation before
             training, unless trainer.val_before_train is set.
         val_reward: the reward of validation, given like reward; None: the same.
+        environment: in which completions of several turns act: a class, or `file.py:Class`
+            (worker.rollout.environment). See docs/agents.md.
+        tools: functions that the model may call, each a function, `file.py:function`, or the name
+            of a built-in one (worker.rollout.tools).
         config: a YAML file to start from.
         options: options by the names of docs/configuration.md, dotted or nested.
         on_step: called with (step, metrics) when a step is finished and its checkpoint, if one is
@@ -157,7 +163,8 @@ def train(
     Returns: with stopped=True after Ctrl-C or SIGTERM, which let the current step end and save it;
         a second one acts at once. They are handled in the main thread only.
     Raises: TypeError for an unknown argument; ConfigError with all problems of the options;
-        RewardError if a reward function cannot be sent to the reward workers; DataError, and other
+        RewardError if a reward function cannot be sent to the reward workers, and EpisodeError for
+        an environment or a tool; DataError, and other
         TrigonErrors. Most are raised before the models are loaded.
     """
     given = read_arguments(
@@ -166,6 +173,8 @@ def train(
         reward=reward,
         val_data=val_data,
         val_reward=val_reward,
+        environment=environment,
+        tools=tools,
         config=config,
         loggers=loggers,
         options=options,
@@ -174,8 +183,14 @@ def train(
     sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
 
     quiet_torch(given.loaded)
-    from trigon.build.objects import RunObjects
+    from trigon.build.objects import EpisodeCode, RunObjects
+    from trigon.environments.settings import find_environment, find_tools
     from trigon.run import Hooks
+
+    code = EpisodeCode(
+        environment=None if environment is None or isinstance(environment, str) else find_environment(environment),
+        tools=() if tools is None else find_tools(tools),
+    )
 
     outcome = start_run(
         given.loaded,
@@ -183,7 +198,11 @@ def train(
         export_to=None if export_to is None else Path(export_to),
         loggers=given.loggers,
         objects=RunObjects(
-            sources=sources, reward=given.reward, val_reward=given.val_reward, hooks=Hooks(on_step, on_rollouts)
+            sources=sources,
+            reward=given.reward,
+            val_reward=given.val_reward,
+            hooks=Hooks(on_step, on_rollouts),
+            code=code,
         ),
     )
     return TrainResult(outcome.folder, outcome.step, outcome.stopped, outcome.checkpoint, outcome.exported)
@@ -289,6 +308,8 @@ def read_arguments(
     options: Mapping[str, Any] | None,
     keyword_options: Mapping[str, Any],
     val_reward: Reward | PurePath | None = None,
+    environment: str | Callable[..., Any] | None = None,
+    tools: Sequence[str | Callable[..., Any]] | None = None,
     planned: bool = False,
 ) -> Arguments:
     """Return the arguments of train as a configuration and Python objects. Raises: as train.
@@ -314,6 +335,12 @@ def read_arguments(
             named[f"worker.reward.{key}"] = f"{PYTHON_PREFIX}{describe_reward(function)}"
             objects.add(named[f"worker.reward.{key}"])
             functions[key] = function
+    codes = [] if environment is None else [environment]
+    for key, given_code in (("environment", codes), ("tools", tools or [])):
+        texts = [code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}" for code in given_code]
+        if texts:
+            named[f"worker.rollout.{key}"] = texts[0] if key == "environment" else texts
+            objects |= {text for text, code in zip(texts, given_code, strict=True) if not isinstance(code, str)}
     log_names, log_objects = _split_loggers(loggers)
     if log_names:
         named["trainer.logger"] = log_names

@@ -130,7 +130,7 @@ class Judge:
             f"<correct_answer>\n{reward_input['ground_truth']}\n</correct_answer>\n"
             f"<answer>\n{reward_input['response']}\n</answer>"
         )
-        images = [self.encode_image(image) for image in reward_input.get("images", ())]
+        images = [self.encode_image(image) for image in reward_input["images"]]
         return {
             "model": self.model,
             "messages": [

@@ -139,7 +139,7 @@ def running(settings):
 def outcomes(pool, count):
     """Return so many outcomes, by the number of their episode."""
     found = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 30
     while len(found) < count:
         assert time.monotonic() < deadline, found
         found += pool.poll(1.0)
@@ -551,20 +551,42 @@ def test_python_shows_what_is_printed_and_the_last_value(python, code, text):
         ("open('/proc/%d/environ' % __import__('os').getppid()).read()", "PermissionError"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import os; os.listdir(os.path.expanduser('~root'))", "PermissionError"),
-        ("open('THIS FILE').read()", "PermissionError"),
         ("import os; os.unshare(0x10000000) if hasattr(os, 'unshare') else os.setns(0)", "Error"),
     ],
 )
 def test_python_keeps_its_limits(python, code, expected):
-    assert expected in python(code.replace("THIS FILE", __file__))
+    assert expected in python(code)
     assert python("1 + 1") == "2"
 
 
 @pytest.mark.faults
 def test_python_finds_neither_the_ground_truth_nor_the_variables_of_the_run(python):
-    # Its process is no fork of one that has the row, and the pool does not send the row to tools.
     code = "import gc, os\n''.join(['the ground ', 'truth']) in str(gc.get_objects()), sorted(os.environ)"
     assert python(code).startswith("(False, ['HOME', 'LANG', ")
+
+
+def test_tools_do_not_get_the_row(tmp_path):
+    (tmp_path / "tools.py").write_text(
+        'def look() -> bool:\n    "Look for the ground truth."\n    import gc\n'
+        '    return "".join(["the ground", " truth"]) in str(gc.get_objects())\n'
+    )
+    with running(EnvironmentSettings(environment=None, tools=find_tools([f"{tmp_path}/tools.py:look"]))) as pool:
+        started(pool, 1, answer="the ground truth")
+        assert step(pool, call("look")).observation.messages[0].text == "false"
+
+
+@pytest.mark.faults
+def test_python_reads_no_file_beside_the_tools(tmp_path):
+    if obstacle := find_obstacle():
+        pytest.skip(f"the tool python needs {obstacle}")
+    (tmp_path / "tools.py").write_text("def look() -> bool:\n    'Look.'\n    return True\n")
+    (tmp_path / "answers.json").write_text("[42]")
+    tools = find_tools(["python", f"{tmp_path}/tools.py:look"])
+    with running(EnvironmentSettings(environment=None, tools=tools)) as pool:
+        started(pool, 1)
+        assert step(pool, call("look")).observation.messages[0].text == "true"
+        read = step(pool, call("python", code=f"open('{tmp_path}/answers.json').read()"))
+        assert "PermissionError" in read.observation.messages[0].text
 
 
 @pytest.mark.faults

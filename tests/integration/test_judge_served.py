@@ -145,7 +145,7 @@ def test_a_wrong_key_and_an_unknown_model_are_errors_at_once(endpoint):
     async def run(model, key):
         made = judge.Judge(endpoint, model, key)
         async with made.client:
-            await made({"response": "12", "prompt": "How many?", "ground_truth": "12"})
+            await made({"response": "12", "prompt": "How many?", "ground_truth": "12", "images": []})
 
     for model, key, status in (("judge", "sk-another", "401"), ("judgement", KEY, "404")):
         with pytest.raises(RuntimeError, match=f"refused the request: .*{status}"):

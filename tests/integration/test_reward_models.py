@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from trigon.build.rewards import open_rewards
 from trigon.config.schema import Config
+from trigon.rewards.confinement import landlock
 from trigon.rewards.contract import RewardRequest
 
 FILE = Path(__file__).parents[2] / "examples" / "reward_function" / "reward_model.py"
@@ -102,6 +104,8 @@ def test_a_reward_worker_loads_it_and_a_completion_that_is_too_long_fails_alone(
         "timeout_seconds": 60,
         "max_failed_fraction": 1,
     }
+    if sys.platform == "linux" and landlock.find_version():
+        reward |= {"confinement": "strict", "readable": [str(make_classifier())]}
     fields = {"response_length": 3, "ground_truth": "4", "finish_reason": "stop", "row": {}}
     requests = [RewardRequest(response=each, prompt=PROMPT, **fields) for each in ("four", "four " * 200, "4.")]
     with contextlib.closing(open_rewards(Config(worker={"reward": reward}))) as pool:

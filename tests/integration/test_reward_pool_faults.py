@@ -148,7 +148,8 @@ def compute_score(reward_inputs):
 
 
 def test_a_file_that_hangs_while_loading_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("trigon.rewards.pool.LOAD_SECONDS", 1.0)
+    for module in ("pool", "pooled_worker"):
+        monkeypatch.setattr(f"trigon.rewards.{module}.LOAD_SECONDS", 1.0)
     with (
         pool_of(tmp_path, "import time; time.sleep(1000)") as pool,
         pytest.raises(RewardError, match=r"took more than 1 s and was killed while loading"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.builders import make_builder
-from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
+from support.episodes import Answer, LocalEnvironments, Observed, drawing, make_settings, with_pixels
 from support.oracle import load_hugging_face, padded_episode
 from support.rollout import handle_of, make_transformers_engine, make_vllm_settings
 from support.videos import make_video
@@ -59,11 +59,6 @@ class Scene:
             return outputs
 
         monkeypatch.setattr(self.engine._llm_engine, "step", recording_step)
-
-    def with_pixels(self, part):
-        """Return a prompt or completion with the pixel values of its images."""
-        encoded = getattr(part.vision, "encoded", None)
-        return part if encoded is None else replace(part, vision=load_pixels(self.processors, *encoded))
 
 
 def answer(row, actions):
@@ -146,8 +141,8 @@ def max_difference(scene, rows):
         for completion in row:
             expected, _ = padded_episode(
                 model,
-                scene.with_pixels(prompt),
-                scene.with_pixels(completion),
+                with_pixels(scene.processors, prompt),
+                with_pixels(scene.processors, completion),
                 temperature=1.0,
                 banned_token_ids=scene.processors.banned_token_ids,
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from PIL import Image
 
@@ -14,7 +14,9 @@ from trigon.data.vision import image_processor_of
 from trigon.errors import DataError
 from trigon.models.load import Processors
 from trigon.rollout.episode_settings import EpisodeSettings
-from trigon.types import EncodedMedia, Vision
+from trigon.types import Completion, EncodedMedia, Prompt, Vision
+
+Part = TypeVar("Part", Prompt, Completion)
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,14 @@ def load_pixels(processors: Processors, *files: bytes) -> Vision:
     return image_processor_of(processors).process([Image.open(io.BytesIO(file)).convert("RGB") for file in files])
 
 
+def with_pixels(processors: Processors, part: Part) -> Part:
+    """Return a prompt or completion with the pixel values of its images, if it has their files."""
+    encoded = part.vision
+    return (
+        replace(part, vision=load_pixels(processors, *encoded.encoded)) if isinstance(encoded, EncodedMedia) else part
+    )
+
+
 def make_settings(environments: Any, processors: Processors, **changes: Any) -> EpisodeSettings:
     """Return settings with these fields changed: a first observation, and up to four turns."""
     defaults: dict[str, Any] = {
@@ -150,6 +160,7 @@ def make_settings(environments: Any, processors: Processors, **changes: Any) -> 
         "opens": True,
         "max_turns": 4,
         "load_pixels": lambda media: load_pixels(processors, *media.encoded),
+        "load_prompts": lambda prompts: [with_pixels(processors, prompt) for prompt in prompts],
     }
     return EpisodeSettings(**(defaults | changes))
 

@@ -302,6 +302,27 @@ def test_a_ground_truth_becomes_a_final_answer(ground_truth, answer):
     assert final_answer(ground_truth) == answer
 
 
+def test_a_reward_function_of_groups_is_called_and_not_judged(run):
+    run.reward = (
+        'REWARD_TYPE = "group"\ndef score(reward_inputs):\n    return [len(reward_inputs)] * len(reward_inputs)\n'
+    )
+    report = check(run)
+    assert found(report) == set()
+    assert "depend on the other completions of a prompt are not judged" in report.result("reward").findings.summary
+    run.reward = 'REWARD_TYPE = "group"\ndef score(reward_inputs):\n    return [1]\n'
+    assert found(check(run)) == {"reward.fails"}
+
+
+def test_the_reward_function_of_validation_is_called_too(run):
+    (run.folder / "strict.py").write_text("def main(response, ground_truth):\n    raise ValueError('strict')\n")
+    run.options["worker.reward.val_reward_function"] = f"{run.folder / 'strict.py'}:main"
+    report = check(run)
+    assert found(report) == {"reward.fails"}
+    [problem] = report.problems
+    assert "val_reward_function" in problem.message
+    assert "ValueError: strict" in problem.message
+
+
 def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):
     # Reads a format that is not among those that are tried.
     run.reward = 'def score(predict_str, ground_truth):\n    return 0.5 * (f"@@{ground_truth}" in predict_str)\n'

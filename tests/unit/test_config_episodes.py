@@ -95,6 +95,7 @@ def test_a_mistyped_file_is_named_with_its_nearest(code):
 
 
 def test_turns_need_ends(code):
+    assert "tensor_parallel_size=2 cannot be used with" in problem("tools=crop", "tensor_parallel_size=2")
     assert "worker.rollout.ignore_eos is true, so that no turn ends" in problem("tools=crop", "ignore_eos=true")
 
 

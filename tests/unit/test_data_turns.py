@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
 
 import pytest
 
@@ -12,6 +11,7 @@ from support.chat_templates import published_template, with_template
 from support.images import png
 from support.videos import make_video
 from trigon.data.turns import TurnTemplate
+from trigon.environments.protocol import Message, Observation
 from trigon.errors import ConfigError, ObservationError
 from trigon.models.load import load_processors
 
@@ -26,18 +26,6 @@ SCHEMA = {
 
 THOUGHT = "<think>\nI look at the drawing.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "crop", "arguments": {"left": 3}}\n</tool_call>'
-
-
-@dataclass(frozen=True)
-class Message:
-    role: str
-    text: str
-    images: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True)
-class Observation:
-    messages: tuple[Message, ...]
 
 
 def observe(role, *contents):
@@ -347,6 +335,11 @@ def test_space_before_a_turn_is_no_change_of_earlier_turns(family):
             "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}",
             "it does not write their text; set worker.rollout.observation_role=user",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'tool' %} ({{ loop.index }})"
+            "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+            r"it writes an observation differently later in a conversation: .*\(3\).* became .*\(5\)",
         ),
         ("{% for m in messages %}{{ m.role }}\n{% endfor %}", "it does not write the text of a turn"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import hashlib
 import http.server
 import io
 import json
@@ -20,6 +21,7 @@ from trigon.build.rewards import open_rewards
 from trigon.config.schema import Config
 from trigon.rewards.confinement import landlock
 from trigon.rewards.contract import RewardRequest
+from trigon.types import EncodedMedia
 
 pytest.importorskip("openai", reason="the judge needs the package openai (the extra judge)")
 
@@ -115,7 +117,7 @@ def _no_proxy(monkeypatch):
 
 
 def reward_input(response="12", **changed):
-    return {"response": response, "prompt": "How many?", "ground_truth": "12", **changed}
+    return {"response": response, "prompt": "How many?", "ground_truth": "12", "images": [], **changed}
 
 
 def score(endpoint, *reward_inputs, **kwargs):
@@ -130,6 +132,13 @@ def score(endpoint, *reward_inputs, **kwargs):
     return [result["overall"] if isinstance(result, dict) else result for result in asyncio.run(run())]
 
 
+def image_of(request):
+    """Return the image that a request shows to the judge."""
+    [picture] = [part for part in request["messages"][1]["content"] if part["type"] == "image_url"]
+    encoded = picture["image_url"]["url"].removeprefix("data:image/png;base64,")
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
+
+
 def test_the_judge_gets_the_question_the_truth_the_completion_and_the_images():
     image = Image.new("RGB", (40, 20), (200, 10, 10))
     with Endpoint(7) as endpoint:
@@ -137,11 +146,10 @@ def test_the_judge_gets_the_question_the_truth_the_completion_and_the_images():
     [request] = endpoint.requests
     assert endpoint.keys == [f"Bearer {KEY}"]
     assert (request["model"], request["temperature"], request["seed"]) == ("judge", 0.0, 0)
-    picture, text = request["messages"][1]["content"]
+    _, text = request["messages"][1]["content"]
     for part in ("How many?", "<correct_answer>\n12\n", "<answer>\ntwelve\n"):
         assert part in text["text"]
-    encoded = picture["image_url"]["url"].removeprefix("data:image/png;base64,")
-    sent = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    sent = image_of(request)
     assert (sent.size, sent.getpixel((0, 0))) == ((20, 10), (200, 10, 10))
 
 
@@ -172,7 +180,7 @@ def test_a_fault_that_passes_is_tried_again(fault):
 @pytest.mark.faults
 def test_an_endpoint_that_closes_connections_is_tried_again_and_then_an_error():
     with Endpoint() as endpoint:
-        pass  # nobody listens there any more
+        pass  # no process listens there any more
     [error] = score(endpoint, attempts=2)
     assert f"the judge at {endpoint.url} gave no score in 2 attempts; the last one: APIConnectionError" in str(error)
 
@@ -273,8 +281,12 @@ def test_a_budget_needs_a_folder():
 
 
 def requests(*responses):
+    """Return completions of a question about a red image."""
+    file = io.BytesIO()
+    Image.new("RGB", (20, 10), (200, 10, 10)).save(file, "PNG")
     fields = {"response_length": 3, "ground_truth": "12", "prompt": "?", "finish_reason": "stop", "row": {}}
-    return [RewardRequest(response=response, **fields) for response in responses]
+    media = EncodedMedia((file.getvalue(),), (hashlib.sha256(file.getvalue()).hexdigest(),))
+    return [RewardRequest(response=response, **fields, media=media) for response in responses]
 
 
 def scores_by_workers(endpoint, cache, responses, monkeypatch, *, kwargs=None, **options):
@@ -342,6 +354,7 @@ def test_it_works_with_strict_confinement_as_the_guide_says(tmp_path, monkeypatc
         scores = scores_by_workers(endpoint, cache, "ab", monkeypatch, **strict)
         assert [(each.overall, each.error) for each in scores] == [(0.9, ""), (0.9, "")]
         assert counts(cache) == {"requests": 2, "tokens": 200}
+        assert {image_of(request).getpixel((0, 0)) for request in endpoint.requests} == {(200, 10, 10)}
         scores_by_workers(endpoint, cache, "ab", monkeypatch, **strict)
         assert len(endpoint.requests) == 2
     assert os.listdir(tmp_path) == ["cache"]

@@ -45,6 +45,7 @@ def test_an_encoded_request_has_every_field():
         "prompt": "What is it?",
         "finish_reason": "stop",
         "row": {"id": 7, "choices": ["a", "b"], "nested": {"x": None}},
+        "turns": [],
     }
     assert omitted == ()
 

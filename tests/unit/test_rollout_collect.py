@@ -19,7 +19,8 @@ REWARD = """
 REWARD_TYPE = "sequential"
 
 def reward(completion):
-    assert set(completion) == {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row"}
+    names = {"response", "response_length", "ground_truth", "prompt", "finish_reason", "row", "turns"}
+    assert set(completion) == names
     digit, _, seed = completion["response"].partition(" ")
     return {
         "overall": float(digit == completion["ground_truth"]),

@@ -27,7 +27,7 @@ from trigon.errors import EpisodeError
 from trigon.models.load import Processors
 from trigon.names import ObservationRole, ToolFormat
 from trigon.rewards.arguments import resolve_arguments
-from trigon.rollout.episode_settings import EpisodeSettings
+from trigon.rollout.episode_settings import EpisodeSettings, encoded_images
 from trigon.secrets import ENVIRONMENT_ARGUMENTS
 from trigon.types import EncodedMedia, Vision
 
@@ -160,7 +160,7 @@ def check_episodes(parts: EpisodeParts, pool: EnvironmentPool, prompts: Prompts 
         return
     assert prompts is not None, "val_only needs val_files"
     prompt = prompts[0]
-    pool.start(CHECKED_EPISODE, prompt.row)
+    pool.start(CHECKED_EPISODE, prompt.row, encoded_images(prompt))
     while not (outcomes := pool.poll(1.0)):
         pass
     pool.stop(CHECKED_EPISODE)

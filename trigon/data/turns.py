@@ -13,19 +13,20 @@ Does not know how environments run, or which engine samples.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.chat_template import ChatTemplate
 from trigon.data.images import image_size
+from trigon.data.media_files import encoded_files
 from trigon.data.messages import IMAGE_MARKER, VIDEO_MARKER, Message, messages_as_text
 from trigon.data.placeholders import Placeholders
 from trigon.data.special_tokens import MaskedTokens, SpecialTokens
 from trigon.data.templates import TemplateFailure
 from trigon.data.text_limits import MAX_OBSERVATION_CHARACTERS
+from trigon.environments.protocol import Observation
 from trigon.errors import ConfigError, ObservationError
 from trigon.types import EncodedMedia
 
@@ -52,27 +53,7 @@ _CHECKED_TURNS = (
 )
 _NUM_TURNS = 3
 _EXCERPT = 60
-
-
-class ObservedMessage(Protocol):
-    """One message of an observation.
-
-    role: "user" or "tool". text: has one `<image>` for each image. images: encoded files.
-    """
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def images(self) -> tuple[bytes, ...]: ...
-
-
-class Observation(Protocol):
-    """What the model is shown between two turns: at least one message."""
-
-    @property
-    def messages(self) -> Sequence[ObservedMessage]: ...
+_REWRITES = "rewrites earlier messages"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,8 +219,7 @@ class TurnTemplate:
             )
         token_ids, _ = self._placeholders.expand(template_ids, "image", [self._size(file) for file in files])
         shown = messages_as_text([Message(message.role, message.text) for message in observed]) if observed else ""
-        media = EncodedMedia(files, tuple(hashlib.sha256(file).hexdigest() for file in files)) if files else None
-        return TurnTokens(tuple(token_ids), shown, media)
+        return TurnTokens(tuple(token_ids), shown, encoded_files(files, "image"))
 
     def _size(self, file: bytes) -> tuple[int, int]:
         try:
@@ -287,13 +267,14 @@ class TurnTemplate:
             added = rendered.removeprefix(so_far).lstrip()
             if not rendered.startswith(so_far) or not added.startswith(sampled):
                 lost_thought = _THOUGHT in turn and f"trigon-thought-{number}" not in rendered
-                return _describe(so_far + sampled, rendered, lost_thought=lost_thought)
+                what = "removes the thoughts (<think>...</think>) of earlier turns" if lost_thought else _REWRITES
+                return _describe(what, so_far + sampled, rendered)
             reply = added.removeprefix(sampled)
             if any(text not in reply for text in texts):
                 return "it does not write their text"
             expected = self._render_reply(observed)
             if reply != expected:
-                return _describe(expected, reply, lost_thought=False)
+                return _describe("writes an observation differently later in a conversation", expected, reply)
             so_far = rendered
         return ""
 
@@ -306,7 +287,7 @@ class TurnTemplate:
             return f"it raises an error: {error}"
         if text.startswith(before) and _TURN in text.removeprefix(before):
             return ""
-        return _describe(before, text, lost_thought=False)
+        return _describe(_REWRITES, before, text)
 
 
 def _unshowable(error: TemplateFailure) -> ObservationError:
@@ -327,17 +308,12 @@ def _join_user_messages(messages: Sequence[Message]) -> list[Message]:
     return joined
 
 
-def _describe(expected: str, found: str, *, lost_thought: bool) -> str:
+def _describe(what: str, expected: str, found: str) -> str:
     """Return what a template does to earlier messages, with the first place that differs."""
     index = next(
         (index for index, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other),
         min(len(expected), len(found)),
     )
-    what = (
-        "it removes the thoughts (<think>...</think>) of earlier turns"
-        if lost_thought
-        else "it rewrites earlier messages"
-    )
     start = max(0, index - _EXCERPT // 3)
     was, now = (repr(text[start : start + _EXCERPT]) for text in (expected, found))
-    return f"{what}: {was} became {now}"
+    return f"it {what}: {was} became {now}"

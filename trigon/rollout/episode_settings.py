@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trigon.data.turns import Observation, TurnTemplate
+from trigon.data.turns import TurnTemplate
+from trigon.environments.protocol import Observation
 from trigon.errors import EngineError
 from trigon.types import EncodedMedia, Prompt, Vision
 

@@ -19,7 +19,8 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from trigon.data.turns import Observation, TurnTemplate, TurnTokens
+from trigon.data.turns import TurnTemplate, TurnTokens
+from trigon.environments.protocol import Observation
 from trigon.errors import DataError
 from trigon.metrics import Mean, Metric, Metrics, Sum, mean_of, merge
 from trigon.rollout.episode_settings import EpisodeSettings, Outcome
