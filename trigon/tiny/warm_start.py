@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,11 +15,10 @@ import torch
 from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.models.policy import Policy
 from trigon.training.optim import Schedule, make_optimizer
-from trigon.types import EncodedMedia, Prompt, TrainGroup, TrainSequence, Vision
+from trigon.types import Prompt, TrainGroup, TrainSequence
 
-Example = tuple[Prompt, tuple[int, ...]] | TrainGroup
-"""A prompt, and the token ids of its target completion, end-of-sequence token included; or a group
-with target completions of several turns, from `as_target`."""
+Example = tuple[Prompt, tuple[int, ...]]
+"""A prompt, and the token ids of its target completion, end-of-sequence token included."""
 
 ACCURACY_WINDOW = 8
 """Number of updates over which the accuracy is averaged."""
@@ -67,12 +66,8 @@ def warm_start(
         for update in range(1, max_updates + 1):
             groups, upcoming = upcoming.result(), thread.submit(draw)
             [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
-            # All but the turns that are shown and not learned.
-            learned = batch.loss_mask > 0
-            logprobs = policy(batch.packed).logprobs[learned]
-            completion_logprobs = torch.zeros(batch.num_sequences).index_add(
-                0, batch.sequence_index[learned], logprobs.detach()
-            )
+            logprobs = policy(batch.packed).logprobs
+            completion_logprobs = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
             recent.append(float(completion_logprobs.exp().mean()))
             accuracy = sum(recent) / ACCURACY_WINDOW  # too low until the window is full
             if on_progress is not None:
@@ -89,35 +84,15 @@ def warm_start(
     return accuracy
 
 
-def as_target(
-    token_ids: tuple[int, ...],
-    *,
-    sampled: tuple[tuple[int, int], ...] = (),
-    learned: Sequence[bool] = (),
-    vision: Vision | EncodedMedia | None = None,
-) -> TrainSequence:
-    """Return a target completion, of which the sampled tokens are learned. See TrainSequence.
-
-    learned: for each range of sampled, whether it is; if none are given, all are.
-    """
-    spans = sampled or ((0, len(token_ids)),)
-    parts = [torch.full((end - start,), float(not learned or learned[i])) for i, (start, end) in enumerate(spans)]
-    loss_mask = torch.cat(parts)
-    num_sampled = len(loss_mask)
-    return TrainSequence(
+def _as_group(example: Example) -> TrainGroup:
+    prompt, token_ids = example
+    ones = torch.ones(len(token_ids))
+    sequence = TrainSequence(
         token_ids=token_ids,
-        loss_mask=loss_mask,
-        advantages=loss_mask,
-        sampling_logprobs=torch.zeros(num_sampled),
+        loss_mask=ones,
+        advantages=ones,
+        sampling_logprobs=torch.zeros(len(token_ids)),
         old_logprobs=None,
         ref_logprobs=None,
-        sampled=sampled,
-        vision=vision,
     )
-
-
-def _as_group(example: Example) -> TrainGroup:
-    if isinstance(example, TrainGroup):
-        return example
-    prompt, token_ids = example
-    return TrainGroup(prompt=prompt, sequences=(as_target(token_ids),))
+    return TrainGroup(prompt=prompt, sequences=(sequence,))
