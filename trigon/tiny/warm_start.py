@@ -15,11 +15,10 @@ import torch
 from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.models.policy import Policy
 from trigon.training.optim import Schedule, make_optimizer
-from trigon.types import EncodedMedia, Prompt, TrainGroup, TrainSequence, Vision
+from trigon.types import Prompt, TrainGroup, TrainSequence
 
-Example = tuple[Prompt, tuple[int, ...]] | TrainGroup
-"""A prompt, and the token ids of its target completion, end-of-sequence token included; or a group
-with target completions of several turns, from `as_target`."""
+Example = tuple[Prompt, tuple[int, ...]]
+"""A prompt, and the token ids of its target completion, end-of-sequence token included."""
 
 ACCURACY_WINDOW = 8
 """Number of updates over which the accuracy is averaged."""
@@ -85,29 +84,15 @@ def warm_start(
     return accuracy
 
 
-def as_target(
-    token_ids: tuple[int, ...],
-    *,
-    sampled: tuple[tuple[int, int], ...] = (),
-    vision: Vision | EncodedMedia | None = None,
-) -> TrainSequence:
-    """Return a target completion: its sampled tokens are learned. See TrainSequence."""
-    num_sampled = sum(end - start for start, end in sampled) if sampled else len(token_ids)
-    ones = torch.ones(num_sampled)
-    return TrainSequence(
+def _as_group(example: Example) -> TrainGroup:
+    prompt, token_ids = example
+    ones = torch.ones(len(token_ids))
+    sequence = TrainSequence(
         token_ids=token_ids,
         loss_mask=ones,
         advantages=ones,
-        sampling_logprobs=torch.zeros(num_sampled),
+        sampling_logprobs=torch.zeros(len(token_ids)),
         old_logprobs=None,
         ref_logprobs=None,
-        sampled=sampled,
-        vision=vision,
     )
-
-
-def _as_group(example: Example) -> TrainGroup:
-    if isinstance(example, TrainGroup):
-        return example
-    prompt, token_ids = example
-    return TrainGroup(prompt=prompt, sequences=(as_target(token_ids),))
+    return TrainGroup(prompt=prompt, sequences=(sequence,))
