@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from trigon.config.paths import expand_path, is_python_object, nearest_path
+from trigon.config.rewards import reward_specs
 from trigon.config.schema import Config
 from trigon.names import BUILT_IN_TOOLS
 from trigon.suggestions import did_you_mean
@@ -72,6 +73,21 @@ def _check_parallel(config: Config) -> list[str]:
     ]
 
 
+def _check_reward(config: Config) -> list[str]:
+    reward = config.worker.reward
+    if config.worker.rollout.environment is not None:
+        return []
+    return [
+        f"worker.reward.{key}=environment is the sum of what an environment gives for each turn; set {ENVIRONMENT}, or "
+        f"choose another reward function"
+        for key, option in (
+            ("reward_function", reward.reward_function),
+            ("val_reward_function", reward.val_reward_function),
+        )
+        if "environment" in reward_specs(option)
+    ]
+
+
 def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] = ()) -> list[str]:
     """Return problems of `file.py:Name` or `module:Name`."""
     if is_python_object(text):
@@ -88,7 +104,7 @@ def _check_code(option: str, text: str, form: str, *, built_in: tuple[str, ...] 
     return [f"{option}: there is no {place} (looked for {path.absolute()}){nearest_path(place)}"]
 
 
-EPISODE_CHECKS = (_check_exclusive, _check_environment, _check_tools, _check_ends, _check_parallel)
+EPISODE_CHECKS = (_check_exclusive, _check_environment, _check_tools, _check_ends, _check_parallel, _check_reward)
 """Checks that environments and tools can be found, and be used with other options."""
 
 
