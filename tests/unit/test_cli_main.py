@@ -278,7 +278,7 @@ def test_a_run_from_python_does_not_own_its_process(monkeypatch, tmp_path):
     given = []
     outcome = SimpleNamespace(folder=tmp_path, step=0, stopped=True, checkpoint=None, exported=None)
     monkeypatch.setattr(api, "start_run", lambda loaded, *, stop, **options: given.append(stop) or outcome)
-    read = SimpleNamespace(data={}, loaded=SimpleNamespace(config=Config()), loggers=(), reward=None)
+    read = SimpleNamespace(data={}, loaded=SimpleNamespace(config=Config()), loggers=(), reward=None, val_reward=None)
     monkeypatch.setattr(api, "read_arguments", lambda **arguments: read)
     api.train()
     assert not given[0]._owns_process

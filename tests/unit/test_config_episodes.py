@@ -94,14 +94,20 @@ def test_a_mistyped_file_is_named_with_its_nearest(code):
     assert f"did you mean {code}?" in problem(f"environment={code.parent}/game.py:Maze")
 
 
+def test_the_reward_of_an_environment_needs_one(code):
+    option = "worker.reward.reward_function=environment"
+    with pytest.raises(ConfigError, match=r"set worker\.rollout\.environment, or choose another reward function"):
+        load_config(None, (*NEEDED, option))
+    given = load_config(None, (*NEEDED, option, *rollout(f"environment={code}:Maze")))
+    assert given.config.worker.reward.reward_function == "environment"
+    in_list = "worker.reward.val_reward_function=[{function: math}, {function: environment}]"
+    with pytest.raises(ConfigError, match=r"worker\.reward\.val_reward_function=environment is the sum"):
+        load_config(None, (*NEEDED, in_list))
+
+
 def test_turns_need_ends(code):
     assert "tensor_parallel_size=2 cannot be used with" in problem("tools=crop", "tensor_parallel_size=2")
     assert "worker.rollout.ignore_eos is true, so that no turn ends" in problem("tools=crop", "ignore_eos=true")
-
-
-def test_the_reward_of_an_environment_needs_one():
-    with pytest.raises(ConfigError, match=r"reward_function=environment is the sum .* is not set"):
-        load_config(None, (*NEEDED, "worker.reward.reward_function=environment"))
 
 
 def test_options_without_effect_are_told(code):

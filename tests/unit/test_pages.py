@@ -159,7 +159,14 @@ def test_every_configuration_has_options_and_values_that_exist(block: Block, tmp
         for step in sections:
             section = section.get(step) or {}
         section.pop(name, None)
+    rollout, reward = (content.get("worker", {}).get(name) or {} for name in ("rollout", "reward"))
+    for code in (rollout.get("environment") or "", *(rollout.get("tools") or ())):  # of the reader, or of the page
+        if (file := code.partition(":")[0]).endswith(".py"):
+            (tmp_path / file).touch()
+    for folder in reward.get("writable") or ():
+        (tmp_path / folder).mkdir()
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content), "utf-8")
+    monkeypatch.chdir(tmp_path)
     base = ["worker.rollout.n=5"] if "n" not in content.get("worker", {}).get("rollout", {}) else []
     load_config(*split_arguments([str(tmp_path / "run.yaml"), *base, *COMPLETE]))
 

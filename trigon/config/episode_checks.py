@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from trigon.config.paths import expand_path, is_python_object, nearest_path
+from trigon.config.rewards import reward_specs
 from trigon.config.schema import Config
 from trigon.names import BUILT_IN_TOOLS
 from trigon.suggestions import did_you_mean
@@ -77,10 +78,13 @@ def _check_reward(config: Config) -> list[str]:
     if config.worker.rollout.environment is not None:
         return []
     return [
-        f"worker.reward.{key}=environment is the sum of what an environment gave, and {ENVIRONMENT} is not set; "
-        "set it, or give another reward function"
-        for key in ("reward_function", "val_reward_function")
-        if getattr(reward, key) == "environment"
+        f"worker.reward.{key}=environment is the sum of what an environment gives for each turn; set {ENVIRONMENT}, or "
+        f"choose another reward function"
+        for key, option in (
+            ("reward_function", reward.reward_function),
+            ("val_reward_function", reward.val_reward_function),
+        )
+        if "environment" in reward_specs(option)
     ]
 
 

@@ -97,7 +97,11 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
 
 
 def _turns(completion: Completion) -> list[dict[str, Any]]:
-    """Return the turns of an episode as a reward function gets them; [] for a single turn."""
-    if completion.num_sampled == len(completion.token_ids):
+    """Return the turns of an episode as a reward function gets them.
+
+    [] for a single turn without observation and reward.
+    """
+    has_rewards = any(turn.reward is not None for turn in completion.turns)
+    if completion.num_sampled == len(completion.token_ids) and not has_rewards:
         return []
     return [{"observation": turn.observation, "text": turn.text, "reward": turn.reward} for turn in completion.turns]

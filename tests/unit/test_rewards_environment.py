@@ -1,0 +1,31 @@
+"""The reward `environment`, and the turns that reward functions get."""
+
+import pytest
+
+from trigon.rewards.verifiers.environment import compute_score
+from trigon.rollout.collect import _turns, dummy_requests
+from trigon.types import Completion, Prompt, Turn
+
+
+def completion(*turns, num_tokens):
+    num_sampled = sum(turn.end - turn.start for turn in turns)
+    return Completion((1,) * num_tokens, (0.0,) * num_sampled, "stop", "text", 0, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([], 0.0), ([None], 0.0), ([0.5, None], 0.5), ([0.5, -1.0, 0.25], -0.25)]
+)
+def test_rewards_of_turns_are_added(rewards, expected):
+    turns = [{"observation": "", "text": "left", "reward": reward} for reward in rewards]
+    assert compute_score({"turns": turns}) == {"overall": expected}
+
+
+def test_the_reward_is_tried_on_dummy_completions_without_turns():
+    prompt = Prompt("train:0", (1,), vision=None, text="question", ground_truth="", row={}, image_refs=())
+    assert [compute_score({"turns": request.turns}) for request in dummy_requests(prompt)] == [{"overall": 0.0}] * 2
+
+
+def test_a_single_turn_without_an_observation_keeps_the_reward_of_the_environment():
+    given = completion(Turn(0, 2, "left", reward=1.0), num_tokens=2)
+    assert _turns(given) == [{"observation": "", "text": "left", "reward": 1.0}]
+    assert _turns(completion(Turn(0, 2, "left"), num_tokens=2)) == []
