@@ -180,8 +180,8 @@ def test_with_truncation_a_short_untruncated_completion_is_sampled(engine, trunc
     with engine.awake(NO_WEIGHTS, version=6):
         [probe] = ParityCheck(0.1).probe([sampled([-9.0], [-9.0])], engine, sampling, step=7)
     [first, further] = engine.calls
-    assert first == (["train:17"], replace(UNTRUNCATED, n=1, max_tokens=length), 7)
-    assert further == (["train:17"], replace(UNTRUNCATED, n=5, max_tokens=length), 7)
+    assert first == (["train:17"], replace(UNTRUNCATED, n=1, max_tokens=length, one_turn=True), 7)
+    assert further == (["train:17"], replace(UNTRUNCATED, n=5, max_tokens=length, one_turn=True), 7)
     [rollout] = probe.first.rollouts
     assert len(rollout.completion.token_ids) == length
     assert rollout.completion.policy_version == 6
