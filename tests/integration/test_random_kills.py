@@ -67,6 +67,14 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return tensors_in(folder / f"global_step_{STEPS}" / "actor" / "weights")
 
 
+def compared_lines(folder: Path) -> list[dict]:
+    """Return the metrics but for the bytes that were sent: workers of a new start keep no files."""
+    return [
+        {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if not k.startswith("moved/")}}
+        for line in lines(folder)
+    ]
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_run_whose_processes_are_killed_at_random_equals_an_uninterrupted_one(made, tmp_path, temporary, num_workers):
     seed = random.randrange(10**6) if settings.get_current_profile_name() == "faults" else 1
@@ -98,7 +106,7 @@ def test_a_run_whose_processes_are_killed_at_random_equals_an_uninterrupted_one(
                     break
                 assert kills, log_of(folder).read_text()[-4000:]
                 assert status in (1, -signal.SIGKILL), log_of(folder).read_text()[-4000:]
-            assert lines(folder) == lines(reference)
+            assert compared_lines(folder) == compared_lines(reference)
             assert rollouts(folder) == rollouts(reference)
             assert stored_images(folder) == stored_images(reference)
             assert_equal_tensors(weights_in(folder), weights_in(reference))
