@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from support.engines import tensors_in
 from support.processes import adopting_orphans, descendants, is_running
-from support.runs import lines, log_of, rollouts, start, stored_images
+from support.runs import comparable, lines, log_of, rollouts, start, stored_images
 from support.tensors import assert_equal_tensors
 
 pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(1800)]
@@ -67,14 +67,6 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return tensors_in(folder / f"global_step_{STEPS}" / "actor" / "weights")
 
 
-def compared_lines(folder: Path) -> list[dict]:
-    """Return the metrics but for the bytes that were sent: workers of a new start keep no files."""
-    return [
-        {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if not k.startswith("moved/")}}
-        for line in lines(folder)
-    ]
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_run_whose_processes_are_killed_at_random_equals_an_uninterrupted_one(made, tmp_path, temporary, num_workers):
     seed = random.randrange(10**6) if settings.get_current_profile_name() == "faults" else 1
@@ -106,7 +98,7 @@ def test_a_run_whose_processes_are_killed_at_random_equals_an_uninterrupted_one(
                     break
                 assert kills, log_of(folder).read_text()[-4000:]
                 assert status in (1, -signal.SIGKILL), log_of(folder).read_text()[-4000:]
-            assert compared_lines(folder) == compared_lines(reference)
+            assert comparable(lines(folder)) == comparable(lines(reference))
             assert rollouts(folder) == rollouts(reference)
             assert stored_images(folder) == stored_images(reference)
             assert_equal_tensors(weights_in(folder), weights_in(reference))

@@ -22,6 +22,7 @@ from support.processes import is_running, signal_all, wait_until
 from support.runs import (
     CONFIG,
     STEPS,
+    comparable,
     finish,
     lines,
     log_of,
@@ -108,14 +109,6 @@ def check_every_moment(made: Path, folder: Path, expected: Path, options: tuple[
     assert comparable(lines(folder)) == comparable(lines(expected))
     assert rollouts(folder) == rollouts(expected)
     assert stored_images(folder) == stored_images(expected)
-
-
-def comparable(found: list[dict]) -> list[dict]:
-    """Return metrics without the bytes of messages, which a new process sends again."""
-    return [
-        {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if not k.startswith("moved/")}}
-        for line in found
-    ]
 
 
 def test_a_run_that_is_stopped_at_any_moment_resumes_as_if_uninterrupted(made, uninterrupted, tmp_path):

@@ -131,6 +131,14 @@ def lines(folder: Path) -> list[dict]:
     ]
 
 
+def comparable(found: list[dict]) -> list[dict]:
+    """Return metrics without the bytes of messages, which a new process sends again."""
+    return [
+        {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if not k.startswith("moved/")}}
+        for line in found
+    ]
+
+
 def rollouts(folder: Path) -> dict[str, str]:
     """Return the rollouts files by name."""
     return {path.name: path.read_text() for path in sorted((folder / "rollouts").iterdir())}
