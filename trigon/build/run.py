@@ -104,6 +104,8 @@ def run_training(
     check_environment(config)
     remove_dead_folders()
     with ExitStack() as stack:
+        # Again at the end: some processes of a run that was killed shortly before may end later.
+        stack.callback(remove_dead_folders)
         rewards = open_rewards(config, objects)
         stack.callback(rewards.close)
         val_rewards = open_validation_rewards(config, objects)
