@@ -20,7 +20,7 @@ import torch
 from hypothesis import settings
 
 from support.engines import tensors_in
-from support.processes import adopting_orphans, descendants, is_running
+from support.processes import adopting_orphans, descendants, is_running, reap_adopted
 from support.runs import comparable, lines, log_of, rollouts, start, stored_images
 from support.tensors import assert_equal_tensors
 
@@ -104,6 +104,7 @@ def test_a_run_whose_processes_are_killed_at_random_equals_an_uninterrupted_one(
             assert_equal_tensors(weights_in(folder), weights_in(reference))
             deadline = time.monotonic() + 30
             while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+                reap_adopted(process.pid)
                 time.sleep(0.2)
             assert left == {}
             assert sorted(str(path) for path in temporary.rglob("*")) == []

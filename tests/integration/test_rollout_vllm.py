@@ -144,7 +144,7 @@ def test_completions_of_a_group_share_the_full_blocks_of_a_short_prompt(engine, 
     for row, prompt in enumerate(prompts):
         full_blocks = 32 * ((len(prompt.token_ids) - 1) // 32)
         assert full_blocks > 0
-        assert [shared[f"{row}.{sample}.1"] for sample in range(SAMPLING.n)] == [0, full_blocks, full_blocks]
+        assert [shared[f"{row}.{sample}.0.1"] for sample in range(SAMPLING.n)] == [0, full_blocks, full_blocks]
 
 
 def test_more_requests_than_run_at_a_time(engine, weights, prompts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -16,7 +17,7 @@ def is_running(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
 
@@ -67,8 +68,23 @@ def adopting_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Return the command lines of the running processes below a process, by their ids."""
+def reap_adopted(*own: int) -> None:
+    """Take the exit statuses of adopted processes that have ended, as the init process does.
+
+    Ray's processes take a parent for alive that has ended, until its status is taken.
+    own: processes that the caller has started, whose statuses it takes itself.
+    """
+    for child in descendants(os.getpid(), with_zombies=True):
+        if child not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def descendants(pid: int, *, with_zombies: bool = False) -> dict[int, str]:
+    """Return the command lines of the running processes below a process, by their ids.
+
+    with_zombies: also of those that have ended, and whose status was not taken.
+    """
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -82,7 +98,7 @@ def descendants(pid: int) -> dict[int, str]:
         below = {child for child, parent in parents.items() if parent in below and child not in found}
         for child in below:
             found[child] = _command_line(child)
-    return {child: command for child, command in found.items() if is_running(child)}
+    return {child: command for child, command in found.items() if with_zombies or is_running(child)}
 
 
 def _command_line(pid: int) -> str:

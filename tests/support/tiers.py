@@ -48,7 +48,7 @@ KEPT = {
     "integration/test_push.py": r"^(?!test_a_lora_run)",
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
     r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
-    "integration/test_rollout_episodes.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
+    "integration/test_rollout_episode_engines.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
     r"tensor_parallelism",
     "integration/test_rollout_videos.py": None,
     "integration/test_rollout_vllm_cuda_config.py": r"\[qwen2_5_vl\]",
@@ -75,7 +75,7 @@ NEEDS_VLLM = {
     "integration/test_page_sessions.py": r" (ten-minutes|debugging)\]",
     "integration/test_rollout_deepstack.py": r"",
     "integration/test_rollout_engines.py": r"\[vllm-",
-    "integration/test_rollout_episodes.py": r"\[vllm-|tensor_parallelism",
+    "integration/test_rollout_episode_engines.py": r"\[vllm-|tensor_parallelism",
     "integration/test_rollout_videos.py": r"\[vllm-",
     "integration/test_rollout_vllm.py": r"",
     "integration/test_rollout_vllm_cuda_config.py": r"",
