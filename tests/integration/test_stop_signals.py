@@ -30,6 +30,7 @@ from support.runs import (
     overrides_of,
     rollouts,
     start,
+    status_of,
     stored_images,
     wait_for,
 )
@@ -70,7 +71,7 @@ def stop(
     """
     wait_for(moment, process, folder)
     found = signal_all(process.pid, number)
-    assert process.wait(timeout=120) == 128 + number, log_of(folder).read_text()[-4000:]
+    assert status_of(process, folder) == 128 + number, log_of(folder).read_text()[-4000:]
     wait_until(lambda: not any(map(is_running, found)))
     text = log_of(folder).read_text().rpartition("loading libraries")[2]
     assert "Traceback" not in text

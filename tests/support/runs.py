@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from support.processes import descendants
+from trigon.system.stacks import dump_stacks
+
 ROOT = Path(__file__).parents[2]
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/")
 """The prefixes of the only metrics that may differ between two equal runs."""
@@ -117,6 +120,16 @@ def finish(process: subprocess.Popen[str], folder: Path) -> None:
     """Wait for a run, and assert that it succeeded."""
     status = process.wait(timeout=300)
     assert status == 0, log_of(folder).read_text()[-4000:]
+
+
+def status_of(process: subprocess.Popen[str], folder: Path, *, timeout: float = 120) -> int:
+    """Return the exit status of a run that is to end soon; fail with the stacks if it does not."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        stacks = dump_stacks([process.pid, *descendants(process.pid)])
+        process.kill()
+        raise AssertionError(f"the run has not ended:\n{stacks}\n{log_of(folder).read_text()[-4000:]}") from None
 
 
 def lines(folder: Path) -> list[dict]:
