@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -19,8 +21,9 @@ def test_a_sigterm_during_rays_start_is_handled_by_the_run_and_not_by_ray(monkey
     received = []
 
     def start(**options):
-        signal.signal(signal.SIGTERM, lambda number, frame: received.append("ray"))
+        cluster.ray._private.utils.set_sigterm_handler(lambda number, frame: received.append("ray"))
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # the other thread may get it, and then this one runs the handler at once
         if fails:
             raise ConnectionError("no answer")
 
@@ -28,6 +31,9 @@ def test_a_sigterm_during_rays_start_is_handled_by_the_run_and_not_by_ray(monkey
     monkeypatch.setattr(cluster.ray, "init", start)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append("run"))
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)  # has no signal blocked, unlike the main thread
+    other.start()
     try:
         if fails:
             with (
@@ -39,5 +45,7 @@ def test_a_sigterm_during_rays_start_is_handled_by_the_run_and_not_by_ray(monkey
             with cluster.open_cluster(nodes=1, workers_per_node=1):
                 assert received == ["run"]
     finally:
+        ended.set()
+        other.join()
         signal.signal(signal.SIGTERM, before)
     assert received == ["run"]

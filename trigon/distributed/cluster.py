@@ -98,24 +98,17 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
         private_folder(make_base()) as folder,
         prepare_local_cluster(folder, workers_per_node) if address == "local" else nullcontext(OTHERS_CLUSTER) as local,
     ):
-        sigterm_handler = signal.getsignal(signal.SIGTERM)
         try:
             # Ray's processes and the workers keep them blocked: only the driver acts on a signal
             # that all processes of a job get. Ray itself does the same with SIGINT.
-            with set_variables(local.variables), termination_blocked():
-                try:
-                    ray.init(
-                        address=address,
-                        logging_level="ERROR",
-                        log_to_driver=True,
-                        job_config=_job_config(),
-                        **local.options,
-                    )
-                finally:
-                    # ray.init installs its own, which aborts the process. Restored while SIGTERM is
-                    # blocked: one that is pending is delivered when the block ends.
-                    if threading.current_thread() is threading.main_thread():
-                        signal.signal(signal.SIGTERM, sigterm_handler)
+            with set_variables(local.variables), termination_blocked(), _sigterm_handler_kept():
+                ray.init(
+                    address=address,
+                    logging_level="ERROR",
+                    log_to_driver=True,
+                    job_config=_job_config(),
+                    **local.options,
+                )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"there is no Ray cluster at {address!r}, or it rejects the token of this shell "
@@ -131,6 +124,24 @@ def open_cluster(*, nodes: int, workers_per_node: int) -> Iterator[str]:
             if address == "local":
                 _kill_at_shutdown()
             ray.shutdown()
+
+
+@contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Let Ray install no handler of SIGTERM in this process: its own aborts the process.
+
+    Not to be undone afterwards: until then a signal that another thread gets would be Ray's. Not
+    public in Ray 2.60; where it is another function, the handler is restored at the end.
+    """
+    utils: Any = ray._private.utils
+    handler, install = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = install
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _kill_at_shutdown() -> None:
