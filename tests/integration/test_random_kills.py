@@ -109,7 +109,7 @@ def test_a_run_whose_processes_are_killed_at_random_equals_an_uninterrupted_one(
             assert left == {}
             assert sorted(str(path) for path in temporary.rglob("*")) == []
             assert sorted(path.name for path in folder.glob(".*")) == []
-        assert set(os.listdir("/dev/shm")) <= shared_memory  # other tests may remove theirs
+        assert set(os.listdir("/dev/shm")) <= shared_memory  # other tests may remove some of it
     assert {name: kills.count(name) for name in TARGETS[num_workers]} == {
         name: len(kills[index :: len(TARGETS[num_workers])]) for index, name in enumerate(TARGETS[num_workers])
     }
