@@ -1,4 +1,4 @@
-"""Reads and writes JSON files.
+"""Reads and writes JSON files, and makes JSON of what a dataset holds.
 
 A file is replaced atomically: after a crash, it has its old or its new content. What is read may be
 damaged or hostile: whatever is wrong with it is a ValueError.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ def parse_json(content: str | bytes) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def to_plain(value: object) -> object:
+    """Return a date as text, a numpy scalar as number, an array as list.
+
+    For `default` of json.dumps. Raises: TypeError for anything else.
+    """
+    if isinstance(value, date):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, without importing numpy
+        return value.tolist()
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
 def read_json_object(path: Path, *, max_bytes: int | None = MAX_BYTES) -> dict[str, Any]:

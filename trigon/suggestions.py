@@ -38,3 +38,11 @@ def nearest_key(key: str, known: Iterable[str]) -> str:
         return full + last_part
 
     return max(known, key=similarity)
+
+
+def missing_package(error: BaseException) -> str:
+    """Return the hint to install the package that an import did not find, or ""."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    package = error.name.partition(".")[0]
+    return f" (it imports {package!r}, which is not installed; install it with pip, or remove the import)"

@@ -23,7 +23,6 @@ import gc
 import io
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -46,6 +45,7 @@ from trigon.environments.tools import ToolEnvironment, describe_tools, load_tool
 from trigon.errors import EpisodeError
 from trigon.json_files import parse_json
 from trigon.rewards.confinement import kernel, tree
+from trigon.rewards.limits import limit_resources
 from trigon.system.signals import outlive_stop_signals
 
 MAX_OPEN_FILES = 4096
@@ -63,7 +63,9 @@ _MEMORY_FRACTION = 0.75  # of the limit of all together, at which the largest ep
 def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
     """Serve until the channel closes. Args: as of rewards.worker.main."""
     outlive_stop_signals()  # the driver, which saves first, ends this process
-    _limit_resources()
+    limit_resources(max_file_bytes=MAX_FILE_BYTES, max_open_files=MAX_OPEN_FILES)
+    if kernel.IS_LINUX:  # become the parent of processes that an episode leaves
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(channel_fd, False)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
@@ -318,21 +320,3 @@ def _do_nothing(number: int, frame: object) -> None:
 
 def _nothing() -> Any:
     raise AssertionError("an episode is forked after the code was loaded")
-
-
-def _limit_resources() -> None:
-    limits = {
-        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
-    if kernel.IS_LINUX:
-        # Become the parent of processes that an episode leaves, and let the kernel kill episodes
-        # rather than the trainer if memory runs out.
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")

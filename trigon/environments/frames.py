@@ -12,10 +12,9 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
-from trigon.json_files import parse_json
+from trigon.json_files import parse_json, to_plain
 
 MAX_FILES = 1024
 """Maximum number of files of a frame."""
@@ -50,7 +49,7 @@ def encode_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     omitted: list[str] = []
     for column, value in row.items():
         try:
-            kept[column] = json.loads(json.dumps(value, default=_to_plain))
+            kept[column] = json.loads(json.dumps(value, default=to_plain))
         except (TypeError, ValueError, RecursionError):
             omitted.append(column)
     return kept, tuple(omitted)
@@ -96,12 +95,3 @@ class FrameReader:
             position += length
         del received[:end]
         return Frame(content, tuple(files))
-
-
-def _to_plain(value: object) -> object:
-    """Return a date as text, a numpy scalar as number, an array as list. Raises: TypeError."""
-    if isinstance(value, date):
-        return value.isoformat()
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, without importing numpy
-        return value.tolist()
-    raise TypeError(f"JSON cannot represent a {type(value).__name__}")

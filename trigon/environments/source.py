@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
-from trigon.suggestions import did_you_mean
+from trigon.suggestions import did_you_mean, missing_package
 
 CodeKind = Literal["environment", "tool"]
 
@@ -105,7 +105,7 @@ def load_code(source: CodeSource) -> Any:
         module = _run_file(source.file) if source.file else importlib.import_module(source.module)
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise EpisodeError(f"{place} failed to load{_missing(error)}:\n{trace}") from error
+        raise EpisodeError(f"{place} failed to load{missing_package(error)}:\n{trace}") from error
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if source.name not in vars(module):
         hint = did_you_mean(source.name, known) or f"; it has {', '.join(known) or 'none'}"
@@ -185,12 +185,4 @@ def _unpickle(source: CodeSource) -> Any:
         return cloudpickle.loads(base64.b64decode(source.pickled))
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise EpisodeError(f"{source.where} cannot be loaded{_missing(error)}:\n{trace}") from error
-
-
-def _missing(error: BaseException) -> str:
-    """Return the hint to install the package that an import did not find, or ""."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    package = error.name.partition(".")[0]
-    return f" (it imports {package!r}, which is not installed; install it with pip, or remove the import)"
+        raise EpisodeError(f"{source.where} cannot be loaded{missing_package(error)}:\n{trace}") from error

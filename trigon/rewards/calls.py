@@ -26,6 +26,7 @@ from trigon.rewards.contract import (
     limit_of_call,
     read_scores,
 )
+from trigon.rewards.limits import at_most
 from trigon.system.cpus import count_usable_cpus
 
 RewardInput = dict[str, Any]
@@ -120,11 +121,6 @@ def limit_cpu(timeout_seconds: float) -> None:
 def print_stack_after(seconds: float) -> None:
     """Print the stack of all threads after so many seconds, unless this is called again before."""
     faulthandler.dump_traceback_later(seconds, file=_STDERR)  # by a C thread, so it works for hangs in C code
-
-
-def at_most(hard_limit: int, limit: int) -> int:
-    """Return a resource limit, or the hard limit if that is lower."""
-    return limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
 
 
 def _score(function: Callable[..., object], *arguments: object, timeout_seconds: float) -> Result:

@@ -23,10 +23,10 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from typing import Any, Literal
 
 from trigon.errors import RewardError
+from trigon.json_files import to_plain
 from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, FinishReason, ReadMedia
@@ -376,18 +376,9 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _to_json(value: object) -> str | None:
     """Return value as one line of JSON, or None if JSON cannot represent it."""
     try:
-        return json.dumps(value, default=_to_plain)
+        return json.dumps(value, default=to_plain)
     except (TypeError, ValueError):
         return None
-
-
-def _to_plain(value: object) -> object:
-    """Return a date as text, a numpy scalar as number, an array as list. Raises: TypeError."""
-    if isinstance(value, date):
-        return value.isoformat()
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, without importing numpy
-        return value.tolist()
-    raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
 def _short_repr(value: object) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trigon.errors import RewardError
 from trigon.names import SHIPPED_REWARDS
-from trigon.suggestions import nearest
+from trigon.suggestions import missing_package, nearest
 
 if TYPE_CHECKING:  # reward workers need no options
     from trigon.config.schema import WeightedReward
@@ -141,7 +141,7 @@ def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
         module = _run_file(source.file) if source.file else importlib.import_module(source.module)
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{source.file or source.module} failed to load{_missing(error)}:\n{trace}") from error
+        raise RewardError(f"{source.file or source.module} failed to load{missing_package(error)}:\n{trace}") from error
     known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if source.function not in vars(module):
         near = nearest(source.function, known)
@@ -173,16 +173,10 @@ def _unpickle(source: RewardSource) -> tuple[Callable[..., object], object]:
         function, reward_type = cloudpickle.loads(base64.b64decode(source.pickled))
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{source.where} cannot be loaded in a reward worker{_missing(error)}:\n{trace}") from error
+        raise RewardError(
+            f"{source.where} cannot be loaded in a reward worker{missing_package(error)}:\n{trace}"
+        ) from error
     return function, reward_type
-
-
-def _missing(error: BaseException) -> str:
-    """Return the hint to install the package that an import did not find, or ""."""
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    package = error.name.partition(".")[0]
-    return f" (it imports {package!r}, which is not installed; install it with pip, or remove the import)"
 
 
 def _run_file(file: str) -> ModuleType:

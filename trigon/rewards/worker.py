@@ -27,19 +27,17 @@ of its completions.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trigon.errors import RewardError
-from trigon.rewards.calls import Result, at_most, score_chunk
+from trigon.rewards.calls import Result, score_chunk
 from trigon.rewards.contract import (
     LoadedFunction,
     bind_kwargs,
@@ -50,6 +48,7 @@ from trigon.rewards.contract import (
     is_class,
 )
 from trigon.rewards.lazy_images import with_images
+from trigon.rewards.limits import limit_resources
 from trigon.rewards.load import RewardSource, RewardTerm, declares_images, load_function
 from trigon.rewards.weighted import weighted_sum
 from trigon.secrets import ARGUMENTS
@@ -71,7 +70,7 @@ def main(channel_fd: int, used: Sequence[str], obstacle: str) -> None:
     used: the mechanisms that confine this process. obstacle: why it has no namespaces, or "".
     """
     outlive_stop_signals()  # the driver, which saves first, ends this process
-    _limit_resources()
+    limit_resources(max_file_bytes=MAX_FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     os.set_inheritable(channel_fd, False)
     for stream_of_text in (sys.stdout, sys.stderr):
         assert isinstance(stream_of_text, io.TextIOWrapper)
@@ -137,20 +136,3 @@ def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGU
         takes_images=images_argument or declares_images(source),
         has_images_argument=images_argument,
     )
-
-
-def _limit_resources() -> None:
-    limits = {
-        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (at_most(hard, limit), at_most(hard, limit)))
-    # If memory runs out, the kernel should kill a reward worker rather than the trainer.
-    with (
-        contextlib.suppress(OSError),  # not on Linux, or not permitted
-        open("/proc/self/oom_score_adj", "w") as file,
-    ):
-        file.write("1000")
