@@ -38,6 +38,9 @@ def parse_step(line: bytes, path: Path) -> StepMetrics:
     try:
         content = parse_json(line)
         numbers = {key: nan if value is None else value for key, value in content["metrics"].items()}
+        for key, value in numbers.items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"{key} is no number")
         return StepMetrics(int(content["step"]), numbers)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
