@@ -25,7 +25,8 @@ KEPT = {
     "integration/test_disk_faults.py": r"test_a_last_save",
     "integration/test_doctor.py": r"test_a_few_checks|test_a_wrong_tolerance|test_ending_the_command",
     "unit/test_check_page.py": r"thresholds",
-    "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice)"
+    "unit/test_checks.py": r"^(?!test_exactly_the_planted|test_the_shipped_recipes|test_the_advice|test_prompts_are|"
+    r"test_a_function_that_reads)"
     r"|\[(a misspelt option|a marker too few|a row twice|a reward function that hangs on nothing|large images)\]"
     r"|\[qwen2_5_vl_3b_geo3k_grpo\]",
     "integration/test_starter.py": None,
