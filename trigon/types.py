@@ -190,6 +190,11 @@ class Completion:
             object.__setattr__(self, "turns", (Turn(0, len(self.token_ids), self.text),))
 
     @property
+    def has_turns(self) -> bool:
+        """Whether it is more than one turn without observation and reward."""
+        return self.num_sampled < len(self.token_ids) or any(turn.reward is not None for turn in self.turns)
+
+    @property
     def sampled(self) -> tuple[tuple[int, int], ...]:
         """The half-open ranges of token_ids that were sampled, one for each turn."""
         return tuple((turn.start, turn.end) for turn in self.turns)

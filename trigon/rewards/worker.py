@@ -12,7 +12,8 @@ trigon.rewards.confinement.supervisor. Messages are lines of JSON:
     <- {"contract": "batch", "is_async": false, "takes_images": false}
                                                     or {"load_error": "..."}; then it exits
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
-                                                    "images" and "videos" of each are paths
+                                                    "images" and "videos" of each are paths, and
+                                                    "images" of each of its turns
     <- {"scores": {"overall": 1.0}, "seconds": 0.1, ...}  for each reward_input, in order, or
        {"error": "...", "traceback": "...", "seconds": 0.1, ...}  if it failed for this one, or
        {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; error is
