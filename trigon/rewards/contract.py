@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trigon.errors import RewardError
-from trigon.json_files import to_plain
+from trigon.json_files import dump_columns, to_plain
 from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, FinishReason, ReadMedia
@@ -85,9 +85,6 @@ class RewardRequest:
     turn_media: Sequence[EncodedMedia | ReadMedia | None] = field(default=(), repr=False, compare=False)
 
 
-_MEDIA_FIELDS = ("media", "turn_media")
-
-
 @dataclass(frozen=True, slots=True)
 class RequestFiles:
     """The paths of the files that a function may look at.
@@ -134,22 +131,20 @@ def encode_request(request: RewardRequest, files: RequestFiles | None = None) ->
     lists, dates ISO strings, tuples lists.
     Raises: RewardError if JSON cannot represent the ground truth.
     """
-    names = [each.name for each in dataclasses.fields(request) if each.name not in _MEDIA_FIELDS]
+    names = [each.name for each in dataclasses.fields(request) if each.name not in ("row", "media", "turn_media")]
     reward_input = {name: getattr(request, name) for name in names}
     if files is not None:
         turns = [{**turn, IMAGES: paths} for turn, paths in zip(request.turns, files.turns, strict=True)]
         reward_input |= {IMAGES: files.images, "videos": files.videos, "turns": turns}
-    reward_input["row"] = dict(request.row)
-    if (text := _to_json(reward_input)) is not None:
-        return text, ()
-    omitted = tuple(column for column, value in request.row.items() if _to_json(value) is None)
-    reward_input["row"] = {column: value for column, value in request.row.items() if column not in omitted}
-    if (text := _to_json(reward_input)) is None:
+    columns, omitted = dump_columns(request.row)
+    try:
+        text = json.dumps(reward_input, default=to_plain)
+    except (TypeError, ValueError, RecursionError) as error:
         raise RewardError(
             f"the ground truth {_short_repr(request.ground_truth)} (a {type(request.ground_truth).__name__}) cannot be "
             "passed to the reward function; store it as text, numbers, lists or dicts in the dataset"
-        )
-    return text, omitted
+        ) from error
+    return f'{text[:-1]}, "row": {columns}}}', omitted
 
 
 def detect_contract(
@@ -399,14 +394,6 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
 def _nearest(name: str, known: Sequence[str]) -> str:
     match = nearest(name, known)
     return f" (did you mean {match!r}?)" if match else ""
-
-
-def _to_json(value: object) -> str | None:
-    """Return value as one line of JSON, or None if JSON cannot represent it."""
-    try:
-        return json.dumps(value, default=to_plain)
-    except (TypeError, ValueError):
-        return None
 
 
 def _short_repr(value: object) -> str:
