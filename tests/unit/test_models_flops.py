@@ -10,12 +10,12 @@ import torch
 from test_models_attention import dense_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from support.oracle import load_hugging_face, make_group, make_prompt, pack_groups, padded_logprobs
+from support.oracle import load_hugging_face, make_episode, make_group, make_prompt, pack_groups, padded_logprobs
 from support.varlen import stand_in
 from trigon.models.flops import GroupLengths, forward_flops, peak_tflops, update_flops
 from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
-from trigon.types import PackedGroups, RolloutGroup
+from trigon.types import PackedGroups, Rollout, RolloutGroup, Score
 
 TinyModel = Callable[..., Path]
 GRIDS = [(6, 10), (4, 4)]  # neither is a multiple of a window of Qwen2.5-VL
@@ -117,6 +117,30 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
         both, _ = counted(update)
         frozen = update_flops(processors.hf_config, lengths, "shared", trains_vision=False)
         assert both == frozen - 3 * flops.attention - of_images
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    folder = tiny_model(model_type)
+    processors = load_processors(str(folder))
+    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
+    stand_in(monkeypatch)
+    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    prompt = make_prompt(processors, [(6, 10)], seed=1)
+    score = Score(0.0, {}, "ok", "")
+    episodes = [make_episode(processors, each, seed=2) for each in ([(None, 3), ([(4, 6)], 2)], [([], 4)])]
+    lengths = GroupLengths.of(prompt, episodes)
+    assert lengths.observed_grids == ((1, 4, 6),)
+    assert lengths.observed == sum(map(len, (each.token_ids for each in episodes))) - 9
+    row = packed([RolloutGroup(prompt, tuple(Rollout(each, score) for each in episodes))], processors)
+    flops = forward_flops(processors.hf_config, [lengths], "shared")
+    assert flops is not None
+    with torch.no_grad():
+        products, attention = counted(lambda: policy(row))
+    of_parts = flops.linear + flops.head + flops.vision + flops.patch_embedding
+    assert products + attention == of_parts + rectangles(processors, [lengths])
 
 
 def _attention_of_images(processors: Processors, lengths: list[GroupLengths]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from support.videos import make_video
 from trigon.build.data import open_builder
+from trigon.build.episodes import load_episodes
 from trigon.build.memory_check import with_options
 from trigon.config.schema import Config
 from trigon.data.sources import open_source
@@ -61,6 +63,40 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     assert [each.grids for each in lengths.prompts] == [each.grids for each in built]
     assert lengths.num_prompts == len(rows)
     assert lengths.sources[0] == ("prompts", f"measured in {data}")
+
+
+TOOLS = """
+def look(where: str) -> str:
+    \"\"\"
+    Look at a part of the drawing.
+
+    Args:
+        where: the part
+    \"\"\"
+    return where
+"""
+
+
+def test_prompts_are_measured_with_the_descriptions_of_tools_where_these_can_be_loaded(tiny_model, tmp_path):
+    model = tiny_model("qwen3")
+    data = write_rows(tmp_path, [{"problem": "What is it?", "answer": "a"}])
+    (tmp_path / "tools.py").write_text(TOOLS)
+    code = {"worker.rollout.tools": (f"{tmp_path}/tools.py:look",)}
+    plain, described = (
+        find_lengths(configured(model, data, **each), load_hf_config(model), LengthOptions()) for each in ({}, code)
+    )
+    with ExitStack() as stack:
+        processors = load_processors(str(model))
+        config = configured(model, data, **code)
+        parts, _ = load_episodes(config, processors, stack)
+        built = open_builder(config, processors, schemas=parts.schemas).build(open_source(str(data)).rows[0], "row")
+    assert described.prompts[0].tokens == len(built.token_ids) > plain.prompts[0].tokens + 20
+    assert described.sources[0] == ("prompts", f"measured in {data}, with the descriptions of the tools")
+    (tmp_path / "tools.py").write_text("import nothing_like_it")
+    failing = find_lengths(configured(model, data, **code), load_hf_config(model), LengthOptions())
+    assert failing.prompts == plain.prompts
+    assert "without the descriptions of the tools: " in failing.sources[0][1]
+    assert "nothing_like_it" in failing.sources[0][1]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
