@@ -48,6 +48,7 @@ KEPT = {
     "integration/test_plan_equals_run.py": None,
     "integration/test_page_sessions.py": r" options\]",
     "integration/test_push.py": r"^(?!test_a_lora_run)",
+    "integration/test_random_kills.py": None,
     "integration/test_reward_confinement.py": r"without_what_prevents_them\[(\]|namespaces, landlock\])|a_container|"
     r"is_killed\[all\]|supervisor_that_is|but_its_channel|\[(hang-timeout-)?all\]|asked_for|network|private|an_option",
     "integration/test_rollout_episode_engines.py": r"\[vllm-qwen2_5_vl|anew_with_the_same_bits\[vllm-qwen2\]|"
@@ -62,6 +63,7 @@ KEPT = {
     "integration/test_stop_signals.py": r"test_a_long_step_is_left.*\[one worker\]",
     "integration/test_train_resume.py": r"test_ctrl_c_and_sigterm",
     "integration/test_watchers.py": r"constant_reward|function_that_leaks",
+    "integration/test_working_folder.py": r"^(?!test_the_quickstart)",
 }
 """File below tests/ -> pattern of the test ids that `make test` runs; None: none of them."""
 
