@@ -215,7 +215,8 @@ def _work(plan: RunPlan) -> list[str]:
         rows.append((_NAMES[name], work, *_share(seconds.get(name), total)))
     rows.append(("a step", _flops(plan.flops.total), *_share(total if seconds else None, total)))
     lines = _table(rows if seconds else [row[:2] for row in rows], right=(1, 2, 3))
-    lines.append(f"sampling: {_flops(plan.flops.prefill)} of prompts, {_flops(plan.flops.decode)} of completions")
+    prefilled = "prompts and observations" if plan.lengths.observed_tokens else "prompts"
+    lines.append(f"sampling: {_flops(plan.flops.prefill)} of {prefilled}, {_flops(plan.flops.decode)} of completions")
     if plan.flops.computed > plan.flops.update:
         lines.append(f"update: {_flops(plan.flops.computed)} with what gradient checkpointing computes again")
     elif plan.flops.computed < plan.flops.update:
