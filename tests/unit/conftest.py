@@ -26,9 +26,9 @@ def parts(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def processors(tiny_vlm: Path) -> Processors:
     """Return the tokenizer and the image processor of the tiny Qwen2.5-VL."""
-    from trigon.models.load import load_processors
+    from support.models import processors_of
 
-    return load_processors(str(tiny_vlm))
+    return processors_of(tiny_vlm)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
+from support.models import processors_of
 from support.videos import make_video
 from trigon.build.data import open_builder
 from trigon.build.episodes import load_episodes
@@ -17,7 +18,7 @@ from trigon.config.schema import Config
 from trigon.data.sources import open_source
 from trigon.data.vision import image_processor_of
 from trigon.models.flops import GroupLengths
-from trigon.models.load import load_hf_config, load_processors
+from trigon.models.load import load_hf_config
 from trigon.planning.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
 
 SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
@@ -56,7 +57,7 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     data = write_rows(tmp_path, rows)
     config = configured(model, data)
     lengths = find_lengths(config, load_hf_config(model), LengthOptions())
-    builder = open_builder(config, load_processors(str(model))).with_default_image_dir(tmp_path)
+    builder = open_builder(config, processors_of(model)).with_default_image_dir(tmp_path)
     source = open_source(str(data))
     built = [GroupLengths.of(builder.build(row, "row"), ()) for row in source.rows]
     assert [each.tokens for each in lengths.prompts] == [each.prompt for each in built]
@@ -86,7 +87,7 @@ def test_prompts_are_measured_with_the_descriptions_of_tools_where_these_can_be_
         find_lengths(configured(model, data, **each), load_hf_config(model), LengthOptions()) for each in ({}, code)
     )
     with ExitStack() as stack:
-        processors = load_processors(str(model))
+        processors = processors_of(model)
         config = configured(model, data, **code)
         parts, _ = load_episodes(config, processors, stack)
         built = open_builder(config, processors, schemas=parts.schemas).build(open_source(str(data)).rows[0], "row")
@@ -106,13 +107,13 @@ def test_videos_are_measured_without_decoding_them(tiny_model, tmp_path, family)
     data = write_rows(tmp_path, [{"problem": "<video> What happens?", "answer": "a", "videos": ["a.mp4"]}])
     config = configured(model, data)
     [measured] = find_lengths(config, load_hf_config(model), LengthOptions()).prompts
-    builder = open_builder(config, load_processors(str(model))).with_default_image_dir(tmp_path)
+    builder = open_builder(config, processors_of(model)).with_default_image_dir(tmp_path)
     built = GroupLengths.of(builder.build(open_source(str(data)).rows[0], "row"), ())
     assert (measured.tokens, measured.grids) == (built.prompt, built.grids)
 
 
 def test_the_shape_of_an_image_is_found_from_its_number_of_tokens(tiny_model):
-    processor = image_processor_of(load_processors(str(tiny_model("qwen2_5_vl"))))
+    processor = image_processor_of(processors_of(tiny_model("qwen2_5_vl")))
     for size in SIZES:
         vision = processor.process([Image.new("RGB", size)])
         assert processor.grid(*size) == tuple(vision.grid_thw[0].tolist()), size
