@@ -7,15 +7,23 @@ import pytest
 from PIL import Image
 
 from trigon.build.episodes import EpisodeOptions, EpisodeParts, check_episodes
+from trigon.config.schema import Config
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment
 from trigon.errors import EpisodeError
+from trigon.models.load import load_processors
 from trigon.types import EncodedMedia, Prompt
+
+
+@pytest.fixture(scope="module")
+def processors(tiny_vlm):
+    return load_processors(str(tiny_vlm))
 
 
 class Sizes:
     def reset(self, row):
         assert row["images"][0].size == tuple(row["size"])
+        return row["images"][0]
 
     def step(self, action):
         return None, True
@@ -34,20 +42,27 @@ OPTIONS = EpisodeOptions(
 )
 
 
-def check(row):
+def check(processors, row):
     file = io.BytesIO()
     Image.new("RGB", (8, 6)).save(file, "PNG")
     images = EncodedMedia((file.getvalue(),), ("0",))
     prompt = Prompt("train:0", (1,), images, "<image>", "4", row, ("figure.png",))
     settings = EnvironmentSettings(environment=find_environment(Sizes))
     with closing(EnvironmentPool(settings)) as pool:
-        check_episodes(EpisodeParts(OPTIONS, settings, ()), pool, [prompt])
+        check_episodes(Config(), processors, EpisodeParts(OPTIONS, settings, ()), pool, [prompt])
 
 
-def test_the_first_reset_gets_the_row_and_its_images():
-    check({"size": [8, 6]})
+def test_the_first_reset_gets_the_row_and_its_images(processors):
+    check(processors, {"size": [8, 6]})
 
 
-def test_a_first_reset_that_fails_names_the_row_and_the_error():
+def test_a_first_reset_that_fails_names_the_row_and_the_error(processors):
     with pytest.raises(EpisodeError, match="fails at the reset for train:0: AssertionError"):
-        check({"size": [1, 1]})
+        check(processors, {"size": [1, 1]})
+
+
+def test_a_first_observation_that_the_model_cannot_be_shown_is_an_error(tiny_model):
+    with pytest.raises(
+        EpisodeError, match=r"fails at the reset for train:0: .* 1 images, but a qwen2 model takes none"
+    ):
+        check(load_processors(str(tiny_model("qwen2"))), {"size": [8, 6]})

@@ -154,7 +154,7 @@ def run_training(
         if val_rewards is not None and val_prompts is not None:
             check_rewards(val_rewards, val_prompts)
         if episodes is not None:
-            check_episodes(*episodes, val_prompts if train_prompts is None else train_prompts)
+            check_episodes(config, processors, *episodes, val_prompts if train_prompts is None else train_prompts)
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
         prompts = None
         if train_prompts is not None:

@@ -174,6 +174,8 @@ def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
     given += [("data.val_files", each) for each in data.val_files]
     given += [("worker.reward.reward_function", each) for each in reward_specs(reward.reward_function)]
     given += [("worker.reward.val_reward_function", each) for each in reward_specs(reward.val_reward_function)]
+    given += [("worker.rollout.environment", each) for each in (config.worker.rollout.environment,) if each]
+    given += [("worker.rollout.tools", each) for each in config.worker.rollout.tools]
     return [
         f"{key} is {text}, which a program gave to trigon.train as a Python object; give a file, or call trigon.train "
         "again"
