@@ -57,6 +57,7 @@ class Episodes:
             on_cpu: whether the engine samples on the CPU; see EpisodeSettings.turn_by_turn.
         """
         self._settings = settings
+        self._media = None if settings is None else settings.media
         self._decode = decode
         self._end_token_id = end_token_id
         self._turn_by_turn = on_cpu
@@ -64,6 +65,11 @@ class Episodes:
             self._turn_by_turn = settings.turn_by_turn
         self._numbers = itertools.count()
         self._metrics: Metrics = {}  # since the last pop_metrics
+
+    def wake(self) -> None:
+        """Begin a step, or a validation. Engines call this when they wake."""
+        if self._media is not None:
+            self._media.start_step()
 
     def with_pixels(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts; where they have files and there are settings, with pixel values.
@@ -120,10 +126,10 @@ class Episodes:
     def pop_metrics(self) -> Metrics:
         """Return the counts of episodes and the times of environments since the last call.
 
-        Nothing without settings.
+        With EpisodeSettings.media also its counts. Nothing without settings.
         """
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return metrics if self._media is None else {**metrics, **self._media.pop_metrics()}
 
 
 @dataclass(frozen=True, slots=True)
