@@ -23,11 +23,12 @@ from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
 from trigon.environments.source import CodeSource
-from trigon.errors import EpisodeError
+from trigon.errors import EpisodeError, ObservationError
 from trigon.models.load import Processors
 from trigon.names import ObservationRole, ToolFormat
 from trigon.rewards.arguments import resolve_arguments
 from trigon.rollout.episode_settings import EpisodeSettings, encoded_images
+from trigon.rollout.episodes import find_long_opening
 from trigon.secrets import ENVIRONMENT_ARGUMENTS
 from trigon.types import EncodedMedia, Vision
 
@@ -151,10 +152,20 @@ def open_episodes(
     )
 
 
-def check_episodes(parts: EpisodeParts, pool: EnvironmentPool, prompts: Prompts | None) -> None:
+def check_episodes(
+    config: Config,
+    processors: Processors,
+    parts: EpisodeParts,
+    pool: EnvironmentPool,
+    prompts: Prompts | None,
+    *,
+    max_tokens: int,
+) -> None:
     """Begin an episode of the first prompt and end it, before the models are loaded.
 
-    Raises: EpisodeError if the environment cannot be made, or if its reset() fails.
+    max_tokens: most tokens of a completion.
+    Raises: EpisodeError if the environment cannot be made, if its reset() fails, or if its first
+    observation cannot be shown to the model, or leaves no room for a turn.
     """
     if parts.code.environment is None:
         return
@@ -164,8 +175,16 @@ def check_episodes(parts: EpisodeParts, pool: EnvironmentPool, prompts: Prompts 
     while not (outcomes := pool.poll(1.0)):
         pass
     pool.stop(CHECKED_EPISODE)
-    if outcomes[0].error:
-        raise EpisodeError(f"{parts.code.where} fails at the reset for {prompt.prompt_id}: {outcomes[0].error}")
+    [outcome] = outcomes
+    if outcome.error:
+        raise EpisodeError(f"{parts.code.where} fails at the reset for {prompt.prompt_id}: {outcome.error}")
+    template = open_turn_template(config, parts.options, processors, schemas=parts.schemas)
+    try:
+        num_tokens = len(template.opening(outcome.observation).token_ids)
+    except ObservationError as error:
+        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {error}") from error
+    if (problem := find_long_opening(num_tokens, max_tokens)) is not None:
+        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {problem}")
 
 
 def _find_environment(options: EpisodeOptions, code: EpisodeCode) -> CodeSource | None:

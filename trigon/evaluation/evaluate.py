@@ -271,7 +271,8 @@ def evaluate_model(
         prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
         check_rewards(rewards, prompts)
         if episodes is not None:
-            check_episodes(*episodes, prompts)
+            max_tokens = make_validation_sampling_params(config).max_tokens
+            check_episodes(config, processors, *episodes, prompts, max_tokens=max_tokens)
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:

@@ -335,8 +335,8 @@ class _Run:
 
     def _append(self, settings: EpisodeSettings, episode: Episode, tokens: TurnTokens) -> None:
         """Append an observation if there is room for it and for a token after it."""
-        left = self._rules.sampling.max_tokens - len(episode.token_ids)
-        if len(tokens.token_ids) < left:
+        most = self._rules.sampling.max_tokens
+        if len(tokens.token_ids) < most - len(episode.token_ids):
             if tokens.media is None:
                 episode.observe(tokens, None)
                 self._ready.append(episode)
@@ -347,11 +347,7 @@ class _Run:
         elif episode.turns:
             self._end(episode, "length")
         else:
-            self._fail(
-                episode,
-                f"its first observation has {len(tokens.token_ids)} tokens, and data.max_response_length is "
-                f"{self._rules.sampling.max_tokens}: raise it, or make the observation smaller",
-            )
+            self._fail(episode, find_long_opening(len(tokens.token_ids), most) or "")
 
     def _show(self, episode: Episode, tokens: TurnTokens, vision: Future[Vision]) -> None:
         try:
@@ -382,3 +378,16 @@ class _Run:
         elif completion is not None:
             self._num_turns.append(len(completion.turns))
             self._num_cut += reason == "length"
+
+
+def find_long_opening(num_tokens: int, max_tokens: int) -> str | None:
+    """Return why a first observation of so many tokens ends an episode; None if it does not.
+
+    max_tokens: most tokens of a completion. At least one has to be sampled.
+    """
+    if num_tokens < max_tokens:
+        return None
+    return (
+        f"its first observation has {num_tokens} tokens, and data.max_response_length is {max_tokens}: raise it, or "
+        "make the observation smaller"
+    )
