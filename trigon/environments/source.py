@@ -10,6 +10,7 @@ import base64
 import importlib
 import importlib.util
 import inspect
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -101,6 +102,11 @@ def load_code(source: CodeSource) -> Any:
     if source.pickled:
         return _unpickle(source)
     place = source.file or source.module
+    if source.file and not Path(source.file).is_file():
+        raise EpisodeError(
+            f"there is no file {source.file} on {socket.gethostname()}: with workers on several machines, "
+            f"{_OPTIONS[source.kind]} has the same absolute path on all of them"
+        )
     try:
         module = _run_file(source.file) if source.file else importlib.import_module(source.module)
     except (Exception, SystemExit) as error:
