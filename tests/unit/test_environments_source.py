@@ -30,9 +30,7 @@ def check(path, kwargs=None, name="Maze"):
 def test_a_file_that_another_machine_lacks_is_an_error_with_its_name(tmp_path):
     source = find_environment(f"{written(tmp_path, GOOD)}:Maze")
     (tmp_path / "maze.py").unlink()
-    with pytest.raises(
-        EpisodeError, match=rf"no file .*maze.py on {socket.gethostname()}: .*\.environment has"
-    ):
+    with pytest.raises(EpisodeError, match=rf"no file .*maze.py on {socket.gethostname()}: .*\.environment has"):
         load_code(source)
 
 
