@@ -183,15 +183,10 @@ def train(
     sources = {spec: _open(dataset, spec) for spec, dataset in given.data.items()}
 
     quiet_torch(given.loaded)
-    from trigon.build.objects import EpisodeCode, RunObjects
-    from trigon.environments.settings import find_environment, find_tools
+    from trigon.build.objects import RunObjects, make_episode_code
     from trigon.run import Hooks
 
-    code = EpisodeCode(
-        environment=None if environment is None or isinstance(environment, str) else find_environment(environment),
-        tools=() if tools is None else find_tools(tools),
-    )
-
+    code = make_episode_code(environment, tools)
     outcome = start_run(
         given.loaded,
         stop=StopSignals(owns_process=False),

@@ -199,7 +199,9 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
         except StepLeft:
             run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
         else:
-            metrics, run.grace.score = merge(metrics, validation), validation["val/reward_score"].value
+            # With the engine's counts, which a run that resumes after this step would not have.
+            metrics = merge(metrics, validation, run.rollout.pop_metrics())
+            run.grace.score = validation["val/reward_score"].value
     watched = run.watch.observe(step, metrics)
     metrics = merge(metrics, watched.metrics)
     ending = step == last or run.should_stop()

@@ -150,7 +150,8 @@ PARITY = ("parity/logprobs_diff_max", "rollout/num_turns")
 def test_a_run_killed_in_the_middle_of_an_episode_equals_an_uninterrupted_one(made, parts, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     process = start_episodes(made, parts, folder)
-    wait_for(lambda: num_lines(folder) >= 3, process, folder)  # in step 3, after the checkpoint of step 2
+    # In step 3, after the checkpoint of step 2 and its validation.
+    wait_for(lambda: num_lines(folder) >= 3 and (folder / "global_step_2").is_dir(), process, folder)
     kill(process)
     finish(start_episodes(made, parts, folder), folder)
     assert lines(folder) == lines(uninterrupted)

@@ -40,6 +40,13 @@ def code(tmp_path):
     return file
 
 
+@pytest.mark.parametrize("option", ["environment=python:Maze", "tools=[crop,python:search]"])
+def test_what_a_program_gave_is_an_error_that_says_so(option):
+    name = option.partition("=")[0]
+    assert f"worker.rollout.{name} is python:" in problem(option)
+    assert "which a program gave to trigon.train as a Python object" in problem(option)
+
+
 def test_completions_have_one_turn_by_default():
     assert make_episode_options(Config()) is None
     assert engine_limit_images(Config(worker={"rollout": {"limit_images": 2}})) == 2

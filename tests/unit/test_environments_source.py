@@ -1,5 +1,7 @@
 """Finding and checking the user's environments and tools, without a process."""
 
+import socket
+
 import pytest
 
 from trigon.environments.settings import EnvironmentSettings, encode_setup, find_environment, find_tools
@@ -23,6 +25,13 @@ def written(folder, text, name="maze.py"):
 def check(path, kwargs=None, name="Maze"):
     source = find_environment(f"{path}:{name}")
     check_environment(load_code(source), kwargs or {}, where=source.where)
+
+
+def test_a_file_that_another_machine_lacks_is_an_error_with_its_name(tmp_path):
+    source = find_environment(f"{written(tmp_path, GOOD)}:Maze")
+    (tmp_path / "maze.py").unlink()
+    with pytest.raises(EpisodeError, match=rf"no file .*maze.py on {socket.gethostname()}: .*\.environment has"):
+        load_code(source)
 
 
 def test_a_class_of_a_file_is_found_and_fits(tmp_path):

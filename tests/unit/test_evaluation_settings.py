@@ -140,6 +140,24 @@ def test_a_reward_function_may_be_a_python_object_that_the_caller_has():
     assert config.worker.reward.reward_function == "python:mine"
 
 
+def test_an_environment_or_tools_may_be_python_objects_and_take_the_place_of_those_of_a_run(run):
+    without = (run / "config.yaml").read_text()
+
+    def evaluated(trained_with, options):
+        overrides = [f"worker.rollout.{each}" for each in (trained_with, "max_turns=3", "tensor_parallel_size=1")]
+        config = load_config(run / "config.yaml", overrides)
+        (run / "config.yaml").write_text(dump_config(config.config))
+        rollout = settings(run / "config.yaml", options).worker.rollout
+        return rollout.environment, rollout.tools, rollout.max_turns
+
+    given = EvaluationOptions(tools=("crop", "python:search"))
+    assert evaluated("environment=games:Maze", given) == (None, ("crop", "python:search"), 3)
+    (run / "config.yaml").write_text(without)
+    given = EvaluationOptions(environment="python:Maze")
+    assert evaluated("tools=[crop]", given) == ("python:Maze", (), 3)
+    assert evaluated("max_turns=3", EvaluationOptions()) == (None, ("crop",), 3)
+
+
 def test_the_context_is_that_of_the_language_model(tmp_path):
     config = {"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4096}}
     (tmp_path / "config.json").write_text(json.dumps(config))

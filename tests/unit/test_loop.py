@@ -10,6 +10,8 @@ import pytest
 
 from support.fake_runs import (
     INTERVALS,
+    NUM_VALIDATION,
+    RecordingEngine,
     latest_checkpoint,
     lines_of,
     open_run,
@@ -20,6 +22,8 @@ from support.fake_runs import (
 )
 from trigon.errors import ParityError
 from trigon.loop import count_tokens, is_due, train
+from trigon.metrics import Sum
+from trigon.training.fake import FAKE_LOGPROB
 
 
 def test_a_step_samples_with_the_weights_of_the_last_step_and_then_updates(parts, tmp_path):
@@ -89,6 +93,38 @@ def test_validation_uses_the_weights_after_its_step_and_its_score_is_saved_with_
         for step in (1, 2, 3)
     }
     assert scores == {1: None, 2: pytest.approx(lines_of(tmp_path)[2]["val/reward_score"]), 3: None}
+
+
+class CountingEngine(RecordingEngine):
+    """Counts the prompts that it has sampled since the last pop_metrics."""
+
+    sampled = 0
+
+    def generate(self, prompts, sampling, **options):
+        self.sampled += len(prompts)
+        return super().generate(prompts, sampling, **options)
+
+    def pop_metrics(self):
+        sampled, self.sampled = self.sampled, 0
+        return {"rollout/sampled": Sum(float(sampled))}
+
+
+def test_a_step_has_the_counts_of_its_validation_so_that_a_resumed_run_has_the_same(parts, tmp_path):
+    def counted(folder, steps, checkpoint=None):
+        rollout = CountingEngine(
+            tokenizer=parts.processors.tokenizer,
+            stop_token_id=parts.processors.stop_token_ids[0],
+            complete=lambda p, v, s: p.ground_truth if s % 2 else "no",
+            token_logprob=FAKE_LOGPROB,
+        )
+        intervals = replace(INTERVALS, validate_every=2, save_every=2)
+        with open_run(parts, folder, plan=plan_of(steps=steps), intervals=intervals, rollout=rollout) as run:
+            train(run, checkpoint)
+        return [line["rollout/sampled"] for line in lines_of(folder).values()]
+
+    assert counted(tmp_path / "whole", 3) == [4.0, 4.0 + NUM_VALIDATION, 4.0]
+    assert counted(tmp_path / "cut", 2) == [4.0, 4.0 + NUM_VALIDATION]
+    assert counted(tmp_path / "cut", 3, latest_checkpoint(tmp_path / "cut")) == [4.0, 4.0 + NUM_VALIDATION, 4.0]
 
 
 def test_val_only_validates_the_given_checkpoint_records_it_and_changes_nothing_else(parts, tmp_path):

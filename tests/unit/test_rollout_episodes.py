@@ -2,12 +2,15 @@
 
 import itertools
 import random
+from contextlib import closing
 
 import pytest
 
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
 from support.models import processors_of
 from support.rollout import NO_WEIGHTS
+from trigon.data.media_processing import MediaProcessor
+from trigon.data.vision import image_processor_of
 from trigon.errors import DataError, EngineError
 from trigon.metrics import values
 from trigon.rollout.fake import FakeEngine
@@ -336,6 +339,28 @@ def test_images_of_observations_reach_the_completion_in_order(vision_processors)
     assert completion == other
     assert [turn.observation for turn in completion.turns] == ["<image>Look.", "<image>Look."]
     assert environments.images == [question.encoded] * 2
+
+
+def test_a_step_processes_each_observed_image_once_also_when_those_of_the_last_step_fill_the_cache(vision_processors):
+    files = [drawing(10 * number) for number in range(7)]
+    media = MediaProcessor(
+        image_processor_of(vision_processors),
+        max_image_pixels=10**6,
+        num_workers=2,
+        max_bytes=2 * load_pixels(vision_processors, files[0]).pixel_values.nbytes,
+    )
+
+    def answer(row, actions):
+        return Answer(0, Observed("Look.", (files[2 * row["number"] + len(actions)],)), 1.0, done=len(actions) == 2)
+
+    settings = {"load_pixels": lambda files: media.process_images(files, "an observation"), "media": media}
+    fake = engine(vision_processors, LocalEnvironments(answer), **settings)
+    with closing(media):
+        for number in range(3):
+            [[completion, _]] = generate(fake, [prompt(number)])
+            for _ in range(3):  # passes of the trainer
+                media.process_images(completion.vision, "a completion")
+            assert values(fake.pop_metrics())["perf/images_processed"] == 2
 
 
 @pytest.mark.faults

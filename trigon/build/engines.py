@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -96,6 +96,8 @@ def open_engines(
         check_space(config, store, (trainer.sizes(),))
     with report.phase("start rollout engine"):
         settings = None if episodes is None else open_episodes(config, processors, *episodes, images)
+        if settings is not None:
+            settings = replace(settings, media=images)  # a Worker tells its images of steps itself
         rollout = open_rollout(config, processors, place, trainer, shows_videos=shows_videos, episodes=settings)
         if isinstance(rollout, RestartableEngine):
             rollout = RestartingEngine(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trigon.data.sources import Source
+from trigon.environments.settings import find_environment, find_tools
 from trigon.environments.source import CodeSource
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.run import Hooks
@@ -21,6 +23,19 @@ class EpisodeCode:
 
 
 NO_CODE = EpisodeCode()
+
+
+def make_episode_code(
+    environment: str | Callable[..., Any] | None, tools: Sequence[str | Callable[..., Any]] | None
+) -> EpisodeCode:
+    """Return what a program gives as the environment or the tools, of which texts are options.
+
+    Raises: EpisodeError for what cannot be sent to other processes, and a tool that is not there.
+    """
+    return EpisodeCode(
+        environment=None if environment is None or isinstance(environment, str) else find_environment(environment),
+        tools=() if tools is None else find_tools(tools),
+    )
 
 
 @dataclass(frozen=True, slots=True)

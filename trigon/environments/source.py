@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,11 @@ def load_code(source: CodeSource) -> Any:
     """
     if source.pickled:
         return unpickle(source.pickled, where=source.where, error=EpisodeError)
+    if source.file and not Path(source.file).is_file():
+        raise EpisodeError(
+            f"there is no file {source.file} on {socket.gethostname()}: with workers on several machines, "
+            f"{_OPTIONS[source.kind]} has the same absolute path on all of them"
+        )
     module = load_module(source.file, source.module, error=EpisodeError)
     wanted = _NAMES[source.kind].lower()
     return take(module, source.name, where=source.where, wanted=wanted, error=EpisodeError)

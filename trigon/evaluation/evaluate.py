@@ -6,7 +6,7 @@ so that the same settings give the same completions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from trigon.build.engines import Engines, open_engines
 from trigon.build.episodes import check_episodes, find_episodes
 from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
-from trigon.build.objects import RunObjects
+from trigon.build.objects import EpisodeCode, RunObjects, make_episode_code
 from trigon.build.options import make_validation_sampling_params
 from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.run import (
@@ -28,6 +28,7 @@ from trigon.build.run import (
     open_store,
 )
 from trigon.build.workers import open_worker_group, open_workers
+from trigon.config.episode_checks import has_episodes
 from trigon.config.load import LoadedConfig, dump_config
 from trigon.config.paths import PYTHON_PREFIX
 from trigon.config.plan import make_plan, num_workers
@@ -65,10 +66,10 @@ from trigon.records.rollouts import RolloutRow, rollout_rows
 from trigon.report.console import Console
 from trigon.report.reporter import Reporter
 from trigon.report.run_folder import RunFolder
-from trigon.rewards.callables import Reward, describe_reward, reward_source
+from trigon.rewards.callables import Reward, describe_reward, name_of, reward_source
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.statistics import describe_validation
-from trigon.secrets import ARGUMENTS, mask
+from trigon.secrets import ARGUMENTS, ENVIRONMENT_ARGUMENTS, mask
 from trigon.types import RolloutGroup
 
 
@@ -77,6 +78,8 @@ def evaluate(
     data: str | Path | Sequence[str | Path] = (),
     *,
     reward: Reward | None = None,
+    environment: str | Callable[..., Any] | None = None,
+    tools: Sequence[str | Callable[..., Any]] | None = None,
     format_prompt: str | None = None,
     prompt_key: str | None = None,
     answer_key: str | None = None,
@@ -108,6 +111,8 @@ def evaluate(
             EvaluationOptions. None: as in the configuration of the first model that is a run, or
             its default.
             reward may be a Python function as well, or a weighted sum, as for trigon.train.
+        environment, tools: as for trigon.train. Those of a run that was trained from Python have to
+            be given again.
         limit: use the first rows of each dataset only, so many.
         by: columns of the dataset, for each value of which there is a summary as well.
         k: of pass@k and maj@k; empty: powers of two up to n.
@@ -133,6 +138,8 @@ def evaluate(
     options = EvaluationOptions(
         data=(str(data),) if isinstance(data, str | Path) else tuple(str(each) for each in data),
         reward=reward if reward is None or isinstance(reward, str) else f"{PYTHON_PREFIX}{describe_reward(reward)}",
+        environment=None if environment is None else _name_in_config(environment),
+        tools=() if tools is None else tuple(map(_name_in_config, tools)),
         format_prompt=format_prompt,
         prompt_key=prompt_key,
         answer_key=answer_key,
@@ -150,6 +157,7 @@ def evaluate(
         base, options, overrides, model_path=specs[0], folder=Path(), context=None, weight_dtype=None
     ).config
     ks = choose_ks(k, make_validation_sampling_params(early).n)
+    code = make_episode_code(environment, tools)
     if output is not None:
         check_output(output)
     find_all(sources, early, by)
@@ -162,7 +170,7 @@ def evaluate(
         for number, source in enumerate(sources, start=1)
     ]
     lengths = [length for path in paths if (length := context_length(model_folder(path))) is not None]
-    request = _Request(by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console)
+    request = _Request(by=tuple(by), ks=ks, form=form, blind=blind, limit=limit, console=console, code=code)
     results: list[_ModelResult] = []
     with ExitStack() as stack:
         source = None
@@ -218,6 +226,7 @@ class _Request:
     blind: bool
     limit: int | None
     console: Console
+    code: EpisodeCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,14 +264,15 @@ def evaluate_model(
             worker_group = stack.enter_context(open_worker_group(config, folder.path, check_hardware, console.warn))
         elif (hardware := find_hardware(choose_device(config))) is not None:
             check_hardware(hardware)
-        episodes = find_episodes(config, processors, stack)
+        episodes = find_episodes(config, processors, stack, request.code)
         rewards.ready()
         data = config.data
         builder = open_builder(config, processors, schemas=() if episodes is None else episodes[0].schemas)
         prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
         check_rewards(rewards, prompts)
         if episodes is not None:
-            check_episodes(config, processors, *episodes, prompts)
+            max_tokens = make_validation_sampling_params(config).max_tokens
+            check_episodes(config, processors, *episodes, prompts, max_tokens=max_tokens)
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:
@@ -367,6 +377,11 @@ def compare_models(results: Sequence[_ModelResult]) -> tuple[Comparison, ...]:
     )
 
 
+def _name_in_config(code: str | Callable[..., Any]) -> str:
+    """Return an environment or a tool as the text of an option."""
+    return code if isinstance(code, str) else f"{PYTHON_PREFIX}{name_of(code)}"
+
+
 def find_all(sources: Sequence[ModelSource], config: Config, by: Sequence[str]) -> None:
     """Find models, datasets and columns, downloaded if needed. Raises: ModelError or DataError."""
     for source in sources:
@@ -402,13 +417,20 @@ def weight_dtype(path: str) -> Dtype | None:
 def describe_settings(config: Config, *, limit: int | None, ks: Sequence[int], form: AnswerForm) -> dict[str, Any]:
     """Return what an evaluation is made with, for evaluation.json."""
     sampling = make_validation_sampling_params(config)
-    reward = config.worker.reward
+    reward, rollout = config.worker.reward, config.worker.rollout
+    episodes = {
+        "environment": rollout.environment,
+        "environment_kwargs": mask(ENVIRONMENT_ARGUMENTS, rollout.environment_kwargs),
+        "tools": list(rollout.tools),
+        "max_turns": rollout.max_turns,
+    }
     return {
         "data": list(config.data.val_files),
         "limit": limit,
         "format_prompt": config.data.format_prompt,
         "reward_function": describe_option(validation_option(config)),
         "reward_function_kwargs": mask(ARGUMENTS, reward.reward_function_kwargs),
+        **(episodes if has_episodes(config) else {}),
         "engine": config.worker.rollout.name,
         "n": sampling.n,
         "temperature": sampling.temperature,

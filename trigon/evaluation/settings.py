@@ -54,12 +54,14 @@ _FORCED = (
 class EvaluationOptions:
     """The options of an evaluation that are options of the configuration under a shorter name.
 
-    data: datasets, as in data.val_files; empty: those of the run. None: the run's value, or the
-    default. The others are named as in the configuration.
+    data: datasets, as in data.val_files; empty: those of the run. tools: empty: those of the run.
+    None: the run's value, or the default. The others are named as in the configuration.
     """
 
     data: tuple[str, ...] = ()
     reward: str | None = None
+    environment: str | None = None
+    tools: tuple[str, ...] = ()
     format_prompt: str | None = None
     prompt_key: str | None = None
     answer_key: str | None = None
@@ -79,6 +81,9 @@ class EvaluationOptions:
             "data.val_files": json.dumps(self.data) if self.data else None,
             "worker.reward.reward_function": self.reward,
             "worker.reward.val_reward_function": None if self.reward is None else "null",
+            # One takes the place of the other, which the run may have.
+            "worker.rollout.environment": self.environment or ("null" if self.tools else None),
+            "worker.rollout.tools": json.dumps(self.tools) if self.tools else "[]" if self.environment else None,
             "data.format_prompt": self.format_prompt,
             "data.prompt_key": self.prompt_key,
             "data.answer_key": self.answer_key,
@@ -143,5 +148,6 @@ def load_settings(
     ]
     if weight_dtype is not None:
         forced.append(f"worker.actor.fsdp.torch_dtype={weight_dtype}")
-    objects = [options.reward] if options.reward is not None and is_python_object(options.reward) else []
+    given = (options.reward, options.environment, *options.tools)
+    objects = [each for each in given if each is not None and is_python_object(each)]
     return load_config(base, [*first, *options.overrides(), *overrides, *forced], python_objects=objects)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from trigon.data.turns import TurnTemplate
 from trigon.environments.protocol import Observation
 from trigon.errors import EngineError
+from trigon.metrics import Metrics
 from trigon.types import EncodedMedia, Prompt, Vision
 
 
@@ -51,6 +52,18 @@ class Environments(Protocol):
         ...
 
 
+class StepMedia(Protocol):
+    """What processes images and videos, and keeps their pixel values for the passes of a step."""
+
+    def start_step(self) -> None:
+        """Allow what is kept now to be dropped. Called when the engine wakes."""
+        ...
+
+    def pop_metrics(self) -> Metrics:
+        """Return how many images and videos have been processed since the last call."""
+        ...
+
+
 def encoded_images(prompt: Prompt) -> tuple[bytes, ...]:
     """Return the images of a prompt as files; none with videos.
 
@@ -85,6 +98,7 @@ class EpisodeSettings:
     order however long environments take, so that results are the same bits. If not, a turn begins
     as soon as its environment has answered. None: on the CPU, where an engine gives the same bits.
     image_files: returns the images of a prompt, for its environment.
+    media: of load_pixels and load_prompts; None where the caller of the engine tells it of steps.
     """
 
     environments: Environments
@@ -97,3 +111,4 @@ class EpisodeSettings:
     max_episodes: int | None = None
     turn_by_turn: bool | None = None
     image_files: Callable[[Prompt], tuple[bytes, ...]] = encoded_images
+    media: StepMedia | None = None

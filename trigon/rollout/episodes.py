@@ -57,6 +57,7 @@ class Episodes:
             on_cpu: whether the engine samples on the CPU; see EpisodeSettings.turn_by_turn.
         """
         self._settings = settings
+        self._media = None if settings is None else settings.media
         self._decode = decode
         self._end_token_id = end_token_id
         self._turn_by_turn = on_cpu
@@ -64,6 +65,11 @@ class Episodes:
             self._turn_by_turn = settings.turn_by_turn
         self._numbers = itertools.count()
         self._metrics: Metrics = {}  # since the last pop_metrics
+
+    def wake(self) -> None:
+        """Begin a step, or a validation. Engines call this when they wake."""
+        if self._media is not None:
+            self._media.start_step()
 
     def with_pixels(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts; where they have files and there are settings, with pixel values.
@@ -120,10 +126,10 @@ class Episodes:
     def pop_metrics(self) -> Metrics:
         """Return the counts of episodes and the times of environments since the last call.
 
-        Nothing without settings.
+        With EpisodeSettings.media also its counts. Nothing without settings.
         """
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return metrics if self._media is None else {**metrics, **self._media.pop_metrics()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +335,8 @@ class _Run:
 
     def _append(self, settings: EpisodeSettings, episode: Episode, tokens: TurnTokens) -> None:
         """Append an observation if there is room for it and for a token after it."""
-        left = self._rules.sampling.max_tokens - len(episode.token_ids)
-        if len(tokens.token_ids) < left:
+        most = self._rules.sampling.max_tokens
+        if len(tokens.token_ids) < most - len(episode.token_ids):
             if tokens.media is None:
                 episode.observe(tokens, None)
                 self._ready.append(episode)
@@ -341,11 +347,7 @@ class _Run:
         elif episode.turns:
             self._end(episode, "length")
         else:
-            self._fail(
-                episode,
-                f"its first observation has {len(tokens.token_ids)} tokens, and data.max_response_length is "
-                f"{self._rules.sampling.max_tokens}: raise it, or make the observation smaller",
-            )
+            self._fail(episode, find_long_opening(len(tokens.token_ids), most) or "")
 
     def _show(self, episode: Episode, tokens: TurnTokens, vision: Future[Vision]) -> None:
         try:
@@ -376,3 +378,16 @@ class _Run:
         elif completion is not None:
             self._num_turns.append(len(completion.turns))
             self._num_cut += reason == "length"
+
+
+def find_long_opening(num_tokens: int, max_tokens: int) -> str | None:
+    """Return why a first observation of so many tokens ends an episode; None if it does not.
+
+    max_tokens: most tokens of a completion. At least one has to be sampled.
+    """
+    if num_tokens < max_tokens:
+        return None
+    return (
+        f"its first observation has {num_tokens} tokens, and data.max_response_length is {max_tokens}: raise it, or "
+        "make the observation smaller"
+    )

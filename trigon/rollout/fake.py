@@ -72,6 +72,7 @@ class FakeEngine:
             for _ in weights.read():
                 pass
             self._version = version
+        self._episodes.wake()
         self._awake = True
         try:
             yield

@@ -99,6 +99,8 @@ class TransformersEngine:
                 ) from error
             self._version = version
         was_awake, self._awake = self._awake, True
+        if not was_awake:
+            self._episodes.wake()
         try:
             yield
         finally:

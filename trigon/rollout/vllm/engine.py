@@ -175,6 +175,7 @@ class VllmEngine:
             self._wake_up("kv_cache")
             self._memory_left = merge(self._memory_left, gpu_memory_left())
         self._reset_caches()
+        self._episodes.wake()
         self._awake = True
         try:
             yield
