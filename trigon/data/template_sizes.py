@@ -42,7 +42,7 @@ def text_size(value: Any) -> int:
             size += len(item)
             continue
         if isinstance(item, Namespace):
-            item = item._Namespace__attrs  # type: ignore[attr-defined]  # which templates cannot reach
+            item = item._Namespace__attrs  # which templates cannot reach
         if isinstance(item, (list, tuple, set, frozenset, dict)):
             if num_nodes + len(waiting) + len(item) > _MAX_NODES:
                 return _INFINITE
@@ -114,7 +114,7 @@ def _method(values: Mapping[str, Any]) -> int:
 
 
 def _replaced(text: Any, old: Any, new: Any) -> int:
-    return len(text) + text.count(old) * len(new)
+    return len(text) + int(text.count(old)) * len(new)
 
 
 def _joined(items: Any, separator: Any) -> int:
