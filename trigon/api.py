@@ -222,6 +222,8 @@ def plan(
     num_prompts: int | None = None,
     num_val_prompts: int | None = None,
     keep_rate: float | None = None,
+    observed_tokens: float | None = None,
+    observed_image_tokens: float | None = None,
     **keyword_options: Any,
 ) -> RunPlan:
     """Return batches, memory, time and disk of a run before it starts, as `trigon plan` does.
@@ -240,6 +242,8 @@ def plan(
         prompt_tokens, image_tokens, response_tokens: means, if they are known without the dataset.
         num_prompts, num_val_prompts: of the datasets. keep_rate: share of groups that online
             filtering keeps.
+        observed_tokens: mean that a completion observes in an environment or with tools, with
+            images. observed_image_tokens: of these, those of images.
     Raises: ConfigError, DataError or ModelError for what cannot be planned.
     """
     given = read_arguments(
@@ -271,6 +275,8 @@ def plan(
             num_prompts=num_prompts,
             num_val_prompts=num_val_prompts,
             keep_rate=keep_rate,
+            observed_tokens=observed_tokens,
+            observed_image_tokens=observed_image_tokens,
         ),
         opened={spec: _open(dataset, spec) for spec, dataset in given.data.items()},
     )

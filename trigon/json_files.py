@@ -41,6 +41,26 @@ def to_plain(value: object) -> object:
     raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
+def dump_columns(row: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return the columns of a row that JSON can represent, as an object, and the names of others.
+
+    Numpy scalars and arrays become numbers and lists, dates ISO strings, tuples lists.
+    """
+    text = _dump(dict(row))
+    if text is not None:
+        return text, ()
+    columns = {column: _dump(value) for column, value in row.items()}
+    kept = [f"{json.dumps(column)}: {text}" for column, text in columns.items() if text is not None]
+    return f"{{{', '.join(kept)}}}", tuple(column for column, text in columns.items() if text is None)
+
+
+def _dump(value: Any) -> str | None:
+    try:
+        return json.dumps(value, default=to_plain)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
 def read_json_object(path: Path, *, max_bytes: int | None = MAX_BYTES) -> dict[str, Any]:
     """Return the content of a JSON file that holds an object.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -64,14 +64,15 @@ class Vision:
     temporal_patch_seconds: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class EncodedMedia:
     """The images or videos of one prompt as encoded files, the form that is sent between processes.
 
+    Equal hashes are equal files, so that completions with images can be compared.
     encoded: the bytes of each file, in order; at least one. hashes: the SHA-256 of each, as hex.
     """
 
-    encoded: tuple[bytes, ...]
+    encoded: tuple[bytes, ...] = field(compare=False, repr=False)
     hashes: tuple[str, ...]
     kind: MediaKind = "image"
 
@@ -188,6 +189,11 @@ class Completion:
     def __post_init__(self) -> None:
         if not self.turns:
             object.__setattr__(self, "turns", (Turn(0, len(self.token_ids), self.text),))
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether it is more than one turn without observation and reward."""
+        return self.num_sampled < len(self.token_ids) or any(turn.reward is not None for turn in self.turns)
 
     @property
     def sampled(self) -> tuple[tuple[int, int], ...]:

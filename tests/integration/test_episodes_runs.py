@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from support.runs import (
     assert_learned,
@@ -56,12 +57,15 @@ class Drawing:
 '''
 REWARD = """
 REWARD_TYPE = "sequential"
+REWARD_IMAGES = True
 
 
 def compute_score(reward_input):
     turns = reward_input["turns"]
     rewards = [turn["reward"] or 0.0 for turn in turns]
-    return {"overall": sum(rewards), "turns": len(turns), "observed": sum("<image>" in t["observation"] for t in turns)}
+    looked = sum(sum(image.getpixel((0, 0))) for turn in turns for image in turn["images"])
+    observed = sum(len(turn["images"]) for turn in turns)
+    return {"overall": sum(rewards), "turns": len(turns), "looked": looked, "observed": observed}
 """
 EPISODES = (
     "data.rollout_batch_size=2",
@@ -123,7 +127,8 @@ def test_turns_are_sampled_scored_learned_from_and_recorded(uninterrupted):
         assert 1 <= len(row.turns) <= 3
         assert row.parts["turns"] == row.parts["observed"] == len(row.turns)
         assert all(len(turn.image_files) == 1 for turn in row.turns)
-        assert all((uninterrupted / file).is_file() for turn in row.turns for file in turn.image_files)
+        stored = [Image.open(uninterrupted / file) for turn in row.turns for file in turn.image_files]
+        assert row.parts["looked"] == sum(sum(image.getpixel((0, 0))) for image in stored)
         assert "Here is a picture." in row.turns[0].observation
         assert all("And another one." in turn.observation for turn in row.turns[1:])
         assert row.num_tokens == sum(turn.num_tokens for turn in row.turns)

@@ -20,6 +20,7 @@ import yaml
 from torch import Tensor
 
 from support.builders import make_builder
+from support.models import processors_of
 from trigon.algorithms.kl import AdaptiveKl
 from trigon.batch import GroupFilter
 from trigon.checkpoint.store import Checkpoint, CheckpointStore
@@ -28,7 +29,7 @@ from trigon.config.schema import Config
 from trigon.data.dataset import PromptSet, open_prompts
 from trigon.data.stream import PromptStream
 from trigon.data.token_texts import TokenTexts
-from trigon.models.load import Processors, load_processors
+from trigon.models.load import Processors
 from trigon.parity import ParityCheck
 from trigon.report.console import Console
 from trigon.report.image_store import ImageStore
@@ -150,7 +151,7 @@ class SharedParts:
 
 @contextmanager
 def open_shared_parts(model: Path, folder: Path) -> Iterator[SharedParts]:
-    processors = load_processors(str(model))
+    processors = processors_of(model)
     builder = make_builder(processors, max_prompt_length=256)
 
     def prompts_of(name: str, numbers: range) -> PromptSet:

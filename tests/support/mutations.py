@@ -304,8 +304,8 @@ MUTATIONS = (
     Mutation(
         "tools do not get the row",
         "environments/pool.py",
-        "kept, omitted = ({}, ()) if self._is_tools else encode_row(row)",
-        "kept, omitted = encode_row(row)",
+        'columns, omitted = ("{}", ()) if self._is_tools else dump_columns(row)',
+        "columns, omitted = dump_columns(row)",
         "integration/test_environment_pool.py",
         "tools_do_not_get_the_row",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -208,6 +209,43 @@ _NO_GENERATION_PROMPT = (
     "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
 )
 
+_FORGETS_THOUGHTS = _NO_GENERATION_PROMPT.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+) + ("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def plant_environment(run: PlantedRun, body: str) -> None:
+    """Give a run an environment, whose reward is that of the run. body: of its class."""
+    (run.folder / "maze.py").write_text(f"class Maze:\n{textwrap.indent(body, '    ')}")
+    run.options["worker.rollout.environment"] = f"{run.folder / 'maze.py'}:Maze"
+    run.options["worker.reward.reward_function"] = "environment"
+
+
+def _environment(body: str, **options: Any) -> Callable[[PlantedRun], None]:
+    """Return a fault of a run with an environment. options: as for _option."""
+
+    def plant(run: PlantedRun) -> None:
+        plant_environment(run, body)
+        _option(**options)(run)
+
+    return plant
+
+
+def _tool(text: str) -> Callable[[PlantedRun], None]:
+    def plant(run: PlantedRun) -> None:
+        (run.folder / "tools.py").write_text(text)
+        run.options["worker.rollout.tools"] = f"{run.folder / 'tools.py'}:look"
+
+    return plant
+
+
+MAZE = """\
+def reset(self, row):
+    return f"You are at {row['answer']}."
+def step(self, action):
+    return "a wall", 1.0, False
+"""
+
 FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     "a misspelt option": ("configuration.invalid", _option(trainer__save_freqs=3)),
     "an option without effect": ("configuration.warning", _option(algorithm__gamma=0.9)),
@@ -273,6 +311,15 @@ FAULTS: dict[str, tuple[str, Callable[[PlantedRun], None]]] = {
     "many long prompts": ("lengths.overlong", _many_too_long),
     "some long prompts": ("lengths.overlong", _some_too_long),
     "large images": ("lengths.overlong", _large_images),
+    "an environment that does not compile": ("environment.unusable", _environment("def reset(self, row\n")),
+    "an environment without step": ("environment.unusable", _environment("def reset(self, row): return None")),
+    "a tool without a description": ("environment.unusable", _tool("def look(where): return where\n")),
+    "a first episode that fails": ("environment.fails", _environment(MAZE.replace("'answer'", "'start'"))),
+    "a first observation that is too long": ("environment.fails", _environment(MAZE.replace('."', '." * 99'))),
+    "a template that forgets thoughts": (
+        "template.chat",
+        _environment(MAZE, data__override_chat_template=_FORGETS_THOUGHTS),
+    ),
     "a row twice": ("duplicates.prompt", _repeat),
     "a row with two ground truths": ("duplicates.conflict", _conflict),
     "a validation row to train on": ("overlap.validation", _overlap),

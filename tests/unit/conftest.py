@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from support.fake_runs import SharedParts
+    from trigon.config.schema import Config
     from trigon.models.load import Processors
 
 
@@ -25,9 +26,33 @@ def parts(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def processors(tiny_vlm: Path) -> Processors:
     """Return the tokenizer and the image processor of the tiny Qwen2.5-VL."""
-    from trigon.models.load import load_processors
+    from support.models import processors_of
 
-    return load_processors(str(tiny_vlm))
+    return processors_of(tiny_vlm)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Config]:
+    """Return a function that loads the configuration of a run whose files are in tmp_path.
+
+    Its arguments are overrides, and path, a YAML file. No reward function and no validation is set.
+    """
+    from trigon.config.load import load_config
+
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def make(*overrides: str, path: Path | None = None) -> Config:
+        needed = [
+            f"worker.actor.model.model_path={tmp_path / 'model'}",
+            f"data.train_files={tmp_path / 'a.jsonl'}",
+            "trainer.val_before_train=false",
+            "worker.rollout.n=2",
+        ]
+        return load_config(path, [*needed, *overrides]).config
+
+    return make
 
 
 @pytest.fixture

@@ -37,5 +37,5 @@ def test_pytorchs_index_is_asked_only_if_pips_sources_lack_the_build(monkeypatch
 
 def test_the_reward_function_of_the_whole_step_benchmark_exists(tmp_path):
     [spec] = [text for text in side_trigon.options(tmp_path, SHORT, 1) if text.startswith("worker.reward.reward_func")]
-    function, _ = load_function(find_source(spec.partition("=")[2]))
-    assert set(function([{"response": "some text"}])[0]) == {"overall"}
+    loaded = load_function(find_source(spec.partition("=")[2]))
+    assert set(loaded.function([{"response": "some text"}])[0]) == {"overall"}

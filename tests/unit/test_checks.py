@@ -17,7 +17,7 @@ import pytest
 
 import trigon.tiny
 from support.images import png
-from support.planted import FAULTS, GIB, MACHINE, TOGETHER, good_run
+from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.checks.catalogue import CHECKS, check_run
 from trigon.checks.completions import asked_formats, final_answer
@@ -48,6 +48,18 @@ def _own_cache(own_datasets_cache):
 @pytest.fixture
 def run(tmp_path, tiny_vlm):
     return good_run(tmp_path, tiny_vlm)
+
+
+TOOL = """
+def look(where: str) -> str:
+    \"\"\"
+    Look at a part of the drawing.
+
+    Args:
+        where: the part
+    \"\"\"
+    return where
+"""
 
 
 def check(run):
@@ -321,6 +333,43 @@ def test_the_reward_function_of_validation_is_called_too(run):
     [problem] = report.problems
     assert "val_reward_function" in problem.message
     assert "ValueError: strict" in problem.message
+
+
+def test_an_environment_is_begun_and_its_reward_is_no_problem_without_turns(run):
+    plant_environment(run, MAZE)
+    for row in (*run.train, *run.validation):
+        row["answer"] = "0"  # which the environment knows
+    report = check(run)
+    assert found(report) == set(), shown(report)
+    assert report.result("environment").findings.summary.endswith(
+        "maze.py:Maze; at most 8 turns, in messages of the role user"
+    )
+    episode = report.result("episode").findings
+    assert episode.text == "<|im_start|>user\nYou are at 0.<|im_end|>\n<|im_start|>assistant\n"
+    assert report.result("prompt").findings.text.endswith("<|im_end|>\n")  # the first observation follows
+    assert "not judged" in report.result("reward").findings.summary
+
+
+def test_a_function_that_reads_the_texts_of_episodes_is_judged(run):
+    plant_environment(run, MAZE)
+    run.options["worker.reward.reward_function"] = f"{run.folder / 'reward.py'}:score"
+    assert check(run).result("reward").findings.summary.startswith("right 1, wrong 0;")
+
+
+def test_prompts_are_counted_with_the_descriptions_of_tools(run):
+    (run.folder / "tools.py").write_text(TOOL)
+    plain = check(run).result("prompt").findings
+    run.options |= {"worker.rollout.tools": f"[crop, {run.folder / 'tools.py'}:look]", "data.max_prompt_length": 2048}
+    run.options["data.max_response_length"] = 512
+    report = check(run)
+    assert found(report) == set(), shown(report)
+    shown_prompt = report.result("prompt").findings
+    assert "Look at a part of the drawing." in shown_prompt.text
+    assert '"name": "crop"' in shown_prompt.text
+    assert report.result("environment").findings.summary.startswith("crop, ")
+    given, tools = (int(re.search(r"has (\d+) tokens", each.summary)[1]) for each in (plain, shown_prompt))
+    assert tools > given + 100
+    assert re.match(f"median ({tools}|{tools + 1}), ", report.result("lengths").findings.summary)  # "drawing 10"
 
 
 def test_equal_scores_of_right_and_wrong_say_that_nothing_can_be_judged(run):

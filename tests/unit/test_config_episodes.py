@@ -1,16 +1,14 @@
 """Options of environments and tools: their checks, their warnings, and what is made of them."""
 
-from dataclasses import replace
-
 import pytest
 
 from support import chat_templates
 from support.chat_templates import with_template
-from trigon.build.episodes import engine_limit_images, make_episode_options, open_turn_template
+from support.models import processors_of
+from trigon.build.episodes import check_chat_template, engine_limit_images, make_episode_options
 from trigon.config.load import load_config
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
-from trigon.models.load import load_processors
 
 NEEDED = (
     "data.train_files=owner/train",
@@ -139,9 +137,9 @@ def test_secrets_of_an_environment_are_told_where_others_can_read_them(code):
 
 
 def test_a_chat_template_that_changes_earlier_turns_is_refused_before_anything_runs(tiny_model):
-    processors = with_template(load_processors(str(tiny_model("qwen3"))), chat_templates.QWEN3)
-    config = Config(worker={"rollout": {"environment": "games.py:Maze"}})
-    options = make_episode_options(config)
+    processors = with_template(processors_of(tiny_model("qwen3")), chat_templates.QWEN3)
     with pytest.raises(ConfigError, match=r"removes the thoughts .*; set worker\.rollout\.observation_role=tool"):
-        open_turn_template(config, options, processors)
-    open_turn_template(config, replace(options, observation_role="tool"), processors)
+        check_chat_template(Config(worker={"rollout": {"environment": "games.py:Maze"}}), processors)
+    other = Config(worker={"rollout": {"environment": "games.py:Maze", "observation_role": "tool"}})
+    check_chat_template(other, processors)
+    check_chat_template(Config(), processors)  # completions of one turn, after which no message follows

@@ -7,11 +7,11 @@ import pytest
 from support import chat_templates
 from support.builders import make_builder
 from support.chat_templates import published_template, with_template
+from support.models import processors_of
 from trigon.build.data import open_builder
 from trigon.config.schema import Config
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.turns import TurnTemplate
-from trigon.models.load import load_processors
 
 SCHEMAS = [
     {
@@ -28,7 +28,7 @@ SCHEMAS = [
 
 @pytest.fixture(scope="module")
 def qwen3(tiny_model):
-    return with_template(load_processors(str(tiny_model("qwen3"))), chat_templates.QWEN3)
+    return with_template(processors_of(tiny_model("qwen3")), chat_templates.QWEN3)
 
 
 def text_of(processors, problem="How many?", **changes):
@@ -70,7 +70,7 @@ def test_the_added_section_is_what_published_templates_of_qwen_write(processors,
     template = published_template("qwen2_5")
     if template is None:
         pytest.skip("TRL, which has copies of published chat templates, is not installed")
-    published = with_template(load_processors(str(tiny_model("qwen2"))), template)
+    published = with_template(processors_of(tiny_model("qwen2")), template)
     by_template, added = (
         text_of(each, tools=SCHEMAS, system_prompt="Be brief.").partition("<|im_end|>")[0]
         for each in (published, processors)
@@ -95,7 +95,7 @@ def test_prompts_without_generation_prompt_end_with_the_question(processors):
 
 
 def test_a_template_that_takes_parts_only_gets_parts(tiny_model):
-    processors = with_template(load_processors(str(tiny_model("llava"))), chat_templates.LLAVA)
+    processors = with_template(processors_of(tiny_model("llava")), chat_templates.LLAVA)
     assert text_of(processors, system_prompt="Be brief.") == "Be brief. USER: How many? ASSISTANT:"
     with_tools = text_of(processors, system_prompt="Be brief.", tools=SCHEMAS)
     assert with_tools.startswith("Be brief. \n\n# Tools\n")

@@ -9,11 +9,11 @@ import pytest
 
 from support.builders import make_builder
 from support.images import png
+from support.models import processors_of
 from support.videos import make_video
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.dataset import open_prompts
 from trigon.errors import DataError
-from trigon.models.load import load_processors
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 
@@ -185,7 +185,7 @@ def test_images_in_another_column_are_an_error(processors, tmp_path):
 def test_images_for_a_text_model_are_an_error(tiny_model, tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [([], "1 + 1?", "2"), good(1)])
     with pytest.raises(DataError, match="x:1 has images in column 'images', but a llama model takes none"):
-        scan(path, load_processors(str(tiny_model("llama"))), max_bad_row_fraction=1.0)
+        scan(path, processors_of(tiny_model("llama")), max_bad_row_fraction=1.0)
 
 
 def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(processors, tmp_path):

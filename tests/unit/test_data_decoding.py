@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from pathlib import Path
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -114,19 +114,27 @@ def test_decoding_takes_no_more_memory_than_is_reserved_for_it(tmp_path):
         pytest.skip("the kernel does not reset the peak of the resident memory (/proc/self/clear_refs)")
     small = tmp_path / "small.png"
     Image.new("RGBA", (8, 8)).save(small)
-    names = []
     made = bombs()
     for name, (_, content) in made.items():
-        names.append(str(tmp_path / name))
-        Path(names[-1]).write_bytes(content)
-    command = [sys.executable, "-c", MEASURE, str(small), *names]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    peaks = dict(zip(made, map(int, result.stdout.split()), strict=True))
+        (tmp_path / name).write_bytes(content)
     allowance = 6 << 20  # strips, and what the allocator keeps
     reserved = {name: decoding_bytes(SIDE, SIDE, image_format) for name, (image_format, _) in made.items()}
-    above = {name: peak / PIXELS for name, peak in peaks.items() if peak > reserved[name] + allowance}
-    assert above == {}
+
+    def above(names: Collection[str]) -> dict[str, int]:
+        files = [str(tmp_path / name) for name in names]
+        command = [sys.executable, "-c", MEASURE, str(small), *files]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert result.returncode == 0, result.stderr
+        peaks.update(zip(names, map(int, result.stdout.split()), strict=True))
+        return {name: peaks[name] / PIXELS for name in names if peaks[name] > reserved[name] + allowance}
+
+    peaks: dict[str, int] = {}
+    exceeding = above(made)
+    for _ in range(2):
+        # Pages of libraries that the kernel took from a busy machine's process come back while an
+        # image is decoded, and count.
+        exceeding = above(exceeding) if exceeding else {}
+    assert exceeding == {}
     assert max(peaks.values()) > 4 * PIXELS  # it measures something
 
 

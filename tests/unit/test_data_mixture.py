@@ -7,11 +7,11 @@ import datasets
 import pytest
 
 from support.builders import make_builder
+from support.models import processors_of
 from trigon.data.dataset import open_prompts
 from trigon.data.mixture import MixedPrompts, mix
 from trigon.data.stream import PromptStream
 from trigon.errors import CheckpointError, DataError
-from trigon.models.load import load_processors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def open_set(tiny_model, tmp_path_factory):
     """Return a function that opens a dataset of count usable and bad unusable rows."""
-    builder = make_builder(load_processors(str(tiny_model("qwen2"))))
+    builder = make_builder(processors_of(tiny_model("qwen2")))
 
     def open_set(name, count, bad=0):
         path = tmp_path_factory.mktemp("data") / f"{name}.jsonl"

@@ -10,6 +10,7 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.images import png
+from support.models import processors_of
 from support.videos import make_video
 from trigon.data import templates
 from trigon.data.bad_rows import UnusableRow
@@ -28,7 +29,7 @@ def row(problem="<image>What is it?", images=None, **others):
 
 @pytest.fixture(scope="module")
 def text_processors(tiny_model):
-    return load_processors(str(tiny_model("llama")))
+    return processors_of(tiny_model("llama"))
 
 
 def decoded(processors, prompt):
@@ -440,7 +441,7 @@ def test_a_video_replaces_its_marker(processors):
 
 
 def test_timestamps_are_written_for_families_with_timestamps(tiny_model):
-    own = load_processors(str(tiny_model("qwen3_vl")))
+    own = processors_of(tiny_model("qwen3_vl"))
     builder = make_builder(own, video_sampling=FrameSampling(fps=5.0, max_frames=6))
     prompt = builder.build(video_row("<video>?"), "train:0")  # frames 0, 2, 4, 7, 9 and 11 of 10 a second
     patch = "<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>"

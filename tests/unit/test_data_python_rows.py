@@ -11,18 +11,18 @@ from PIL import Image
 
 from support.builders import make_builder
 from support.images import png
+from support.models import processors_of
 from trigon.data.dataset import open_prompts
 from trigon.data.images import open_image
 from trigon.data.python_rows import open_python_rows
 from trigon.errors import DataError
-from trigon.models.load import load_processors
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 
 
 @pytest.fixture(scope="module")
 def processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
+    return processors_of(tiny_vlm)
 
 
 def source_of(data):

@@ -9,11 +9,11 @@ from support import chat_templates
 from support.builders import make_builder
 from support.chat_templates import published_template, with_template
 from support.images import png
+from support.models import processors_of
 from support.videos import make_video
 from trigon.data.turns import TurnTemplate
 from trigon.environments.protocol import Message, Observation
 from trigon.errors import ConfigError, ObservationError
-from trigon.models.load import load_processors
 
 SCHEMA = {
     "type": "function",
@@ -43,7 +43,7 @@ def family(tiny_model):
 
     def load(model_type, template=None):
         if model_type not in loaded:
-            loaded[model_type] = load_processors(str(tiny_model(model_type)))
+            loaded[model_type] = processors_of(tiny_model(model_type))
         return loaded[model_type] if template is None else with_template(loaded[model_type], template)
 
     return load

@@ -5,9 +5,9 @@ import pytest
 import torch
 from PIL import Image
 
+from support.models import processors_of
 from trigon.data.vision import ImageProcessor
 from trigon.errors import ModelError
-from trigon.models.load import load_processors
 
 
 def noise(width, height, seed=0):
@@ -16,11 +16,11 @@ def noise(width, height, seed=0):
 
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
 def processor(tiny_model, request):
-    return ImageProcessor(load_processors(str(tiny_model(request.param))).image_processor, spatial_merge=2)
+    return ImageProcessor(processors_of(tiny_model(request.param)).image_processor, spatial_merge=2)
 
 
 def test_two_images_become_one_vision(tiny_vlm):
-    processor = ImageProcessor(load_processors(str(tiny_vlm)).image_processor, spatial_merge=2)
+    processor = ImageProcessor(processors_of(tiny_vlm).image_processor, spatial_merge=2)
     vision = processor.process([noise(56, 56), noise(84, 56)])
     assert vision.grid_thw.tolist() == [[1, 4, 4], [1, 4, 6]]
     assert vision.pixel_values.shape == (40, 1176)
@@ -68,4 +68,4 @@ def test_other_images_of_a_call_do_not_change_an_image(processor):
 
 def test_a_processor_of_another_model_is_an_error(tiny_vlm):
     with pytest.raises(ModelError, match="merges 2 x 2 patches, the model 3 x 3"):
-        ImageProcessor(load_processors(str(tiny_vlm)).image_processor, spatial_merge=3)
+        ImageProcessor(processors_of(tiny_vlm).image_processor, spatial_merge=3)

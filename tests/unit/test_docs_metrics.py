@@ -20,13 +20,13 @@ from support.fake_runs import (
     open_shared_parts,
     sometimes_crashing,
 )
+from support.models import processors_of
 from trigon.algorithms.importance import Correction
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
 from trigon.distributed.worker_group import Traffic
 from trigon.loop import train
 from trigon.metrics import Metrics, values
-from trigon.models.load import load_processors
 from trigon.parity import ParityCheck, Probe
 from trigon.rollout.statistics import describe_validation
 from trigon.training.fake import FAKE_LOGPROB, FakeTrainEngine
@@ -122,7 +122,7 @@ def reported_keys(tiny_model, tmp_path_factory) -> set[str]:
     traffic = Traffic()
     for phase in ("rollout", "logprobs", "reference_logprobs", "full_kl", "update"):
         traffic.count(phase, sent=1)
-    image_processor = image_processor_of(load_processors(str(frozen)))
+    image_processor = image_processor_of(processors_of(frozen))
     media = MediaProcessor(image_processor, max_image_pixels=1, num_workers=1, max_bytes=0)
     with MemoryMeter() as meter:
         keys |= meter.measure().keys() | measure_worker().keys()

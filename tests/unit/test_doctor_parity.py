@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
+from support.models import processors_of
 from support.oracle import group_of
 from trigon.doctor.engine_parity import Session, equal_fraction, largest_change, text_prompt, without_image
 from trigon.doctor.random_models import MODELS, make_groups, model_config, write_model
 from trigon.doctor.training_runs import read_steps, speed, worst_parity
-from trigon.models.load import load_model, load_processors
+from trigon.models.load import load_model
 from trigon.types import Completion, Rollout, RolloutGroup, Score
 
 
@@ -67,7 +68,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_random_model_is_written_as_a_model_folder_and_only_once(folder):
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     model = load_model(str(folder), dtype=torch.float32, device="cpu")
     text = model.config.get_text_config()
     assert (text.num_hidden_layers, text.vocab_size) == (1, 2048)

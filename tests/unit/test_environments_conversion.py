@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from trigon.environments.conversion import to_observation, to_png, to_step
-from trigon.environments.frames import Frame, FrameReader, encode_frame, encode_row
+from trigon.environments.frames import Frame, FrameReader, encode_frame
 from trigon.environments.protocol import MAX_IMAGES, Message, Observation, Outcome, png_size
 from trigon.environments.replies import read_reply
+from trigon.json_files import dump_columns
 
 RED = Image.new("RGB", (3, 2), "red")
 PNG = to_png(RED)
@@ -145,8 +146,11 @@ def test_bytes_that_are_no_frame_are_refused(data):
 def test_columns_that_json_cannot_represent_are_left_out():
     row = {"a": np.int64(1), "b": np.array([1.5]), "image": RED, "c": {"d": None}, "e": date(2026, 1, 2), "f": (1, 2)}
     kept = {"a": 1, "b": [1.5], "c": {"d": None}, "e": "2026-01-02", "f": [1, 2]}
-    assert encode_row(row) == (kept, ("image",))
-    assert json.dumps(kept) == json.dumps(encode_row(row)[0])
+    text, omitted = dump_columns(row)
+    assert (json.loads(text), omitted) == (kept, ("image",))
+    assert dump_columns(kept) == (json.dumps(kept), ())
+    assert encode_frame({"do": "reset"}, [b"a"], row=text) == encode_frame({"do": "reset", "row": kept}, [b"a"])
+    assert dump_columns({"image": RED}) == ("{}", ("image",))
 
 
 MESSAGE = {"role": "user", "text": "<image>", "num_images": 1}

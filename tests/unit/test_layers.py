@@ -88,7 +88,7 @@ ONLY_IN = {
         "training/fsdp.py",
         "training/state.py",
     ),
-    "cloudpickle": ("rewards/callables.py", "rewards/load.py", "environments/source.py"),
+    "cloudpickle": ("rewards/callables.py", "rewards/user_code.py", "environments/source.py"),
     "datasets": ("data/sources.py",),
     "av": ("data/videos.py",),
     "peft": ("models/lora.py",),

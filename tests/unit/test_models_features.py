@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from support.engines import make_engine, make_rollouts, to_train, weights_of
+from support.models import processors_of
 from support.oracle import make_group, make_prompt, pack_groups
 from trigon.metrics import values
 from trigon.models.features import VisionFeatureCache, VisionFeatures
-from trigon.models.load import load_model, load_processors
+from trigon.models.load import load_model
 from trigon.models.policy import Policy
 from trigon.types import PackedGroups
 
@@ -95,7 +96,7 @@ def tower_runs(policy: Policy) -> Iterator[list[int]]:
 
 
 def open_policy(folder: Path) -> Policy:
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     policy = Policy(
         load_model(str(folder), dtype=torch.float32, device="cpu"),
         processors.family,
@@ -108,7 +109,7 @@ def open_policy(folder: Path) -> Policy:
 
 def row_of(folder: Path, *prompts: tuple[list[tuple[int, int]], int]) -> PackedGroups:
     """Pack groups into one row. prompts: the grids of the images, and a seed, for each prompt."""
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     groups = [make_group(make_prompt(processors, grids, seed=seed), [3, 4], seed=seed) for grids, seed in prompts]
     [row] = pack_groups(processors, groups)
     return row.packed

@@ -10,12 +10,13 @@ import torch
 from test_models_attention import dense_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from support.oracle import load_hugging_face, make_group, make_prompt, pack_groups, padded_logprobs
+from support.models import processors_of
+from support.oracle import load_hugging_face, make_episode, make_group, make_prompt, pack_groups, padded_logprobs
 from support.varlen import stand_in
 from trigon.models.flops import GroupLengths, forward_flops, peak_tflops, update_flops
-from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
-from trigon.types import PackedGroups, RolloutGroup
+from trigon.types import PackedGroups, Rollout, RolloutGroup, Score
 
 TinyModel = Callable[..., Path]
 GRIDS = [(6, 10), (4, 4)]  # neither is a multiple of a window of Qwen2.5-VL
@@ -87,7 +88,7 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
 ) -> None:
     """Exactly, except for attention: torch counts masked pairs too."""
     folder = tiny_model(model_type)
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
     model.set_experts_implementation("eager")
     stand_in(monkeypatch)
@@ -119,6 +120,30 @@ def test_forward_and_update_flops_equal_those_that_torch_counts(
         assert both == frozen - 3 * flops.attention - of_images
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_what_completions_observe_is_counted_without_logits_and_with_its_images(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    folder = tiny_model(model_type)
+    processors = processors_of(folder)
+    model = load_model(str(folder), dtype=torch.float32, device="cpu", attention_kernel="varlen")
+    stand_in(monkeypatch)
+    policy = Policy(model, processors.family, temperature=1.0, banned_token_ids=())
+    prompt = make_prompt(processors, [(6, 10)], seed=1)
+    score = Score(0.0, {}, "ok", "")
+    episodes = [make_episode(processors, each, seed=2) for each in ([(None, 3), ([(4, 6)], 2)], [([], 4)])]
+    lengths = GroupLengths.of(prompt, episodes)
+    assert lengths.observed_grids == ((1, 4, 6),)
+    assert lengths.observed == sum(map(len, (each.token_ids for each in episodes))) - 9
+    row = packed([RolloutGroup(prompt, tuple(Rollout(each, score) for each in episodes))], processors)
+    flops = forward_flops(processors.hf_config, [lengths], "shared")
+    assert flops is not None
+    with torch.no_grad():
+        products, attention = counted(lambda: policy(row))
+    of_parts = flops.linear + flops.head + flops.vision + flops.patch_embedding
+    assert products + attention == of_parts + rectangles(processors, [lengths])
+
+
 def _attention_of_images(processors: Processors, lengths: list[GroupLengths]) -> int:
     """Return the operations of attention in the vision tower for GRIDS, counted by hand.
 
@@ -139,7 +164,7 @@ def _attention_of_images(processors: Processors, lengths: list[GroupLengths]) ->
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
 def test_repeated_counts_a_padded_forward_without_its_padding(tiny_model: TinyModel, model_type: str) -> None:
     folder = tiny_model(model_type)
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     prompt = make_groups(processors)[0].prompt
     group = make_group(prompt, [8, 8, 8], seed=3)
     lengths = lengths_of([group])
@@ -158,7 +183,7 @@ def test_repeated_counts_a_padded_forward_without_its_padding(tiny_model: TinyMo
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: int | None) -> None:
-    processors = load_processors(str(tiny_model("mistral")))
+    processors = processors_of(tiny_model("mistral"))
     config = processors.hf_config
     config.sliding_window = window
     groups = make_groups(processors)
@@ -170,7 +195,7 @@ def test_attention_counts_the_pairs_of_the_mask(tiny_model: TinyModel, window: i
 
 
 def test_prompts_and_images_count_once_or_for_each_completion(tiny_model: TinyModel) -> None:
-    config = load_processors(str(tiny_model("qwen2_5_vl"))).hf_config
+    config = processors_of(tiny_model("qwen2_5_vl")).hf_config
     [group] = [GroupLengths(prompt=20, completions=(5, 5, 5), grids=((1, 4, 4),))]
     alone = GroupLengths(prompt=20, completions=(5,), grids=((1, 4, 4),))
     shared, repeated = (forward_flops(config, [group], sharing) for sharing in ("shared", "repeated"))
@@ -186,7 +211,7 @@ def test_prompts_and_images_count_once_or_for_each_completion(tiny_model: TinyMo
 
 
 def test_the_frames_of_a_video_do_not_attend_to_each_other(tiny_model: TinyModel) -> None:
-    config = load_processors(str(tiny_model("qwen2_5_vl"))).hf_config
+    config = processors_of(tiny_model("qwen2_5_vl")).hf_config
     video, image = (
         forward_flops(config, [GroupLengths(prompt=40, completions=(5,), grids=((time, 6, 10),))], "shared")
         for time in (4, 1)
@@ -198,7 +223,7 @@ def test_the_frames_of_a_video_do_not_attend_to_each_other(tiny_model: TinyModel
 
 @pytest.mark.parametrize("model_type", ["internvl", "llava"])
 def test_a_family_that_is_not_described_is_not_counted(tiny_model: TinyModel, model_type: str) -> None:
-    config = load_processors(str(tiny_model(model_type))).hf_config
+    config = processors_of(tiny_model(model_type)).hf_config
     lengths = [GroupLengths(prompt=20, completions=(5,))]
     assert forward_flops(config, lengths, "shared") is None
     assert update_flops(config, lengths, "repeated") is None

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from support.models import processors_of
 from support.oracle import concatenated, load_hugging_face, make_group, make_prompt, packed_logprobs, padded_logprobs
 from trigon.errors import ModelError
-from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.load import Processors, load_model
 from trigon.models.lora import (
     LoraSettings,
     adapter_config,
@@ -39,7 +40,7 @@ def settings(
 
 
 def make_policy(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Policy, Processors]:
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     model = load_model(str(folder), dtype=dtype, device="cpu")
     banned = processors.banned_token_ids
     return Policy(model, processors.family, temperature=1.0, banned_token_ids=banned), processors
@@ -236,7 +237,7 @@ def test_merge_names_maps_adapter_tensors_to_the_weights_that_they_change(
 )
 def test_invalid_names_of_adapter_tensors_are_an_error(tiny_vlm: Path, names: list[str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        merge_names(names, load_processors(str(tiny_vlm)).family)
+        merge_names(names, processors_of(tiny_vlm).family)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from support.models import processors_of
 from support.oracle import load_hugging_face, make_group, make_prompt
 from trigon.data.packing import pack_rollouts
 from trigon.errors import ModelError
 from trigon.models.flops import GroupLengths, update_flops
-from trigon.models.load import load_model, load_processors
+from trigon.models.load import load_model
 from trigon.models.policy import Policy, computing_device, full_tensor
 from trigon.types import TrainGroup, TrainSequence
 
@@ -23,7 +24,7 @@ TinyModel = Callable[..., Path]
 
 
 def make_policy(folder: Path) -> Policy:
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     model = load_model(str(folder), dtype=torch.float32, device="cpu")
     return Policy(model, processors.family, temperature=1.0, banned_token_ids=processors.banned_token_ids)
 
@@ -91,7 +92,7 @@ def test_weights_of_another_model_are_an_error_with_nothing_changed(
 
 def test_images_that_do_not_match_the_placeholders_are_an_error(tiny_vlm: Path) -> None:
     policy = make_policy(tiny_vlm)
-    processors = load_processors(str(tiny_vlm))
+    processors = processors_of(tiny_vlm)
     group = make_group(make_prompt(processors, [(4, 4)], seed=0), [2], seed=1)
     (row,) = pack_rollouts([group], max_tokens=100, positions=lambda prompt: torch.zeros(3, len(prompt.token_ids)))
     doubled = replace(row.packed, visions=row.packed.visions * 2)
@@ -102,12 +103,12 @@ def test_images_that_do_not_match_the_placeholders_are_an_error(tiny_vlm: Path) 
 def test_a_temperature_of_zero_is_an_error(tiny_vlm: Path) -> None:
     model = load_model(str(tiny_vlm), dtype=torch.float32, device="cpu")
     with pytest.raises(ModelError, match="temperature above 0, not 0"):
-        Policy(model, load_processors(str(tiny_vlm)).family, temperature=0.0, banned_token_ids=())
+        Policy(model, processors_of(tiny_vlm).family, temperature=0.0, banned_token_ids=())
 
 
 def test_update_work_counts_the_operations_of_an_update(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_5_vl")
-    policy, processors = make_policy(folder), load_processors(str(folder))
+    policy, processors = make_policy(folder), processors_of(folder)
     prompt = make_prompt(processors, [(4, 6)], seed=1)
     sequence = TrainSequence((1, 2, 3), *(torch.zeros(3),) * 3, None, None)
     groups = [TrainGroup(prompt, (sequence,) * 2)]

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.models import processors_of
 from support.oracle import load_hugging_face, make_prompt
 from trigon.errors import ModelError
 from trigon.models.families import family_named
-from trigon.models.load import load_processors
 from trigon.models.positions import completion_positions, prompt_positions
 
 VLM = family_named("qwen2_5_vl")
@@ -119,7 +119,7 @@ def test_positions_equal_those_of_transformers(
     tiny_model: Callable[..., Path], model_type: str, grids: list[tuple[int, int]]
 ) -> None:
     folder = tiny_model(model_type)
-    processors = load_processors(str(folder))
+    processors = processors_of(folder)
     prompt = make_prompt(processors, grids, seed=0)
     token_ids = torch.tensor(prompt.token_ids)
     grid_thw = None if prompt.vision is None else prompt.vision.grid_thw

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.errors import NotFiniteError, ParityError
 from trigon.metrics import Max, Mean
-from trigon.models.load import load_processors
 from trigon.parity import SAMPLED_PROBE_TOKENS, ParityCheck, Probe
 from trigon.rollout.fake import FakeEngine
 from trigon.training.fake import FakeTrainEngine
@@ -128,7 +128,7 @@ def test_each_replica_is_judged_by_its_own_tokens():
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    return load_processors(str(tiny_model("qwen2"))).tokenizer
+    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 class RecordingEngine(FakeEngine):

@@ -106,6 +106,40 @@ def test_operations_are_counted_as_the_metrics_count_them(geo3k):
     assert geo3k.flops.prefill == 512 * forward_flops(HF_CONFIG, [replace(group, completions=())], "shared").total
 
 
+MAZE = {"worker.rollout.environment": "games.mazes:Maze"}
+
+
+def test_observed_tokens_are_computed_but_neither_decoded_nor_scored(geo3k):
+    lengths = replace(LENGTHS, observed_tokens=200, observed_image_tokens=64)
+    made = planned(MAZE, lengths=lengths)
+    # 64 image tokens are 8 x 8, of 2 x 2 patches.
+    group = GroupLengths(434, (490,) * 5, ((1, 36, 36),), observed=1000, observed_grids=((1, 16, 16),) * 5)
+    assert made.flops.update == 512 * update_flops(HF_CONFIG, [group], "shared")
+    assert made.flops.decode == geo3k.flops.decode
+    sampling = made.flops.prefill + made.flops.decode
+    assert sampling == 512 * forward_flops(HF_CONFIG, [group], "shared").total
+    assert made.ledger.row_tokens == 512 * (434 + 5 * 490)
+    assert made.ledger.sequence_tokens == geo3k.ledger.sequence_tokens  # perf/total_num_tokens: no observed ones
+    assert (made.lengths.response_tokens, made.lengths.longest_response) == (290, 2048 - 200)
+    assert made.time.phases["update_actor"] > geo3k.time.phases["update_actor"]
+    said = "\n".join(made.assumptions)
+    assert "observations: given, with images of 64 tokens, counted as one image; the time of environments" in said
+
+
+def test_what_is_not_known_of_turns_is_said(geo3k):
+    made = planned(MAZE)
+    assert made.flops == geo3k.flops
+    said = "\n".join(made.assumptions)
+    assert "observations: counted as sampled tokens, without images (--observed-length)" in said
+    assert "observations" not in "\n".join(geo3k.assumptions)
+    with pytest.raises(
+        ConfigError, match=r"observed tokens are given, and completions have one turn: set worker\.roll"
+    ):
+        planned(lengths=replace(LENGTHS, observed_tokens=200))
+    assumed = planned(MAZE, lengths=LengthOptions(observed_tokens=500)).lengths
+    assert (assumed.response_tokens, assumed.completion_tokens) == (524, 1024)
+
+
 def test_log_probabilities_that_no_term_needs_cost_nothing():
     flops = planned({"algorithm.disable_kl": True, "worker.actor.global_batch_size": 512}).flops
     assert (flops.old, flops.reference) == (0, 0)

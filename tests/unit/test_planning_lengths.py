@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
+from support.models import processors_of
 from support.videos import make_video
 from trigon.build.data import open_builder
+from trigon.build.episodes import load_episodes
 from trigon.build.memory_check import with_options
 from trigon.config.schema import Config
 from trigon.data.sources import open_source
 from trigon.data.vision import image_processor_of
 from trigon.models.flops import GroupLengths
-from trigon.models.load import load_hf_config, load_processors
+from trigon.models.load import load_hf_config
 from trigon.planning.lengths import MAX_MEASURED_ROWS, LengthOptions, find_lengths
 
 SIZES = [(640, 480), (28, 28), (1000, 90), (333, 517), (1920, 1080), (57, 800)]
@@ -54,13 +57,47 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     data = write_rows(tmp_path, rows)
     config = configured(model, data)
     lengths = find_lengths(config, load_hf_config(model), LengthOptions())
-    builder = open_builder(config, load_processors(str(model))).with_default_image_dir(tmp_path)
+    builder = open_builder(config, processors_of(model)).with_default_image_dir(tmp_path)
     source = open_source(str(data))
     built = [GroupLengths.of(builder.build(row, "row"), ()) for row in source.rows]
     assert [each.tokens for each in lengths.prompts] == [each.prompt for each in built]
     assert [each.grids for each in lengths.prompts] == [each.grids for each in built]
     assert lengths.num_prompts == len(rows)
     assert lengths.sources[0] == ("prompts", f"measured in {data}")
+
+
+TOOLS = """
+def look(where: str) -> str:
+    \"\"\"
+    Look at a part of the drawing.
+
+    Args:
+        where: the part
+    \"\"\"
+    return where
+"""
+
+
+def test_prompts_are_measured_with_the_descriptions_of_tools_where_these_can_be_loaded(tiny_model, tmp_path):
+    model = tiny_model("qwen3")
+    data = write_rows(tmp_path, [{"problem": "What is it?", "answer": "a"}])
+    (tmp_path / "tools.py").write_text(TOOLS)
+    code = {"worker.rollout.tools": (f"{tmp_path}/tools.py:look",)}
+    plain, described = (
+        find_lengths(configured(model, data, **each), load_hf_config(model), LengthOptions()) for each in ({}, code)
+    )
+    with ExitStack() as stack:
+        processors = processors_of(model)
+        config = configured(model, data, **code)
+        parts, _ = load_episodes(config, processors, stack)
+        built = open_builder(config, processors, schemas=parts.schemas).build(open_source(str(data)).rows[0], "row")
+    assert described.prompts[0].tokens == len(built.token_ids) > plain.prompts[0].tokens + 20
+    assert described.sources[0] == ("prompts", f"measured in {data}, with the descriptions of the tools")
+    (tmp_path / "tools.py").write_text("import nothing_like_it")
+    failing = find_lengths(configured(model, data, **code), load_hf_config(model), LengthOptions())
+    assert failing.prompts == plain.prompts
+    assert "without the descriptions of the tools: " in failing.sources[0][1]
+    assert "nothing_like_it" in failing.sources[0][1]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -70,13 +107,13 @@ def test_videos_are_measured_without_decoding_them(tiny_model, tmp_path, family)
     data = write_rows(tmp_path, [{"problem": "<video> What happens?", "answer": "a", "videos": ["a.mp4"]}])
     config = configured(model, data)
     [measured] = find_lengths(config, load_hf_config(model), LengthOptions()).prompts
-    builder = open_builder(config, load_processors(str(model))).with_default_image_dir(tmp_path)
+    builder = open_builder(config, processors_of(model)).with_default_image_dir(tmp_path)
     built = GroupLengths.of(builder.build(open_source(str(data)).rows[0], "row"), ())
     assert (measured.tokens, measured.grids) == (built.prompt, built.grids)
 
 
 def test_the_shape_of_an_image_is_found_from_its_number_of_tokens(tiny_model):
-    processor = image_processor_of(load_processors(str(tiny_model("qwen2_5_vl"))))
+    processor = image_processor_of(processors_of(tiny_model("qwen2_5_vl")))
     for size in SIZES:
         vision = processor.process([Image.new("RGB", size)])
         assert processor.grid(*size) == tuple(vision.grid_thw[0].tolist()), size

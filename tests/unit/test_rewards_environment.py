@@ -2,9 +2,11 @@
 
 import pytest
 
+from trigon.evaluation.score import score
+from trigon.records.rollouts import rollout_rows
 from trigon.rewards.verifiers.environment import compute_score
 from trigon.rollout.collect import _turns, dummy_requests
-from trigon.types import Completion, Prompt, Turn
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, Score, Turn
 
 
 def completion(*turns, num_tokens):
@@ -29,3 +31,8 @@ def test_a_single_turn_without_an_observation_keeps_the_reward_of_the_environmen
     given = completion(Turn(0, 2, "left", reward=1.0), num_tokens=2)
     assert _turns(given) == [{"observation": "", "text": "left", "reward": 1.0}]
     assert _turns(completion(Turn(0, 2, "left"), num_tokens=2)) == []
+    group = RolloutGroup(
+        Prompt("train:0", (1,), None, "question", "", {}, ()), (Rollout(given, Score(1.0, {"overall": 1.0}, "ok", "")),)
+    )
+    [again] = score(rollout_rows([group]), "environment", num_workers=1).completions
+    assert again.scores[0].overall == 1.0

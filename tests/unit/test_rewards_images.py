@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from support.builders import make_builder
+from support.episodes import Answer, LocalEnvironments, Observed, make_settings
 from support.images import png
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.data.dataset import open_prompts
@@ -17,6 +18,7 @@ from trigon.data.mixture import with_blank_media
 from trigon.errors import RewardError
 from trigon.evaluation.score import score
 from trigon.records.rollouts import rollout_rows, row_to_line
+from trigon.report.image_store import ImageStore
 from trigon.rewards.callables import reward_source
 from trigon.rewards.confinement.options import DEFAULT, Confinement
 from trigon.rewards.contract import RewardRequest
@@ -126,8 +128,10 @@ def test_a_function_that_does_not_look_costs_no_read_and_gets_no_images(tmp_path
     def read():
         raise AssertionError("images are not asked for")
 
-    with pool_of(tmp_path, "REWARD_TYPE='sequential'\ndef main(a): return 'images' in a or 'media' in a") as pool:
-        assert [each.overall for each in pool.score([request(read)])] == [0]
+    given = replace(request(read), turns=[{"observation": "<image>", "text": "a", "reward": None}], turn_media=[read])
+    text = "REWARD_TYPE='sequential'\ndef main(a): return 'images' in a or 'media' in a or 'images' in a['turns'][0]"
+    with pool_of(tmp_path, text) as pool:
+        assert [each.overall for each in pool.score([given])] == [0]
 
 
 def test_legacy_arguments_sums_and_async_functions_have_images(tmp_path):
@@ -267,6 +271,78 @@ def test_stored_rollouts_are_scored_with_the_images_that_the_run_stored(tmp_path
     assert scored.scores[0].overall == 42
     [failed] = score([row], spec, num_workers=1).completions
     assert failed.scores[0].error.endswith("train:1 has images, and the run stored none (trainer.save_images)")
+
+
+# The red value of the first pixel of each observed image, and the sum of those of the prompt.
+OBSERVED = """
+REWARD_IMAGES = True
+
+def first_red(image): return image.convert("RGB").getpixel((0, 0))[0]
+
+def main(reward_input):
+    turns = [[first_red(image) for image in turn["images"]] for turn in reward_input["turns"]]
+    parts = {f"{turn}.{number}": red for turn, reds in enumerate(turns) for number, red in enumerate(reds)}
+    assert all(len(turn["images"]) == turn["observation"].count("<image>") for turn in reward_input["turns"])
+    return {"overall": len(turns), "prompt": sum(map(first_red, reward_input["images"])), **parts}
+"""
+
+
+def play(processors, number):
+    """Return an engine with environments, whose row and turns decide the colours, and a prompt."""
+
+    def answer(row, actions):
+        images = tuple(red(10 * row["number"] + len(actions), size=28) for _ in range(len(actions) % 3))
+        return Answer(0, Observed("Look.", images), 0.5, done=len(actions) == 3)
+
+    tokenizer = processors.tokenizer
+    engine = FakeEngine(
+        tokenizer=tokenizer,
+        stop_token_id=tokenizer.eos_token_id,
+        complete=lambda *_: "on",
+        episodes=make_settings(LocalEnvironments(answer), processors),
+    )
+    return engine, Prompt(f"train:{number}", (1, 2), media_of(red(5)), "<image>?", "", {"number": number}, ("a.png",))
+
+
+def test_a_function_gets_the_images_that_each_turn_observed(processors, tmp_path):
+    sampling = replace(SAMPLING, max_tokens=400)
+    engine, prompt = play(processors, 7)
+    with pool_of(tmp_path, OBSERVED, max_failed_fraction=0.0) as pool, engine.awake(NO_WEIGHTS, version=0):
+        [group] = collect([prompt], engine, pool, sampling, step=1, phase=Phases())
+    # The three turns observed no image, one and two.
+    parts = {"overall": 3, "prompt": 5, "1.0": 71, "2.0": 72, "2.1": 72}
+    assert [each.score.parts for each in group.rollouts] == [parts] * 3
+
+
+def test_stored_turns_are_scored_with_the_images_that_they_observed(processors, tmp_path):
+    engine, prompt = play(processors, 7)
+    with pool_of(tmp_path, OBSERVED) as pool, engine.awake(NO_WEIGHTS, version=0):
+        [group] = collect([prompt], engine, pool, replace(SAMPLING, max_tokens=400), step=1, phase=Phases())
+    parts = group.rollouts[0].score.parts | {"prompt": 0}  # rows have the names of its images alone
+    rows = rollout_rows([group])
+    spec = f"{tmp_path}/reward.py:main"
+    rows = [replace(row, images=()) for row in rows]
+    assert [each.scores[0].parts for each in score(rows, spec, num_workers=1).completions] == [parts] * 3
+    (tmp_path / "rollouts").mkdir()
+    store = ImageStore(tmp_path, max_side=64)
+    with_files = replace(
+        rows[0],
+        turns=tuple(
+            replace(each, image_files=tuple(store.add(file, where="") for file in each.images))
+            for each in rows[0].turns
+        ),
+    )
+    without = replace(rows[1], turns=tuple(replace(each, images=()) for each in rows[1].turns))
+    path = tmp_path / "rollouts" / "train_000001.jsonl"
+    path.write_bytes(row_to_line(with_files) + row_to_line(without))
+    whole, missing = score(path, spec, num_workers=1).completions
+    assert whole.scores[0].outcome == "failed"  # one group, of which one cannot be read
+    assert missing.scores[0].error.endswith(
+        "an observation for train:7 has images, and the run stored none (trainer.save_images)"
+    )
+    path.write_bytes(row_to_line(with_files))
+    [whole] = score(path, spec, num_workers=1).completions
+    assert whole.scores[0].parts == parts
 
 
 def test_images_are_opened_where_they_are_asked_for(tmp_path):

@@ -56,20 +56,21 @@ def load_text(folder, text, function="main"):
 
 
 def test_function_and_reward_type_are_loaded(tmp_path):
-    function, reward_type = load_text(tmp_path, "REWARD_TYPE = 'sequential'\ndef main(a): return a + 1")
-    assert function(1) == 2
-    assert reward_type == "sequential"
+    loaded = load_text(tmp_path, "REWARD_TYPE = 'sequential'\nREWARD_IMAGES = True\ndef main(a): return a + 1")
+    assert loaded.function(1) == 2
+    assert (loaded.reward_type, loaded.takes_images) == ("sequential", True)
 
 
 def test_reward_type_is_none_without_a_declaration(tmp_path):
-    assert load_text(tmp_path, "def main(a): ...")[1] is None
+    loaded = load_text(tmp_path, "def main(a): ...")
+    assert (loaded.reward_type, loaded.takes_images) == (None, False)
 
 
 def test_a_file_can_import_files_beside_it_but_does_not_replace_modules(tmp_path):
     (tmp_path / "file_beside_reward.py").write_text("x = 5")
     (tmp_path / "fractions.py").write_text("x = 'not the real one'")
     text = "import file_beside_reward, fractions\ndef main(): return file_beside_reward.x, fractions.Fraction(1, 2)"
-    assert load_text(tmp_path, text)[0]() == (5, 0.5)
+    assert load_text(tmp_path, text).function() == (5, 0.5)
 
 
 def test_dataclasses_work_in_a_reward_file(tmp_path):
@@ -81,15 +82,15 @@ class Points:
     points: int
 def main(): return Points(3).points
 """
-    assert load_text(tmp_path, text)[0]() == 3
+    assert load_text(tmp_path, text).function() == 3
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def compute_scores(): ...", "did you mean 'compute_scores'?"),
+        ("def compute_scores(): ...", "did you mean compute_scores?"),
         ("def other(): ...", "it has other"),
-        ("x = 1", "it has no functions"),
+        ("x = 1", "it has none"),
         ("compute_score = 3", "is a int, not a function"),
         ("def compute_score(: ...", "SyntaxError"),
         ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
@@ -115,3 +116,20 @@ def test_a_package_that_is_not_installed_is_named(tmp_path):
         RewardError, match=r"failed to load \(it imports 'no_such_package', which is not installed; install"
     ):
         load_function(find_source(f"{tmp_path}/reward.py:score"))
+
+
+def test_functions_of_two_files_do_not_replace_each_other_and_a_file_runs_once(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(
+            f"import pickle\nclass Points: pass\ndef main(): return {name!r}, pickle.loads(pickle.dumps(Points()))\n"
+        )
+    one, two, again = (load_function(find_source(f"{tmp_path}/{name}.py:main")) for name in ("one", "two", "one"))
+    assert [each.function()[0] for each in (one, two)] == ["one", "two"]  # with the classes of its own module
+    assert type(one.function()[1]) is not type(two.function()[1])
+    assert again.function is one.function
+
+
+def test_a_file_that_failed_runs_again_when_it_is_asked_for(tmp_path):
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        load_text(tmp_path, "1 / 0\ndef main(): ...")
+    assert load_text(tmp_path, "def main(): return 1").function() == 1

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,7 +11,7 @@ from trigon.api import read_arguments
 from trigon.build.origin import KEY, Origin
 from trigon.build.rewards import open_validation_rewards
 from trigon.checkpoint.store import Checkpoint
-from trigon.config.load import dump_config, load_config
+from trigon.config.load import dump_config
 from trigon.config.rewards import validation_option
 from trigon.errors import CheckpointError, ConfigError
 from trigon.evaluation.settings import EvaluationOptions
@@ -24,24 +25,10 @@ STRICT = "def main(response, ground_truth, bonus=0): return {'overall': 10 + bon
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(load, tmp_path):
     """Return a function that loads a configuration; strict.py is the validation's function."""
     (tmp_path / "strict.py").write_text(STRICT)
-    (tmp_path / "a.jsonl").write_text("{}")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-
-    def make(*overrides):
-        needed = [
-            f"worker.actor.model.model_path={tmp_path / 'model'}",
-            f"data.train_files={tmp_path / 'a.jsonl'}",
-            f"data.val_files={tmp_path / 'a.jsonl'}",
-            "worker.reward.reward_function=math",
-            "worker.rollout.n=2",
-        ]
-        return load_config(None, [*needed, *overrides]).config
-
-    return make
+    return partial(load, f"data.val_files={tmp_path / 'a.jsonl'}", "worker.reward.reward_function=math")
 
 
 def test_validation_is_scored_by_its_own_function_and_training_by_the_other(parts, tmp_path):

@@ -37,24 +37,9 @@ async def judge(reward_input, key="none"):
 SECRET = "sk-a1b2c3d4e5f6a1b2c3d4e5f6"
 
 
-@pytest.fixture
-def load(tmp_path):
-    """Return a function that loads a configuration, and the folder of the functions."""
+@pytest.fixture(autouse=True)
+def _functions(tmp_path):
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
-    (tmp_path / "a.jsonl").write_text("{}")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-
-    def make(*overrides, path=None):
-        needed = [
-            f"worker.actor.model.model_path={tmp_path / 'model'}",
-            f"data.train_files={tmp_path / 'a.jsonl'}",
-            "trainer.val_before_train=false",
-            "worker.rollout.n=2",
-        ]
-        return load_config(path, [*needed, *overrides]).config
-
-    return make
 
 
 def entries(folder, *, weight=0.5, limit=10, key="k"):

@@ -5,9 +5,9 @@ from contextlib import closing
 
 import pytest
 
+from support.models import processors_of
 from support.rollout import NO_WEIGHTS, Phases
 from trigon.errors import EngineError, RewardError
-from trigon.models.load import load_processors
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.collect import collect
 from trigon.rollout.fake import FakeEngine
@@ -35,7 +35,7 @@ def reward(completion):
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    return load_processors(str(tiny_model("qwen2"))).tokenizer
+    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 @pytest.fixture

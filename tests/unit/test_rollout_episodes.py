@@ -7,12 +7,12 @@ from contextlib import closing
 import pytest
 
 from support.episodes import Answer, LocalEnvironments, Observed, drawing, load_pixels, make_settings
+from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.vision import image_processor_of
 from trigon.errors import DataError, EngineError
 from trigon.metrics import values
-from trigon.models.load import load_processors
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.seeds import sample_seed, turn_seed
 from trigon.types import EncodedMedia, Prompt, SamplingParams, Turn
@@ -22,12 +22,12 @@ SAMPLING = SamplingParams(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=
 
 @pytest.fixture(scope="module")
 def processors(tiny_model):
-    return load_processors(str(tiny_model("qwen2")))
+    return processors_of(tiny_model("qwen2"))
 
 
 @pytest.fixture(scope="module")
 def vision_processors(tiny_vlm):
-    return load_processors(str(tiny_vlm))
+    return processors_of(tiny_vlm)
 
 
 def prompt(number=0, **row):
@@ -336,7 +336,7 @@ def test_images_of_observations_reach_the_completion_in_order(vision_processors)
     assert completion.vision.encoded == tuple(files[:2])
     assert len(set(completion.vision.hashes)) == 2
     assert completion.vision.kind == "image"
-    assert completion.token_ids == other.token_ids
+    assert completion == other
     assert [turn.observation for turn in completion.turns] == ["<image>Look.", "<image>Look."]
     assert environments.images == [question.encoded] * 2
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from support.models import processors_of
 from support.rollout import NO_WEIGHTS
 from trigon.errors import EngineError
-from trigon.models.load import load_processors
 from trigon.rollout.fake import FakeEngine
 from trigon.rollout.seeds import sample_seed
 from trigon.types import LocalWeights, Prompt, SamplingParams, WeightsHandle
@@ -19,7 +19,7 @@ def prompt(name="train:0"):
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
-    return load_processors(str(tiny_model("qwen2"))).tokenizer
+    return processors_of(tiny_model("qwen2")).tokenizer
 
 
 def engine(tokenizer, complete=lambda prompt, version, seed: f"{prompt.ground_truth} {version}"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.models import processors_of
 from support.rollout import make_vllm_settings
 from trigon.models.load import load_processors
 from trigon.rollout.vllm.arguments import batched_tokens, cpu_cache_bytes, engine_arguments
@@ -95,7 +96,7 @@ def test_engine_arguments(tiny_model, device, tensor_parallel_size, model_type):
 
 def test_videos_and_an_unlimited_number_of_images(tiny_vlm):
     settings = make_vllm_settings(tiny_vlm, limit_images=0, shows_videos=True)
-    arguments = engine_arguments(settings, load_processors(str(tiny_vlm)))
+    arguments = engine_arguments(settings, processors_of(tiny_vlm))
     assert arguments["limit_mm_per_prompt"] == {"video": 1}
 
 
@@ -112,7 +113,7 @@ def test_the_configured_values_are_passed_on(tiny_model):
         override_config={"rope_theta": 1.0},
         disable_log_stats=False,
     )
-    arguments = engine_arguments(settings, load_processors(str(tiny_model("qwen2"))))
+    arguments = engine_arguments(settings, processors_of(tiny_model("qwen2")))
     changed = {
         "model": str(tiny_model("qwen2")),
         "dtype": torch.bfloat16,
@@ -151,13 +152,13 @@ def test_a_forward_pass_holds_a_prompt_unless_prompts_are_split(device, chunked,
     ],
 )
 def test_a_gpu_does_not_read_weights_that_it_drops_at_once(tiny_model, device, tied, names, load_format):
-    processors = load_processors(str(tiny_model("qwen2", tie_word_embeddings=tied)))
+    processors = processors_of(tiny_model("qwen2", tie_word_embeddings=tied))
     arguments = engine_arguments(make_vllm_settings("MODEL", device=device), processors, checkpoint_names=names)
     assert arguments["load_format"] == load_format
 
 
 def test_asynchronous_scheduling_is_passed_on_for_a_gpu(tiny_model):
-    processors = load_processors(str(tiny_model("qwen2")))
+    processors = processors_of(tiny_model("qwen2"))
     for device, expected in (("cuda", False), ("cpu", None)):
         settings = make_vllm_settings("MODEL", device=device, async_scheduling=False)
         assert engine_arguments(settings, processors)["async_scheduling"] is expected
@@ -177,13 +178,13 @@ def test_there_are_no_more_sequences_than_tokens_of_a_forward_pass(tiny_model):
     settings = make_vllm_settings(
         "MODEL", device="cuda", enable_chunked_prefill=True, max_num_seqs=1024, max_num_batched_tokens=512
     )
-    processors = load_processors(str(tiny_model("qwen2")))
+    processors = processors_of(tiny_model("qwen2"))
     assert engine_arguments(settings, processors)["max_num_seqs"] == 512
     assert engine_arguments(replace(settings, max_num_seqs=300), processors)["max_num_seqs"] == 300
 
 
 def test_the_cache_on_the_cpu_is_at_most_one_gibibyte(tiny_model):
-    processors = load_processors(str(tiny_model("qwen2")))
+    processors = processors_of(tiny_model("qwen2"))
     settings = make_vllm_settings("MODEL")
     assert cpu_cache_bytes(settings, processors) == CPU_CACHE_BYTES
     assert cpu_cache_bytes(replace(settings, dtype=torch.bfloat16), processors) == CPU_CACHE_BYTES // 2

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from support.engines import make_engine, make_rollouts, tensors_in, to_train, weights_of
+from support.models import processors_of
 from support.tensors import assert_equal_tensors
 from trigon.errors import ModelError
 from trigon.metrics import values
-from trigon.models.load import load_processors
 from trigon.models.lora import merge_names, merged_weight
 
 FAMILIES = ["qwen2", "qwen2_5_vl"]
@@ -67,7 +67,7 @@ def test_base_weights_do_not_change(tiny_model, tmp_path, model_type, dtype):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "adapter_config.json"]
     adapter = tensors_in(tmp_path / "adapter")
     expected = dict(base)
-    for name, (lora_a, lora_b) in merge_names(adapter, load_processors(str(folder)).family).items():
+    for name, (lora_a, lora_b) in merge_names(adapter, processors_of(folder).family).items():
         assert torch.count_nonzero(adapter[lora_b]) > 0
         expected[name] = merged_weight(base[name], adapter[lora_a], adapter[lora_b], scaling=2.0)
     assert_equal_tensors(weights_of(engine), expected)

@@ -27,7 +27,7 @@ from trigon.training.state import ShardedFiles, load_tensors, save_tensors
 PACKAGE = Path(trigon.__file__).parent
 
 # Where Trigon unpickles what it has pickled itself a moment before, in another process.
-OWN_PICKLES = {"doctor/child.py", "environments/source.py", "rewards/load.py"}
+OWN_PICKLES = {"doctor/child.py", "rewards/user_code.py"}
 
 
 class Evil:

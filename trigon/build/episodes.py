@@ -1,7 +1,7 @@
 """What a run with environments or tools is made of.
 
-The driver finds their code and the descriptions of tools (find_episodes); each process that samples
-starts processes of its own for them (open_episodes).
+The driver loads their code, and tries the chat template and a first episode (find_episodes,
+check_episodes); each process that samples starts processes of its own for them (open_episodes).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trigon.config.episode_checks import has_episodes
 from trigon.config.schema import Config
 from trigon.data.dataset import Prompts
 from trigon.data.media_processing import MediaProcessor
-from trigon.data.turns import TurnTemplate
+from trigon.data.turns import TurnTemplate, TurnTokens
 from trigon.environments.calls import format_of
 from trigon.environments.pool import EnvironmentPool
 from trigon.environments.settings import EnvironmentSettings, find_environment, find_tools
@@ -30,7 +30,7 @@ from trigon.rewards.arguments import resolve_arguments
 from trigon.rollout.episode_settings import EpisodeSettings, encoded_images
 from trigon.rollout.episodes import find_long_opening
 from trigon.secrets import ENVIRONMENT_ARGUMENTS
-from trigon.types import EncodedMedia, Vision
+from trigon.types import EncodedMedia, Prompt, Vision
 
 CHECKED_EPISODE = -1
 """The number of an episode that only checks its environment."""
@@ -97,12 +97,24 @@ class EpisodeParts:
 def find_episodes(
     config: Config, processors: Processors, stack: ExitStack, code: EpisodeCode = NO_CODE
 ) -> tuple[EpisodeParts, EnvironmentPool] | None:
+    """Load environment or tools in processes, and try the chat template; None: one turn.
+
+    Args, Returns: as load_episodes. Raises: as load_episodes and check_chat_template.
+    """
+    episodes = load_episodes(config, processors, stack, code)
+    if episodes is not None:
+        check_chat_template(config, processors, schemas=episodes[0].schemas)
+    return episodes
+
+
+def load_episodes(
+    config: Config, processors: Processors, stack: ExitStack, code: EpisodeCode = NO_CODE
+) -> tuple[EpisodeParts, EnvironmentPool] | None:
     """Load environment or tools in processes; None: completions have one turn.
 
     Args: stack: closes the pool. code: the environment or the tools, if they are Python objects.
     Returns: what a run with one worker uses itself, and one with several sends to them.
-    Raises: EpisodeError if the code cannot be loaded; ConfigError for a chat template that cannot
-    be used.
+    Raises: EpisodeError if the code cannot be loaded.
     """
     options = make_episode_options(config)
     if options is None:
@@ -121,9 +133,7 @@ def find_episodes(
     )
     pool = EnvironmentPool(settings, describe=bool(options.tools))
     stack.callback(pool.close)
-    parts = EpisodeParts(options, settings, tuple(pool.schemas))
-    open_turn_template(config, options, processors, schemas=parts.schemas)
-    return parts, pool
+    return EpisodeParts(options, settings, tuple(pool.schemas)), pool
 
 
 def open_episodes(
@@ -142,7 +152,7 @@ def open_episodes(
 
     return EpisodeSettings(
         environments=pool,
-        template=open_turn_template(config, options, processors, schemas=parts.schemas),
+        template=make_turn_template(config, processors, schemas=parts.schemas),
         opens=options.opens,
         max_turns=options.max_turns,
         max_turn_tokens=options.max_turn_tokens,
@@ -164,27 +174,35 @@ def check_episodes(
     """Begin an episode of the first prompt and end it, before the models are loaded.
 
     max_tokens: most tokens of a completion.
-    Raises: EpisodeError if the environment cannot be made, if its reset() fails, or if its first
-    observation cannot be shown to the model, or leaves no room for a turn.
+    Raises: as first_observation; EpisodeError if the observation leaves no room for a turn.
     """
     if parts.code.environment is None:
         return
     assert prompts is not None, "val_only needs val_files"
-    prompt = prompts[0]
+    observation = first_observation(config, processors, parts, pool, prompts[0])
+    if (problem := find_long_opening(len(observation.token_ids), max_tokens)) is not None:
+        raise EpisodeError(f"{parts.code.where} cannot begin {prompts[0].prompt_id}: {problem}")
+
+
+def first_observation(
+    config: Config, processors: Processors, parts: EpisodeParts, pool: EnvironmentPool, prompt: Prompt
+) -> TurnTokens:
+    """Begin an episode of a prompt in its environment, and return what follows the prompt.
+
+    Raises: EpisodeError if the environment cannot be made, if its reset() fails, or if the model
+    cannot be shown what it returns.
+    """
     pool.start(CHECKED_EPISODE, prompt.row, encoded_images(prompt))
     while not (outcomes := pool.poll(1.0)):
         pass
     pool.stop(CHECKED_EPISODE)
-    [outcome] = outcomes
-    if outcome.error:
-        raise EpisodeError(f"{parts.code.where} fails at the reset for {prompt.prompt_id}: {outcome.error}")
-    template = open_turn_template(config, parts.options, processors, schemas=parts.schemas)
+    where = f"{parts.code.where} fails at the reset for {prompt.prompt_id}"
+    if outcomes[0].error:
+        raise EpisodeError(f"{where}: {outcomes[0].error}")
     try:
-        num_tokens = len(template.opening(outcome.observation).token_ids)
+        return make_turn_template(config, processors, schemas=parts.schemas).opening(outcomes[0].observation)
     except ObservationError as error:
-        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {error}") from error
-    if (problem := find_long_opening(num_tokens, max_tokens)) is not None:
-        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {problem}")
+        raise EpisodeError(f"{where}: {error}") from error
 
 
 def _find_environment(options: EpisodeOptions, code: EpisodeCode) -> CodeSource | None:
@@ -202,17 +220,22 @@ def _tool_format(options: EpisodeOptions, processors: Processors) -> ToolFormat:
     return (format_of(template) if isinstance(template, str) else None) or "hermes"
 
 
-def open_turn_template(
-    config: Config, options: EpisodeOptions, processors: Processors, *, schemas: Sequence[Mapping[str, Any]] = ()
+def make_turn_template(
+    config: Config, processors: Processors, *, schemas: Sequence[Mapping[str, Any]] = ()
 ) -> TurnTemplate:
-    """Return what tokenizes observations, after checking that the chat template can be used.
+    """Return what tokenizes observations. schemas: of the tools; PromptBuilder gets the same."""
+    return TurnTemplate(processors, tools=schemas, max_image_pixels=config.data.max_image_pixels)
 
-    schemas: of the tools; PromptBuilder gets the same.
-    Raises: ConfigError for a chat template that changes earlier turns.
+
+def check_chat_template(config: Config, processors: Processors, *, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Raise ConfigError for a chat template that changes earlier turns, if there are any.
+
+    Called once for a run, since it renders many conversations. schemas: as for make_turn_template.
     """
-    template = TurnTemplate(processors, tools=schemas, max_image_pixels=config.data.max_image_pixels)
-    template.check([options.observation_role], opens=options.opens)
-    return template
+    options = make_episode_options(config)
+    if options is not None:
+        template = make_turn_template(config, processors, schemas=schemas)
+        template.check([options.observation_role], opens=options.opens)
 
 
 def engine_limit_images(config: Config) -> int:

@@ -60,16 +60,17 @@ def check_memory(
     hardware: Hardware,
     *,
     warn: Callable[[str], None],
+    size: ModelSize | None = None,
 ) -> RunMemory | None:
     """Raise ConfigError if the run certainly does not fit, and warn if it probably does not.
 
-    warn: gets a message.
+    warn: gets a message. size: as for MemoryCounter.
     Returns: the arithmetic; None if trainer.check_memory is false.
     """
     if not config.trainer.check_memory:
         return None
 
-    count = MemoryCounter(config, hardware).count
+    count = MemoryCounter(config, hardware, size).count
     memory = count(config)
     worst = memory.worst(certain=True)
     if worst.certain > memory.capacity(worst):
@@ -96,14 +97,14 @@ class MemoryCounter:
     It makes the model, without memory, once for each LoRA rank and kind of vision tower.
     """
 
-    def __init__(self, config: Config, hardware: Hardware) -> None:
+    def __init__(self, config: Config, hardware: Hardware, size: ModelSize | None = None) -> None:
+        """Keep the configuration. size: that of its model, if it is known."""
         self._config, self._hardware = config, hardware
-        self._sizes: dict[tuple[int, bool], ModelSize] = {}
+        self._sizes: dict[tuple[int, bool], ModelSize] = {} if size is None else {_kind(config): size}
 
     def size(self, changed: Config) -> ModelSize:
         """Return the sizes of the model."""
-        model = changed.worker.actor.model
-        key = (model.lora.rank, model.freeze_vision_tower)
+        key = _kind(changed)
         if key not in self._sizes:
             changes = dict(
                 zip(("worker.actor.model.lora.rank", "worker.actor.model.freeze_vision_tower"), key, strict=True)
@@ -114,6 +115,12 @@ class MemoryCounter:
     def count(self, changed: Config) -> RunMemory:
         """Return the memory of a run."""
         return count_memory(changed, self.size(changed), self._hardware)
+
+
+def _kind(config: Config) -> tuple[int, bool]:
+    """Return the options on which the sizes of one model depend: LoRA rank and a frozen tower."""
+    model = config.worker.actor.model
+    return model.lora.rank, model.freeze_vision_tower
 
 
 def find_remedies(

@@ -41,6 +41,8 @@ class Check:
 _MODEL = ("worker.actor.model.",)
 _DATA = (*_MODEL, "data.", "worker.rollout.limit_images")
 _REWARD = (*_DATA, "worker.reward.")
+_CODE = ("worker.rollout.", "worker.reward.")
+_EPISODES = (*_DATA, *_CODE)
 _WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _SIZE = ("worker.actor.", *_WORKERS)
 _STEPS = (*_DATA, "worker.actor.", "trainer.max_steps", "trainer.total_epochs", "trainer.val_only")
@@ -58,10 +60,14 @@ CHECKS = (
     Check("loggers", "trackers", "machine.check_loggers", "loggers.package", ("trainer.logger",)),
     Check("model", "config, tokenizer and processors; no weights", "model.check_model", "model.unusable", _MODEL),
     Check("memory", "whether the run fits", "machine.check_memory", "memory.too_little", ("data.", "worker.")),
+    Check("environment", "the environment or the tools", "episodes.check_code", "environment.unusable", _EPISODES),
     Check("template", "chat template and format prompt", "model.check_templates", "template.chat", _DATA),
     Check("rows", "every row, with its images decoded", "rows.check_rows", "dataset.unreadable", _DATA),
     Check("lengths", "tokens of prompts, text and images apart", "lengths.check_lengths", "dataset.unreadable", _DATA),
     Check("prompt", "one prompt exactly as the model sees it", "rows.check_prompt", "dataset.unreadable", _DATA),
+    Check(
+        "episode", "the first observation of an environment", "episodes.check_episode", "environment.fails", _EPISODES
+    ),
     Check("duplicates", "rows with the same text and images", "rows.check_duplicates", "dataset.unreadable", _DATA),
     Check("overlap", "validation rows among those of training", "rows.check_overlap", "dataset.unreadable", _DATA),
     Check("answers", "the distribution of ground truths", "rows.check_answers", "dataset.unreadable", _DATA),

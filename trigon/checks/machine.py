@@ -200,13 +200,13 @@ def check_memory(subject: Subject) -> Findings:
         raise CheckSkipped("trainer.check_memory is false")
     if machine.host_bytes is None or (machine.has_cluster and not machine.gpus):
         raise CheckSkipped("the memory of the machines of the run is not known here")
-    subject.size.require()
+    size = subject.size.require()
     uses_gpu = bool(machine.gpus) and config.trainer.device != "cpu"
     gpu_bytes = min((gpu.total_bytes for gpu in machine.gpus), default=0) if uses_gpu else 0
     hardware = Hardware("cuda" if uses_gpu else "cpu", gpu_bytes, machine.host_bytes)
     warnings: list[str] = []
     try:
-        memory = check(subject.config.require(), hardware, warn=warnings.append)
+        memory = check(subject.config.require(), hardware, warn=warnings.append, size=size)
     except ConfigError as error:
         return Findings("", (Problem("memory.too_little", True, str(error)),))
     assert memory is not None

@@ -45,11 +45,17 @@ def check_model(subject: Subject) -> Findings:
 
 
 def check_templates(subject: Subject) -> Findings:
-    """Return whether the chat template and the format prompt can be used."""
+    """Return whether the chat template and the format prompt can be used.
+
+    With an environment or tools, conversations of several turns are tried too.
+    """
+    from trigon.build.episodes import check_chat_template
+
     processors = subject.processors.require()
     config = subject.given
     try:
         subject.builder.get()
+        check_chat_template(config, processors, schemas=subject.tool_schemas)
     except TrigonError as error:
         kind = "template.format_prompt" if "data.format_prompt" in str(error) else "template.chat"
         return Findings("", (Problem(kind, True, str(error)),))

@@ -46,6 +46,8 @@ KINDS: Mapping[str, str] = {
     "rows.row_size": "the columns of a row have more text than a reward function gets",
     "rows.blank_image": "an image has a single colour",
     "lengths.overlong": "prompts are longer than `data.max_prompt_length`",
+    "environment.unusable": "the environment or the tools cannot be loaded, or lack what the protocol asks for",
+    "environment.fails": "the first episode fails at its reset, or the model cannot be shown what that returns",
     "duplicates.prompt": "training rows have the same text and the same images",
     "duplicates.conflict": "training rows have the same text and images, and other ground truths",
     "overlap.validation": "validation rows are training rows too",

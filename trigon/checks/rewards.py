@@ -2,7 +2,9 @@
 
 The functions run in the reward workers of a run, with its time limits. What a made completion
 scores says something about the reward function only as far as the format that it reads is known:
-where no format scores more than a wrong answer, nothing is said about ground truths.
+where no format scores more than a wrong answer, nothing is said about ground truths. With an
+environment a reward may depend on turns, which made completions do not have: then equal scores of
+right and wrong ones are no problem.
 """
 
 from __future__ import annotations
@@ -164,6 +166,10 @@ def judge_reward(subject: Subject) -> Judged:
         judgement, problems, text = judge(trial, examples, asked)
     except RewardError as error:
         return Judged(None, None, (Problem("reward.fails", True, str(error)),))
+    if subject.given.worker.rollout.environment is not None and not judgement.can_judge:
+        random_scores = tuple(problem for problem in problems if problem.kind == "reward.random")
+        text = "called; made completions have no turns, and what it gives for the turns of an episode is not judged"
+        return Judged(None, None, random_scores, text)
     return Judged(trial, judgement, tuple(problems), text)
 
 

@@ -5,12 +5,12 @@ A part that cannot be made is the problem of one check; the others that need it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trigon.checks.result import CheckSkipped
 from trigon.config.load import InspectedConfig
@@ -18,11 +18,13 @@ from trigon.config.schema import Config
 from trigon.errors import TrigonError
 
 if TYPE_CHECKING:
+    from trigon.build.episodes import EpisodeParts
     from trigon.checks.machine import Machine
     from trigon.checks.rewards import Judged
     from trigon.checks.scanning import ScannedDataset
     from trigon.config.plan import Plan
     from trigon.data.prompts import PromptBuilder
+    from trigon.environments.pool import EnvironmentPool
     from trigon.models.load import Processors
     from trigon.models.memory import ModelSize
     from trigon.rewards.pool import RewardPool
@@ -68,7 +70,7 @@ class Part(Generic[T]):
 
 @dataclass(eq=False)
 class Subject:
-    """A run that is checked. machine: on which it is to run. close: ends its reward workers."""
+    """A run that is checked. machine: on which it is to run. close: ends its processes."""
 
     inspected: InspectedConfig
     machine: Machine
@@ -97,6 +99,20 @@ class Subject:
     def size(self) -> Part[ModelSize]:
         """The number of the model's weights, from its config."""
         return Part("model", self._count_weights)
+
+    @cached_property
+    def episodes(self) -> Part[tuple[EpisodeParts, EnvironmentPool] | None]:
+        """The environment or the tools, in their processes; None: completions of one turn."""
+        return Part("environment", self._load_episodes)
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The descriptions of the tools, which are a part of prompts.
+
+        Raises: CheckSkipped if there are tools that cannot be loaded.
+        """
+        episodes = self.episodes.require() if self.given.worker.rollout.tools else None
+        return () if episodes is None else episodes[0].schemas
 
     @cached_property
     def builder(self) -> Part[PromptBuilder]:
@@ -129,7 +145,7 @@ class Subject:
         return Part("reward", self._judge)
 
     def close(self) -> None:
-        """End the reward workers."""
+        """End the reward workers, and the processes of the environment or the tools."""
         self.stack.close()
 
     def _localize(self) -> Config:
@@ -154,10 +170,17 @@ class Subject:
 
         return size_of_model(self.config.get())
 
+    def _load_episodes(self) -> tuple[EpisodeParts, EnvironmentPool] | None:
+        from trigon.build.episodes import load_episodes
+
+        return load_episodes(self.config.require(), self.processors.require(), self.stack)
+
     def _open_builder(self) -> PromptBuilder:
         from trigon.build.data import open_builder
 
-        return open_builder(self.config.require(), self.processors.require(), process_images=False)
+        return open_builder(
+            self.config.require(), self.processors.require(), process_images=False, schemas=self.tool_schemas
+        )
 
     def _scan(self) -> list[ScannedDataset]:
         from trigon.checks.scanning import scan_datasets

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
             num_prompts=given.rows,
             num_val_prompts=given.val_rows,
             keep_rate=given.keep_rate,
+            observed_tokens=given.observed_length,
+            observed_image_tokens=given.observed_image_tokens,
         ),
         download=given.download,
     )
@@ -77,6 +79,15 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--prompt-length", type=_positive, metavar="TOKENS", help="mean of the prompts, with images")
     parser.add_argument("--image-tokens", type=_not_negative, metavar="TOKENS", help="of a prompt's images; 0: none")
     parser.add_argument("--response-length", type=_positive, metavar="TOKENS", help="mean of the completions")
+    parser.add_argument(
+        "--observed-length",
+        type=_not_negative,
+        metavar="TOKENS",
+        help="mean that a completion observes, in an environment or with tools",
+    )
+    parser.add_argument(
+        "--observed-image-tokens", type=_not_negative, metavar="TOKENS", help="of these, those of images"
+    )
     parser.add_argument("--rows", type=_count, metavar="N", help="usable training prompts")
     parser.add_argument("--val-rows", type=_count, metavar="N", help="validation prompts")
     parser.add_argument("--keep-rate", type=_share, metavar="SHARE", help="of the groups, with online filtering")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jinja2 import StrictUndefined, Template, meta
-from jinja2.sandbox import SandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trigon.config.paths import is_inline_template
 from trigon.data.templates import TemplateFailure, bounded_rendering, check_template
@@ -24,7 +24,7 @@ def load_format_prompt(format_prompt: str) -> Template:
     if not is_inline_template(format_prompt):
         source, where = _read(format_prompt), f"data.format_prompt={format_prompt}"
     check_template(source, where)
-    environment = SandboxedEnvironment(undefined=StrictUndefined)
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         with bounded_rendering():
             variables = meta.find_undeclared_variables(environment.parse(source))

@@ -17,13 +17,17 @@ from typing import Any
 import jinja2
 from jinja2 import Environment, TemplateSyntaxError
 
+from trigon.data.template_sizes import MEASURED_CALLS, announce_operations, expected_size, text_size
 from trigon.errors import ConfigError
 
 MAX_SECONDS = 5.0
-"""The longest that one rendering may take."""
+"""The longest that one rendering may take, in seconds of its thread; waiting is not counted."""
 
 MAX_CHARACTERS = 10_000_000
 """The longest text that a rendering may write, and the longest template."""
+
+MAX_MADE = 200_000_000
+"""The characters that all operations of a rendering may make."""
 
 MAX_NUMBER = 10_000_000
 """The largest number that may be written in a template."""
@@ -32,6 +36,10 @@ _TEMPLATE = "<template>"
 """The name of the file that Jinja compiles a text as."""
 
 _JINJA = str(Path(jinja2.__file__).parent)
+
+_GROWING = (str, list, tuple, dict)
+
+announce_operations()
 
 
 class TemplateFailure(Exception):
@@ -88,28 +96,45 @@ def bounded_rendering() -> Iterator[None]:
 
     Any other error is raised as TemplateFailure. For templates compiled from text, in this thread.
     A trace function sees each line of their code, the pieces of text that they yield, their
-    variables, and what Jinja's functions get and return.
+    variables, and what Jinja's functions get and return: the sizes of results before they are
+    computed (see `template_sizes`).
     """
-    deadline = time.monotonic() + MAX_SECONDS
-    num_characters = num_lines = 0
+    deadline = time.thread_time() + MAX_SECONDS
+    num_written = num_made = 0
+    # Variables that were measured. They cannot change, as templates cannot change lists; they are
+    # kept, so that no other value gets their identity.
+    measured: dict[int, Any] = {}
+
+    def make(size: int) -> None:
+        nonlocal num_made
+        num_made += size
+        if size > MAX_CHARACTERS or num_made > MAX_MADE:
+            raise TemplateLimitError(f"it makes a text or a list of more than {MAX_CHARACTERS:,} entries")
 
     def trace(frame: FrameType, event: str, value: Any) -> Any:
-        nonlocal num_characters, num_lines
-        if time.monotonic() > deadline:
+        nonlocal num_written
+        if time.thread_time() > deadline:
             raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} seconds; does it loop without end?")
-        file = frame.f_code.co_filename
-        if event == "return":
-            num_characters += len(value) if file == _TEMPLATE and isinstance(value, str) else 0
-            if num_characters > MAX_CHARACTERS or _is_too_long(value):
+        code = frame.f_code
+        is_own = code.co_filename == _TEMPLATE
+        if event == "call":
+            if not is_own and not code.co_filename.startswith(_JINJA) and code.co_name != "tojson":
+                return None
+            if not is_own:
+                frame.f_trace_lines = False
+                if code.co_name in MEASURED_CALLS:
+                    make(expected_size(code.co_name, frame.f_locals))
+        elif event == "return":
+            num_written += len(value) if is_own and isinstance(value, str) else 0
+            if num_written > MAX_CHARACTERS:
                 raise TemplateLimitError(f"it writes more than {MAX_CHARACTERS:,} characters")
-            return trace
-        is_own = file == _TEMPLATE
-        if not is_own and not file.startswith(_JINJA):
-            return None
-        num_lines += is_own
-        # A line can double a text; every fourth one is soon enough.
-        if (event == "call" or (is_own and num_lines % 4 == 0)) and any(map(_is_too_long, frame.f_locals.values())):
-            raise TemplateLimitError(f"it makes a text or a list of more than {MAX_CHARACTERS:,} entries")
+            if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS:
+                make(len(value))
+        if is_own:
+            for variable in frame.f_locals.values():
+                if type(variable) in _GROWING and measured.get(id(variable)) is not variable:
+                    measured[id(variable)] = variable
+                    make(text_size(variable))
         return trace
 
     previous = sys.gettrace()
@@ -125,7 +150,3 @@ def bounded_rendering() -> Iterator[None]:
         raise TemplateFailure(message, line=getattr(error, "lineno", None)) from error
     finally:
         sys.settrace(previous)
-
-
-def _is_too_long(value: Any) -> bool:
-    return isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trigon.distributed.recent_files import RecentFiles
-from trigon.environments.frames import encode_row
+from trigon.json_files import dump_columns
 from trigon.types import (
     Completion,
     EncodedMedia,
@@ -61,7 +61,7 @@ def encode_prompts(prompts: Sequence[Prompt], held: Container[str] = (), *, with
     writer = _Writer()
     _write_prompts(writer, prompts)
     _write_media(writer, prompts, held)
-    writer.texts([json.dumps(encode_row(prompt.row)[0]) if with_rows else "" for prompt in prompts])
+    writer.texts([dump_columns(prompt.row)[0] if with_rows else "" for prompt in prompts])
     return writer.message()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trigon.json_files import parse_json, to_plain
+from trigon.json_files import parse_json
 
 MAX_FILES = 1024
 """Maximum number of files of a frame."""
@@ -33,26 +33,16 @@ class Frame:
     files: tuple[bytes, ...]
 
 
-def encode_frame(content: Mapping[str, Any], files: Sequence[bytes] = ()) -> bytes:
-    """Return a frame as bytes. Raises: TypeError or ValueError if JSON cannot represent content."""
-    text = json.dumps(content).encode()
+def encode_frame(content: Mapping[str, Any], files: Sequence[bytes] = (), *, row: str | None = None) -> bytes:
+    """Return a frame as bytes.
+
+    row: a further field of content, "row", as JSON; None: there is none.
+    Raises: TypeError or ValueError if JSON cannot represent content.
+    """
+    fields = json.dumps(content)
+    text = (fields if row is None else f'{fields[:-1]}, "row": {row}}}').encode()
     lengths = struct.pack(f"!{len(files)}I", *(len(file) for file in files))
     return b"".join([_PREFIX.pack(len(text), len(files)), lengths, text, *files])
-
-
-def encode_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the columns of a row that JSON can represent, as JSON has them, and the other names.
-
-    Numpy scalars and arrays become numbers and lists, dates ISO strings, tuples lists.
-    """
-    kept: dict[str, Any] = {}
-    omitted: list[str] = []
-    for column, value in row.items():
-        try:
-            kept[column] = json.loads(json.dumps(value, default=to_plain))
-        except (TypeError, ValueError, RecursionError):
-            omitted.append(column)
-    return kept, tuple(omitted)
 
 
 class FrameReader:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from trigon.environments.calls import find_calls
-from trigon.environments.frames import encode_frame, encode_row
+from trigon.environments.frames import encode_frame
 from trigon.environments.protocol import Outcome
 from trigon.environments.replies import max_reply_bytes, read_reply
 from trigon.environments.running import RunningEpisode
 from trigon.environments.server import Ended, ServerProcess
 from trigon.environments.settings import EnvironmentSettings, encode_setup
 from trigon.errors import EpisodeError
+from trigon.json_files import dump_columns
 from trigon.rewards.process import (
     KILL_SECONDS,
     check_passed_variables,
@@ -129,9 +130,9 @@ class EnvironmentPool:
             )
             self._episodes[episode] = found
             # Tools get images only: what they run, a model wrote, and rows have the ground truth.
-            kept, omitted = ({}, ()) if self._is_tools else encode_row(row)
+            columns, omitted = ("{}", ()) if self._is_tools else dump_columns(row)
             self._warn_omitted(omitted)
-            found.opening = encode_frame({"do": "reset", "row": kept, "quiet": self._is_tools}, images)
+            found.opening = encode_frame({"do": "reset", "quiet": self._is_tools}, images, row=columns)
             if self._is_tools:  # a process is forked for the first turn with a call
                 self._add(Outcome(episode, None, None, done=False))
             else:

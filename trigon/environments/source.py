@@ -7,21 +7,17 @@ is called in fork servers only.
 from __future__ import annotations
 
 import base64
-import importlib
-import importlib.util
 import inspect
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from trigon.environments.protocol import Environment
 from trigon.errors import EpisodeError
-from trigon.suggestions import did_you_mean, missing_package
+from trigon.rewards.user_code import load_module, take, unpickle
+from trigon.suggestions import did_you_mean
 
 CodeKind = Literal["environment", "tool"]
 
@@ -94,32 +90,20 @@ def pickle_code(value: Callable[..., Any], kind: CodeKind) -> CodeSource:
 
 
 def load_code(source: CodeSource) -> Any:
-    """Run the source's file, and return what it names.
+    """Run the source's file, and return what it names; see rewards.user_code.
 
-    The file's folder is appended to sys.path, so that the file can import others beside it.
     Raises: EpisodeError if the file fails to run, or has no such name.
     """
     if source.pickled:
-        return _unpickle(source)
-    place = source.file or source.module
+        return unpickle(source.pickled, where=source.where, error=EpisodeError)
     if source.file and not Path(source.file).is_file():
         raise EpisodeError(
             f"there is no file {source.file} on {socket.gethostname()}: with workers on several machines, "
             f"{_OPTIONS[source.kind]} has the same absolute path on all of them"
         )
-    try:
-        module = _run_file(source.file) if source.file else importlib.import_module(source.module)
-    except (Exception, SystemExit) as error:
-        trace = "".join(traceback.format_exception(error))
-        raise EpisodeError(f"{place} failed to load{missing_package(error)}:\n{trace}") from error
-    known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    if source.name not in vars(module):
-        hint = did_you_mean(source.name, known) or f"; it has {', '.join(known) or 'none'}"
-        raise EpisodeError(f"there is no {source.where}{hint}")
-    value = vars(module)[source.name]
-    if not callable(value):
-        raise EpisodeError(f"{source.where} is a {type(value).__name__}, not a {_NAMES[source.kind].lower()}")
-    return value
+    module = load_module(source.file, source.module, error=EpisodeError)
+    wanted = _NAMES[source.kind].lower()
+    return take(module, source.name, where=source.where, wanted=wanted, error=EpisodeError)
 
 
 def check_environment(made: Any, kwargs: Mapping[str, Any], *, where: str) -> None:
@@ -167,28 +151,3 @@ def _signature(made: Any, where: str) -> inspect.Signature:
         return inspect.signature(made)
     except (TypeError, ValueError) as error:
         raise EpisodeError(f"{where} has no readable signature ({error}); wrap it in a plain function") from error
-
-
-def _run_file(file: str) -> ModuleType:
-    # A name for each file: several tools may come from several files.
-    name = f"trigon_user_code_{abs(hash(file)):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise EpisodeError(f"{file} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up a class's module here
-    sys.path.append(str(Path(file).parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def _unpickle(source: CodeSource) -> Any:
-    import cloudpickle
-
-    try:
-        return cloudpickle.loads(base64.b64decode(source.pickled))
-    except (Exception, SystemExit) as error:
-        trace = "".join(traceback.format_exception(error))
-        raise EpisodeError(f"{source.where} cannot be loaded{missing_package(error)}:\n{trace}") from error

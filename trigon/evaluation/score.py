@@ -12,23 +12,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from trigon.config.paths import nearest_path
 from trigon.data.media_files import encoded_files
+from trigon.data.messages import IMAGE_MARKER
 from trigon.errors import ConfigError, DataError
 from trigon.evaluation.score_results import ScoredCompletion, ScoreResult, compare_scores, summarize_reward
 from trigon.evaluation.score_settings import MAX_MEMORY_GB, OVERALL, SPLITS, TIMEOUT_SECONDS
-from trigon.records.rollouts import RolloutRow, Split, find_rollouts, read_rollouts
+from trigon.records.rollouts import RolloutRow, Split, TurnRecord, find_rollouts, read_rollouts
 from trigon.records.run import RunRecord, is_run, open_run
 from trigon.report.console import Console
 from trigon.rewards.confinement.options import Confinement, ConfinementLevel
-from trigon.rewards.contract import RewardRequest
+from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.load import RewardSource, RewardTerm
 from trigon.rewards.pool import RewardPool
 from trigon.secrets import ARGUMENTS, mask
 from trigon.system.cpus import count_usable_cpus
-from trigon.types import EncodedMedia, Score
+from trigon.types import EncodedMedia, FinishReason, Score
 
 if TYPE_CHECKING:
     from trigon.rewards.callables import RewardFunction
@@ -38,6 +39,8 @@ WINDOW = 4096
 
 ENDING_CHARACTERS = 300
 """Characters of a completion's end that are kept, where the answer usually is."""
+
+_FINISH_REASONS: Mapping[str, FinishReason] = {name: name for name in get_args(FinishReason)}
 
 # Their JSON is read back as an equal object.
 _PLAIN_TYPES = ("str", "int", "float", "bool", "NoneType", "list", "dict", "tuple")
@@ -277,9 +280,11 @@ def _groups(window: Sequence[_Stored]) -> Iterator[list[RewardRequest]]:
                 response_length=row.num_tokens,
                 ground_truth=row.ground_truth,
                 prompt=row.prompt,
-                finish_reason="length" if row.finish_reason == "length" else "stop",
+                finish_reason=_FINISH_REASONS.get(row.finish_reason, "stop"),
                 row=row.row,
+                turns=[turn_input(each.observation, each.text, each.reward) for each in row.turns],
                 media=media,
+                turn_media=[partial(_stored_observation, stored, each) for each in row.turns],
             )
         )
     if group:
@@ -291,10 +296,23 @@ def _stored_media(stored: _Stored) -> EncodedMedia | None:
     row = stored.row
     if not row.images:
         return None
-    if not row.image_files or not stored.file:
-        raise DataError(f"{row.prompt_id} has images, and the run stored none (trainer.save_images)")
+    return _read_stored(stored, row.image_files, f"{row.prompt_id} has images")
+
+
+def _stored_observation(stored: _Stored, turn: TurnRecord) -> EncodedMedia | None:
+    """Read the images in the observation of a turn. Raises: as _stored_media."""
+    if IMAGE_MARKER not in turn.observation:
+        return None
+    if turn.images:  # of a row that was not read from a file
+        return encoded_files(turn.images, "image")
+    return _read_stored(stored, turn.image_files, f"an observation for {stored.row.prompt_id} has images")
+
+
+def _read_stored(stored: _Stored, names: Sequence[str], described: str) -> EncodedMedia | None:
+    if not names or not stored.file:
+        raise DataError(f"{described}, and the run stored none (trainer.save_images)")
     folder = Path(stored.file).absolute().parent.parent
-    return encoded_files(((folder / name).read_bytes() for name in row.image_files), "image")
+    return encoded_files(((folder / name).read_bytes() for name in names), "image")
 
 
 def choose_kwargs(

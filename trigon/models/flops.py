@@ -44,24 +44,28 @@ _PEAKS = (
 class GroupLengths:
     """The lengths of a group in tokens.
 
-    grids: (time, height, width) of each image or video of the prompt and of the completions, in
-    patches.
+    grids: (time, height, width) of each image or video of the prompt, in patches.
+    observed: how many tokens of the completions together were observed, and have no logits.
+    observed_grids: of each image of the completions.
     """
 
     prompt: int
     completions: tuple[int, ...]
     grids: tuple[tuple[int, int, int], ...] = ()
+    observed: int = 0
+    observed_grids: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, prompt: Prompt, completions: Sequence[Completion | TrainSequence]) -> GroupLengths:
         """Return the lengths of a group. completions: of this prompt."""
-        visions = [pixels for part in (prompt, *completions) if (pixels := pixels_of(part)) is not None]
+        lengths = tuple(len(completion.token_ids) for completion in completions)
+        num_sampled = sum(end - start for completion in completions for start, end in completion.sampled)
         return cls(
             prompt=len(prompt.token_ids),
-            completions=tuple(len(completion.token_ids) for completion in completions),
-            grids=tuple(
-                (time, height, width) for vision in visions for time, height, width in vision.grid_thw.tolist()
-            ),
+            completions=lengths,
+            grids=_grids(prompt),
+            observed=sum(lengths) - num_sampled,
+            observed_grids=tuple(grid for completion in completions for grid in _grids(completion)),
         )
 
 
@@ -103,7 +107,7 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Coun
         prompt, lengths = group.prompt, group.completions
         if counting == "shared":
             spans = [(0, prompt), *((prompt, prompt + length) for length in lengths)]
-            logits += sum(lengths)
+            logits += sum(lengths) - group.observed
             repeats = 1
         else:
             spans = [(0, prompt + length) for length in lengths]
@@ -111,11 +115,12 @@ def forward_flops(hf_config: Any, groups: Sequence[GroupLengths], counting: Coun
             repeats = len(lengths)
         tokens += sum(end - start for start, end in spans)
         pairs += sum(_attended_pairs(start, end, window) for window in windows for start, end in spans)
-        if group.grids:
-            assert vision is not None, "a text model has no images"
-            of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, group.grids)
-            blocks += repeats * of_blocks
-            patch_embedding += repeats * of_patch_embedding
+        for grids, times in ((group.grids, repeats), (group.observed_grids, 1)):
+            if grids:
+                assert vision is not None, "a text model has no images"
+                of_blocks, of_patch_embedding = _vision_flops(vision, hf_config.vision_config, grids)
+                blocks += times * of_blocks
+                patch_embedding += times * of_patch_embedding
     return Flops(
         linear=2 * tokens * _active_weights(text),
         attention=4 * pairs * text.heads * text.head_dim,
@@ -150,6 +155,11 @@ def peak_tflops(device_name: str) -> float | None:
         if re.fullmatch(pattern, name) and "MIG" not in name:
             return peak
     return None
+
+
+def _grids(part: Prompt | Completion | TrainSequence) -> tuple[tuple[int, int, int], ...]:
+    pixels = pixels_of(part)
+    return () if pixels is None else tuple((time, rows, columns) for time, rows, columns in pixels.grid_thw.tolist())
 
 
 def _attended_pairs(start: int, end: int, window: int | None) -> int:

@@ -21,19 +21,20 @@ def load_planned(
 ) -> LoadedConfig:
     """Return the checked configuration of a run that is planned.
 
-    Unlike a run, a plan needs no reward function and none of its arguments; and the datasets and
-    the reward function may be Python objects that an earlier run was given, of which its
-    config.yaml has the names only.
+    Unlike a run, a plan needs no reward function and none of its arguments; and the datasets, the
+    reward function, the environment and the tools may be Python objects that an earlier run was
+    given, of which its config.yaml has the names only.
     Args: as trigon.config.load.load_config. Raises: ConfigError with all problems.
     """
     arguments = [*arguments, _NO_ARGUMENTS]
     inspected = inspect_config(path, overrides, arguments=arguments)
-    data, reward = inspected.loaded.config.data, inspected.loaded.config.worker.reward.reward_function
+    config = inspected.loaded.config
+    data, rollout, reward = config.data, config.worker.rollout, config.worker.reward.reward_function
     if not reward and _REWARD not in inspected.uncertain:
         reward = f"{PYTHON_PREFIX}any"
         arguments = [*arguments, {_REWARD: reward}]
     if reward and not isinstance(reward, str):
         arguments = [*arguments, {_REWARD: [entry.model_dump(exclude={"kwargs"}) for entry in reward]}]
     arguments = [*arguments, {_VAL_REWARD: None}]
-    named = (*data.train_files, *data.val_files, *reward_specs(reward))
+    named = (*data.train_files, *data.val_files, *reward_specs(reward), rollout.environment or "", *rollout.tools)
     return load_config(path, overrides, arguments=arguments, python_objects=set(filter(is_python_object, named)))

@@ -7,12 +7,15 @@ from the headers of images alone. Everything else is given, taken from an earlie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from trigon.build.data import NO_SOURCES, open_builder
+from trigon.build.episodes import load_episodes
+from trigon.config.episode_checks import has_episodes
 from trigon.config.paths import (
     DATASET_SUFFIXES,
     is_python_object,
@@ -24,9 +27,10 @@ from trigon.config.paths import (
 from trigon.config.schema import Config
 from trigon.data.bad_rows import UnusableRow
 from trigon.data.sources import Source, open_source
+from trigon.errors import ConfigError, TrigonError
 from trigon.models.dimensions import Dimensions, dimensions_of
 from trigon.models.flops import GroupLengths
-from trigon.models.load import load_processors
+from trigon.models.load import Processors, load_processors
 from trigon.planning.model import processor_folder
 
 MAX_MEASURED_ROWS = 2000
@@ -46,9 +50,11 @@ class LengthOptions:
     """Lengths that are known without the dataset; None: not given.
 
     prompt_tokens: mean of all prompts, image tokens included. image_tokens: of each prompt's
-    images; 0: none. response_tokens: mean of all completions. num_prompts: usable training prompts.
-    num_val_prompts: validation prompts.
+    images; 0: none. response_tokens: mean of all completions, sampled tokens alone.
+    num_prompts: usable training prompts. num_val_prompts: validation prompts.
     keep_rate: share of groups that online filtering keeps.
+    observed_tokens: that a completion observes in an environment or with tools, in the mean, those
+    of images included. observed_image_tokens: of these images; None: they have none.
     """
 
     prompt_tokens: float | None = None
@@ -57,6 +63,8 @@ class LengthOptions:
     num_prompts: int | None = None
     num_val_prompts: int | None = None
     keep_rate: float | None = None
+    observed_tokens: float | None = None
+    observed_image_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,9 @@ class Lengths:
     prompts: measured ones, each as often as its share of an epoch asks, or one that stands for
     all. num_prompts: usable training prompts; None:
     unknown. num_val_prompts: likewise, for validation.
-    response_tokens: of a completion, in the mean. longest_response: of a step.
+    response_tokens: that are sampled of a completion, in the mean. longest_response: of a step.
     sources: (what, where it comes from), for people.
+    observed_tokens: of a completion, in the mean. observed_grids: of its images, in patches.
     """
 
     prompts: tuple[PromptLengths, ...]
@@ -84,6 +93,13 @@ class Lengths:
     response_tokens: float
     longest_response: int
     sources: tuple[tuple[str, str], ...]
+    observed_tokens: float = 0.0
+    observed_grids: tuple[Grid, ...] = ()
+
+    @property
+    def completion_tokens(self) -> float:
+        """The mean tokens of a completion, sampled and observed."""
+        return self.response_tokens + self.observed_tokens
 
     @property
     def mean_prompt(self) -> float:
@@ -98,9 +114,18 @@ class Lengths:
 
     def groups(self, number: int, completions: int) -> list[GroupLengths]:
         """Return so many groups, which go through the prompts in turn."""
-        response = max(1, round(self.response_tokens))
+        response, observed = max(1, round(self.response_tokens)), round(self.observed_tokens)
         chosen = [self.prompts[index % len(self.prompts)] for index in range(number)]
-        return [GroupLengths(prompt.tokens, (response,) * completions, prompt.grids) for prompt in chosen]
+        return [
+            GroupLengths(
+                prompt.tokens,
+                (response + observed,) * completions,
+                prompt.grids,
+                observed * completions,
+                self.observed_grids * completions,
+            )
+            for prompt in chosen
+        ]
 
 
 def find_lengths(
@@ -130,9 +155,9 @@ def find_lengths(
     else:
         reason = "given"
     if measured is not None:
-        prompts, num_prompts, num_rows = measured
+        prompts, num_prompts, num_rows, note = measured
         part = "" if num_rows <= MAX_MEASURED_ROWS else f" (a sample of its {num_rows:,} rows)"
-        sources.append(("prompts", f"measured in {', '.join(config.data.train_files)}{part}"))
+        sources.append(("prompts", f"measured in {', '.join(config.data.train_files)}{part}{note}"))
     else:
         prompt, source = _assumed_prompt(config, dimensions_of(hf_config), options, observed, reason)
         prompts, num_prompts = [prompt], None
@@ -150,14 +175,51 @@ def find_lengths(
         num_val = _count_rows(config.data.val_files, download=download, opened=opened)
         if num_val is None:
             sources.append(("validation prompts", "unknown, so that validation is not counted"))
-    response, longest, source = _response_tokens(config, options, observed)
+    observed_tokens, observed_grids, source = _observations(config, dimensions_of(hf_config), options)
+    if source:
+        sources.append(("observations", source))
+    limit = config.data.max_response_length - round(observed_tokens)
+    response, longest, source = _response_tokens(config, options, observed, limit)
     sources.append(("completions", source))
-    return Lengths(tuple(prompts), num_prompts, num_val, response, longest, tuple(sources))
+    return Lengths(
+        tuple(prompts), num_prompts, num_val, response, longest, tuple(sources), observed_tokens, observed_grids
+    )
 
 
-def _response_tokens(config: Config, options: LengthOptions, observed: LengthOptions) -> tuple[float, int, str]:
-    """Return the mean, the longest of a step, and where they come from."""
-    limit = config.data.max_response_length
+def _observations(
+    config: Config, dimensions: Dimensions | None, options: LengthOptions
+) -> tuple[float, tuple[Grid, ...], str]:
+    """Return tokens and images that a completion observes, and where they come from; "" if nowhere.
+
+    Raises: ConfigError for observations of completions that have one turn.
+    """
+    given, image = options.observed_tokens, options.observed_image_tokens or 0.0
+    if not has_episodes(config):
+        if given is not None or options.observed_image_tokens is not None:
+            raise ConfigError(
+                "observed tokens are given, and completions have one turn: set worker.rollout.environment or "
+                "worker.rollout.tools, or leave them out"
+            )
+        return 0.0, (), ""
+    uncounted = "the time of environments and tools is not counted"
+    if given is None:
+        return 0.0, (), f"counted as sampled tokens, without images (--observed-length); {uncounted}"
+    tokens = min(max(given, image), config.data.max_response_length - 1)
+    grids: tuple[Grid, ...] = ()
+    images = "without images"
+    if dimensions is not None and dimensions.vision is not None and image:
+        grids = (_square_grid(min(image, tokens), dimensions.vision.merge),)
+        images = f"with images of {image:,.0f} tokens, counted as one image"
+    return tokens, grids, f"given, {images}; {uncounted}, nor the memory of their images in an update"
+
+
+def _response_tokens(
+    config: Config, options: LengthOptions, observed: LengthOptions, limit: int
+) -> tuple[float, int, str]:
+    """Return the mean, the longest of a step, and where they come from.
+
+    limit: most sampled tokens of a completion.
+    """
     if config.worker.rollout.ignore_eos:
         return float(limit), limit, "data.max_response_length, since worker.rollout.ignore_eos is true"
     if options.response_tokens is not None:
@@ -165,7 +227,10 @@ def _response_tokens(config: Config, options: LengthOptions, observed: LengthOpt
     elif observed.response_tokens is not None:
         mean, source = min(observed.response_tokens, limit), "the mean of the run that calibrates"
     else:
-        mean, source = max(1, limit / 2), "assumed: half of data.max_response_length (--response-length)"
+        mean, source = (
+            max(1, limit - config.data.max_response_length / 2),
+            "assumed: half of data.max_response_length (--response-length)",
+        )
     return float(mean), limit, f"{source}; the longest of a step has data.max_response_length"
 
 
@@ -195,11 +260,15 @@ def _assumed_prompt(
     tokens = max(1, min(round(tokens), data.max_prompt_length))
     grids: tuple[Grid, ...] = ()
     if vision is not None and round(image) > 0:
-        # An image of so many tokens, nearly square.
-        rows = max(1, round(sqrt(min(image, tokens))))
-        columns = max(1, round(min(image, tokens) / rows))
-        grids = ((1, rows * vision.merge, columns * vision.merge),)
+        grids = (_square_grid(min(image, tokens), vision.merge),)
     return PromptLengths(tokens, grids), source
+
+
+def _square_grid(tokens: float, merge: int) -> Grid:
+    """Return the grid of an image of so many tokens, nearly square."""
+    rows = max(1, round(sqrt(tokens)))
+    columns = max(1, round(tokens / rows))
+    return 1, rows * merge, columns * merge
 
 
 def _patch_side(values_per_patch: int) -> int:
@@ -209,8 +278,8 @@ def _patch_side(values_per_patch: int) -> int:
 
 def _measure(
     config: Config, *, download: bool, opened: Mapping[str, Source]
-) -> tuple[tuple[list[PromptLengths], int, int] | None, str]:
-    """Return (prompts, usable prompts of an epoch, rows), or None and why they are not measured."""
+) -> tuple[tuple[list[PromptLengths], int, int, str] | None, str]:
+    """Return (prompts, usable prompts of an epoch, rows, a note), or None and why not."""
     data, model = config.data, config.worker.actor.model
     if not data.train_files:
         return None, "there are no data.train_files"
@@ -235,7 +304,8 @@ def _measure(
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
     )
-    builder = open_builder(config, processors)
+    schemas, note = _tool_schemas(config, processors)
+    builder = open_builder(config, processors, schemas=schemas)
     parts: list[tuple[list[PromptLengths], float]] = []
     num_rows = 0
     for spec, weight in zip(data.train_files, _weights(config), strict=True):
@@ -255,7 +325,23 @@ def _measure(
     prompts = mix_prompts(parts)
     if not prompts:
         return None, f"no row of {', '.join(data.train_files)} can be used"
-    return (prompts, round(sum(drawn for _, drawn in parts)), num_rows), ""
+    return (prompts, round(sum(drawn for _, drawn in parts)), num_rows, note), ""
+
+
+def _tool_schemas(config: Config, processors: Processors) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Return the descriptions of the tools, which are a part of prompts, and a note on them."""
+    tools = config.worker.rollout.tools
+    if not tools:
+        return (), ""
+    if objects := [each for each in tools if is_python_object(each)]:
+        return (), f", without the descriptions of the tools: {objects[0]} was a Python object of another program"
+    with ExitStack() as stack:
+        try:
+            episodes = load_episodes(config, processors, stack)
+        except TrigonError as error:  # a plan may be made where the tools do not run
+            return (), f", without the descriptions of the tools: {str(error).splitlines()[0]}"
+        assert episodes is not None
+        return episodes[0].schemas, ", with the descriptions of the tools"
 
 
 def mix_prompts(parts: Sequence[tuple[Sequence[PromptLengths], float]]) -> list[PromptLengths]:

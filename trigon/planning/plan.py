@@ -15,6 +15,7 @@ import torch
 from trigon.build.data import NO_SOURCES
 from trigon.build.memory_check import find_hardware, with_options
 from trigon.config.checks import find_problems, raise_problems
+from trigon.config.episode_checks import has_episodes
 from trigon.config.schema import Config
 from trigon.data.sources import Source
 from trigon.errors import ConfigError
@@ -104,7 +105,7 @@ def _calibration(folder: Path, gpus: str | None, model_config: Path | None, give
     """Return the factors of a finished run: its timings, divided by its own plan.
 
     The run's data need not be there any more, but its model's config.json.
-    given: lengths of the plan, of which those of images hold for both.
+    given: lengths of the plan, of which those of images and of observations hold for both.
     """
     run = open_run(folder)
     config = Config.model_validate(run.config())
@@ -114,6 +115,8 @@ def _calibration(folder: Path, gpus: str | None, model_config: Path | None, give
     own = replace(observed.lengths, num_prompts=groups, prompt_tokens=None)
     if given.prompt_tokens is not None or given.image_tokens is not None:  # else they are measured in its data
         own = replace(own, prompt_tokens=observed.lengths.prompt_tokens, image_tokens=given.image_tokens)
+    if has_episodes(config):  # its metrics count sampled tokens alone
+        own = replace(own, observed_tokens=given.observed_tokens, observed_image_tokens=given.observed_image_tokens)
     planner = Planner(_on(config, place), place, model_config, own, None, observed=observed.lengths)
     seconds, completions = planner.uncalibrated(learned_share=observed.learned_share)
     return calibrate(observed, seconds, completions=completions, source=str(folder))

@@ -278,10 +278,11 @@ class Planner:
             return 0
         scorings = needs_old_logprobs(self._config, self._plan) + needs_reference(self._config)
         prompt, response = ledger.prompt_tokens, ledger.response_tokens
-        sampling = ledger.sampled_prompts / ledger.prompts * (prompt + 2 * response)
+        ids = prompt + response + ledger.observed_tokens
+        sampling = ledger.sampled_prompts / ledger.prompts * (ids + response)
         # The loss also has a mask, an advantage and the log-probabilities of a token.
-        update = ledger.epochs * (prompt + (4 + scorings) * response)
-        return round(_NUMBER_BYTES * (sampling + scorings * (prompt + 2 * response) + update))
+        update = ledger.epochs * (ids + (3 + scorings) * response)
+        return round(_NUMBER_BYTES * (sampling + scorings * (ids + response) + update))
 
     def _num_validations(self, steps: int | None) -> int:
         trainer = self._config.trainer
@@ -305,7 +306,7 @@ class Planner:
         if trainer.save_freq > 0 and steps is not None:
             saves = -(-steps // trainer.save_freq)
         kept = min(saves, trainer.save_limit + 1) if trainer.save_limit > 0 else saves
-        tokens = self._lengths.response_tokens + min(200, self._lengths.mean_prompt)
+        tokens = self._lengths.completion_tokens + min(200, self._lengths.mean_prompt)
         text = ledger.sampled * (_ROLLOUT_BYTES + _TEXT_BYTES * tokens)
         recorded = min(trainer.rollout_tokens, ledger.prompts) * ledger.completions * self._lengths.response_tokens
         text += _TOKEN_RECORD_BYTES * recorded

@@ -75,6 +75,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "mean_image_patches": plan.lengths.mean_image_patches,
             "mean_response_tokens": plan.lengths.response_tokens,
             "longest_response_tokens": plan.lengths.longest_response,
+            "mean_observed_tokens": plan.lengths.observed_tokens,
         },
         "memory": [
             {
@@ -131,12 +132,14 @@ def _batches(plan: RunPlan) -> list[tuple[str, str]]:
     device = "GPU" if plan.device == "cuda" else "worker"
     filtered = ledger.sampled_prompts - ledger.prompts
     sampled = f"{ledger.sampled_prompts:,} prompts x {ledger.completions} = {ledger.sampled:,} completions"
+    observed = f" and {lengths.observed_tokens:,.0f} observed ones" if lengths.observed_tokens else ""
     epochs = f", in {ledger.epochs} passes over the step" if ledger.epochs > 1 else ""
     return [
         ("sampled", sampled + (f" ({filtered:,} prompts filtered)" if filtered else "")),
         (
             "lengths",
-            f"prompt {lengths.mean_prompt:,.0f} tokens, completion {lengths.response_tokens:,.0f} tokens in the mean",
+            f"prompt {lengths.mean_prompt:,.0f} tokens, completion {lengths.response_tokens:,.0f} tokens{observed} in "
+            "the mean",
         ),
         ("updates", f"{ledger.updates}{epochs}"),
         (
@@ -212,7 +215,8 @@ def _work(plan: RunPlan) -> list[str]:
         rows.append((_NAMES[name], work, *_share(seconds.get(name), total)))
     rows.append(("a step", _flops(plan.flops.total), *_share(total if seconds else None, total)))
     lines = _table(rows if seconds else [row[:2] for row in rows], right=(1, 2, 3))
-    lines.append(f"sampling: {_flops(plan.flops.prefill)} of prompts, {_flops(plan.flops.decode)} of completions")
+    prefilled = "prompts and observations" if plan.lengths.observed_tokens else "prompts"
+    lines.append(f"sampling: {_flops(plan.flops.prefill)} of {prefilled}, {_flops(plan.flops.decode)} of completions")
     if plan.flops.computed > plan.flops.update:
         lines.append(f"update: {_flops(plan.flops.computed)} with what gradient checkpointing computes again")
     elif plan.flops.computed < plan.flops.update:

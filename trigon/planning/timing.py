@@ -249,7 +249,7 @@ class Timing:
         free = rollout.gpu_memory_utilization * self._cluster.accelerator.memory_bytes
         free -= self._parameters * itemsize / parallel + 4 * 2**30
         shared = rollout.n if rollout.enable_prefix_caching else 1
-        tokens = lengths.mean_prompt / shared + lengths.response_tokens / 2
+        tokens = lengths.mean_prompt / shared + lengths.completion_tokens / 2
         return max(1, min(limit, int(free / (tokens * self._key_values(parallel) * itemsize))))
 
     def _key_values(self, parallel: int) -> float:
@@ -259,7 +259,7 @@ class Timing:
     def _decode_step(self, sequences: int, parallel: int, operations: float) -> float:
         """Return the seconds in which one token of each of these sequences is decoded."""
         itemsize = DTYPES[self._config.worker.rollout.dtype].itemsize
-        tokens = self._lengths.mean_prompt + self._lengths.response_tokens / 2
+        tokens = self._lengths.mean_prompt + self._lengths.completion_tokens / 2
         weights = self._weights_read(sequences) * itemsize / parallel
         read = weights + sequences * tokens * self._key_values(parallel) * itemsize
         seconds = max(read / self._memory_rate, sequences * operations / (self._peak * self._rates.prefill))

@@ -6,7 +6,7 @@ counted by trigon/models/flops.py, which also gives actor/model_tflops of the me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -50,7 +50,8 @@ class Ledger:
     update_rows, score_rows: forward passes of a GPU, in an update (so many micro-batches are
     accumulated), and in one scoring of the step's completions.
     update_budget, score_budget: most tokens of a row.
-    prompt_tokens: of the step's prompts, each once. response_tokens: of its completions.
+    prompt_tokens: of the step's prompts, each once. response_tokens: of its completions, those that
+    are sampled. observed_tokens: those that they observe.
     sequence_tokens: of its sequences, each with its prompt: perf/total_num_tokens.
     row_tokens: of all rows of all updates: actor/packed_tokens.
     learned_groups_share: of the groups, those with a gradient.
@@ -75,13 +76,15 @@ class Ledger:
     sequence_tokens: float
     row_tokens: float
     learned_groups_share: float
+    observed_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
     """Floating-point operations of a step, over all devices; None for a family without counts.
 
-    prefill, decode: of sampling. old, reference: log-probabilities; 0 where they are not needed.
+    prefill, decode: of sampling; observations belong to prefill. old, reference:
+    log-probabilities; 0 where they are not needed.
     update: forward and backward, as actor/model_tflops counts. computed: the same with what
     gradient checkpointing computes again, and without gradients that LoRA does not need.
     """
@@ -123,7 +126,7 @@ def make_ledger(
         sampled_prompts = ceil(plan.prompts_per_step / keep_rate / per_round) * per_round
     share = 1.0 if make_loss_terms(config).regularized else learned_share
     prompts = plan.prompts_per_step
-    mean_group = lengths.mean_prompt + n * max(1, round(lengths.response_tokens))
+    mean_group = lengths.mean_prompt + n * (max(1, round(lengths.response_tokens)) + round(lengths.observed_tokens))
     update_groups = max(1, round(plan.prompts_per_update * share))
     update_rows, update_tokens = _rows(config, lengths, update_groups, budgets[0], trainer)
     score_rows, _ = _rows(config, lengths, prompts, budgets[1], trainer)
@@ -150,6 +153,7 @@ def make_ledger(
         sequence_tokens=prompts * n * lengths.mean_prompt + response_tokens,
         row_tokens=prompts * share * mean_group * repeated * plan.epochs_per_step,
         learned_groups_share=share,
+        observed_tokens=prompts * n * float(round(lengths.observed_tokens)),
     )
 
 
@@ -192,7 +196,9 @@ def count_flops(
     update = update_flops(hf_config, groups, trainer.counting, trains_vision=size.trains_vision)
     sampled = forward_flops(hf_config, groups, "shared")
     prompts = forward_flops(hf_config, lengths.groups(measured, 0), "shared")
-    if forward is None or update is None or sampled is None or prompts is None:
+    unobserving = replace(lengths, observed_tokens=0.0, observed_grids=())
+    turns = forward_flops(hf_config, unobserving.groups(measured, ledger.completions), "shared")
+    if forward is None or update is None or sampled is None or prompts is None or turns is None:
         return None
     learned = ledger.prompts / measured
     repeats = 1 if config.worker.rollout.enable_prefix_caching else ledger.completions
@@ -200,8 +206,8 @@ def count_flops(
     scores_old = needs_old_logprobs(config, plan) or trainer.always_scores
     updates = learned * ledger.epochs * ledger.learned_groups_share
     return StepFlops(
-        prefill=prompts.total * repeats * drawn,
-        decode=(sampled.total - prompts.total) * drawn,
+        prefill=(prompts.total * repeats + sampled.total - turns.total) * drawn,
+        decode=(turns.total - prompts.total) * drawn,
         old=forward.total * learned if scores_old else 0.0,
         reference=forward.total * learned if needs_reference(config) else 0.0,
         update=update * updates,

@@ -38,8 +38,11 @@ def parse_step(line: bytes, path: Path) -> StepMetrics:
     try:
         content = parse_json(line)
         numbers = {key: nan if value is None else value for key, value in content["metrics"].items()}
+        for key, value in numbers.items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"{key!r} is no number")
         return StepMetrics(int(content["step"]), numbers)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{path} has a line without the metrics of a step ({error}): {line[:80]!r}. Remove the line, or move the "
             "file away"

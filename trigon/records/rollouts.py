@@ -86,8 +86,8 @@ class RolloutRow:
     advantage: mean over the completion's tokens; None where no step learns from it.
     tokens: None where per-token values are not stored.
     num_prompt_tokens: with the tokens of the images. 0 in lines of version 1.
-    turns: of an episode; empty for a completion of one turn that observed nothing, and in lines
-    before version 3.
+    turns: of an episode; empty for a completion of one turn without observation and reward, and in
+    lines before version 3.
     """
 
     prompt_id: str
@@ -192,8 +192,8 @@ def with_tokens(
 
 
 def _turns(completion: Completion) -> tuple[TurnRecord, ...]:
-    """Return the turns of an episode, with their images as encoded files; () for a single turn."""
-    if completion.num_sampled == len(completion.token_ids):
+    """Return the turns of an episode, with their images as encoded files; () without any."""
+    if not completion.has_turns:
         return ()
     files = iter(completion.vision.encoded if isinstance(completion.vision, EncodedMedia) else ())
     return tuple(

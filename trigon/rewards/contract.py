@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trigon.errors import RewardError
-from trigon.json_files import to_plain
+from trigon.json_files import dump_columns, to_plain
 from trigon.secrets import ARGUMENTS
 from trigon.suggestions import nearest
 from trigon.types import EncodedMedia, FinishReason, ReadMedia
@@ -65,13 +65,13 @@ class RewardRequest:
 
     response: the text of the completion. response_length: its number of tokens. ground_truth: as in
     the dataset.
-    prompt: the text of the prompt. finish_reason: whether the completion ended by itself or was
-    truncated.
+    prompt: the text of the prompt. finish_reason: whether the completion ended by itself, was
+    truncated, or reached the limit of turns.
     row: the other columns of the dataset's row, except images.
-    turns: with an environment or tools, each turn as {"observation": what the model saw before it,
-    with one <image> for each image, "text": what it wrote, "reward": of the environment, or None}.
-    response is then the text of all turns, without what was observed. Empty otherwise.
+    turns: with an environment or tools, each turn as turn_input returns it. response is then the
+    text of all turns, without what was observed. Empty otherwise.
     media: the images or videos of the prompt, or what reads them, for functions that look at them.
+    turn_media: the same for the images in the observation of each turn; one for each of turns.
     """
 
     response: str
@@ -82,6 +82,20 @@ class RewardRequest:
     row: Mapping[str, Any]
     turns: Sequence[Mapping[str, Any]] = ()
     media: EncodedMedia | ReadMedia | None = field(default=None, repr=False, compare=False)
+    turn_media: Sequence[EncodedMedia | ReadMedia | None] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFiles:
+    """The paths of the files that a function may look at.
+
+    images, videos: of the prompt; one of them is empty. turns: the images in the observation of
+    each turn.
+    """
+
+    images: Sequence[str] = ()
+    videos: Sequence[str] = ()
+    turns: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +113,38 @@ class LoadedFunction:
     has_images_argument: bool = False
 
 
-def encode_request(
-    request: RewardRequest, files: Mapping[str, Sequence[str]] | None = None
-) -> tuple[str, tuple[str, ...]]:
+def turn_input(observation: str, text: str, reward: float | None) -> dict[str, Any]:
+    """Return a turn as a reward function gets it.
+
+    observation: what the model saw before it, with one <image> for each image. text: what it wrote.
+    reward: of the environment, or None.
+    """
+    return {"observation": observation, "text": text, "reward": reward}
+
+
+def encode_request(request: RewardRequest, files: RequestFiles | None = None) -> tuple[str, tuple[str, ...]]:
     """Return the request as one line of JSON, and the columns of its row that are omitted.
 
-    files: the paths of its "images" and "videos", for a function that looks at them.
+    files: for a function that looks at images: they are "images" and "videos", and "images" of each
+    turn.
     Columns that JSON cannot represent are omitted. Numpy scalars and arrays become numbers and
     lists, dates ISO strings, tuples lists.
     Raises: RewardError if JSON cannot represent the ground truth.
     """
-    names = [each.name for each in dataclasses.fields(request) if each.name != "media"]
-    reward_input = {name: getattr(request, name) for name in names} | dict(files or {})
-    reward_input["row"] = dict(request.row)
-    if (text := _to_json(reward_input)) is not None:
-        return text, ()
-    omitted = tuple(column for column, value in request.row.items() if _to_json(value) is None)
-    reward_input["row"] = {column: value for column, value in request.row.items() if column not in omitted}
-    if (text := _to_json(reward_input)) is None:
+    names = [each.name for each in dataclasses.fields(request) if each.name not in ("row", "media", "turn_media")]
+    reward_input = {name: getattr(request, name) for name in names}
+    if files is not None:
+        turns = [{**turn, IMAGES: paths} for turn, paths in zip(request.turns, files.turns, strict=True)]
+        reward_input |= {IMAGES: files.images, "videos": files.videos, "turns": turns}
+    columns, omitted = dump_columns(request.row)
+    try:
+        text = json.dumps(reward_input, default=to_plain)
+    except (TypeError, ValueError, RecursionError) as error:
         raise RewardError(
             f"the ground truth {_short_repr(request.ground_truth)} (a {type(request.ground_truth).__name__}) cannot be "
             "passed to the reward function; store it as text, numbers, lists or dicts in the dataset"
-        )
-    return text, omitted
+        ) from error
+    return f'{text[:-1]}, "row": {columns}}}', omitted
 
 
 def detect_contract(
@@ -371,14 +394,6 @@ def _is_annotated(parameters: list[inspect.Parameter], *type_names: str) -> bool
 def _nearest(name: str, known: Sequence[str]) -> str:
     match = nearest(name, known)
     return f" (did you mean {match!r}?)" if match else ""
-
-
-def _to_json(value: object) -> str | None:
-    """Return value as one line of JSON, or None if JSON cannot represent it."""
-    try:
-        return json.dumps(value, default=to_plain)
-    except (TypeError, ValueError):
-        return None
 
 
 def _short_repr(value: object) -> str:

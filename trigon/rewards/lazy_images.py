@@ -45,5 +45,11 @@ class LazyImages(Sequence["Image"]):
 
 
 def with_images(reward_input: dict[str, Any]) -> dict[str, Any]:
-    """Return a reward_input with images in place of their paths, if it has any."""
-    return {**reward_input, "images": LazyImages(reward_input["images"])} if "images" in reward_input else reward_input
+    """Return a reward_input with images in place of their paths, if it has any.
+
+    Those of the prompt, and those in the observation of each turn.
+    """
+    if "images" not in reward_input:
+        return reward_input
+    turns = [{**turn, "images": LazyImages(turn["images"])} for turn in reward_input["turns"]]
+    return {**reward_input, "images": LazyImages(reward_input["images"]), "turns": turns}

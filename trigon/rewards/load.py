@@ -7,26 +7,19 @@ on the arguments of reward functions.
 
 from __future__ import annotations
 
-import base64
-import importlib
-import importlib.util
 import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trigon.errors import RewardError
 from trigon.names import SHIPPED_REWARDS
-from trigon.suggestions import missing_package, nearest
+from trigon.rewards.user_code import load_module, take, unpickle
+from trigon.suggestions import nearest
 
 if TYPE_CHECKING:  # reward workers need no options
     from trigon.config.schema import WeightedReward
-
-_MODULE_NAME = "trigon_reward_function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +121,31 @@ def unique_name(name: str, others: Sequence[str]) -> str:
     return unique
 
 
-def load_function(source: RewardSource) -> tuple[Callable[..., object], object]:
-    """Run the source's file, and return its function and its REWARD_TYPE, None if it has none.
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A reward function and what its file declares.
 
-    The file's folder is appended to sys.path: the file can import others beside it, but a math.py
-    there does not replace the standard library's.
-    Raises: RewardError if the file fails to run, or has no such function.
+    reward_type: REWARD_TYPE; None if it has none. takes_images: REWARD_IMAGES.
+    """
+
+    function: Callable[..., object]
+    reward_type: object
+    takes_images: bool
+
+
+def load_function(source: RewardSource) -> LoadedReward:
+    """Run the source's file, and return its function with what the file declares.
+
+    Raises: RewardError if the file fails to run, has no such function, or declares REWARD_IMAGES as
+    something else than a bool.
     """
     if source.pickled:
-        return _unpickle(source)
-    try:
-        module = _run_file(source.file) if source.file else importlib.import_module(source.module)
-    except (Exception, SystemExit) as error:
-        trace = "".join(traceback.format_exception(error))
-        raise RewardError(f"{source.file or source.module} failed to load{missing_package(error)}:\n{trace}") from error
-    known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    if source.function not in vars(module):
-        near = nearest(source.function, known)
-        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'no functions'}"
-        raise RewardError(f"there is no {source.where}; {hint}")
-    function = vars(module)[source.function]
-    if not callable(function):
-        raise RewardError(f"{source.where} is a {type(function).__name__}, not a function")
-    return function, getattr(module, "REWARD_TYPE", None)
-
-
-def declares_images(source: RewardSource) -> bool:
-    """Return REWARD_IMAGES of the source that was loaded last. Raises: RewardError for no bool."""
-    module = sys.modules.get(_MODULE_NAME if source.file else source.module)
-    return source.reward_images or check_reward_images(getattr(module, "REWARD_IMAGES", False), where=source.where)
+        function, reward_type = unpickle(source.pickled, where=source.where, error=RewardError)
+        return LoadedReward(function, reward_type, source.reward_images)
+    module = load_module(source.file, source.module, error=RewardError)
+    function = take(module, source.function, where=source.where, wanted="function", error=RewardError)
+    declared = check_reward_images(getattr(module, "REWARD_IMAGES", False), where=source.where)
+    return LoadedReward(function, getattr(module, "REWARD_TYPE", None), declared)
 
 
 def check_reward_images(declared: object, *, where: str) -> bool:
@@ -164,27 +153,3 @@ def check_reward_images(declared: object, *, where: str) -> bool:
     if not isinstance(declared, bool):
         raise RewardError(f"{where}: REWARD_IMAGES is {declared!r}; it must be True or False")
     return declared
-
-
-def _unpickle(source: RewardSource) -> tuple[Callable[..., object], object]:
-    import cloudpickle
-
-    try:
-        function, reward_type = cloudpickle.loads(base64.b64decode(source.pickled))
-    except (Exception, SystemExit) as error:
-        trace = "".join(traceback.format_exception(error))
-        raise RewardError(
-            f"{source.where} cannot be loaded in a reward worker{missing_package(error)}:\n{trace}"
-        ) from error
-    return function, reward_type
-
-
-def _run_file(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE_NAME, file)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"{file} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle look up a class's module here
-    sys.path.append(str(Path(file).parent))
-    spec.loader.exec_module(module)
-    return module

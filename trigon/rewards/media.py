@@ -1,4 +1,6 @@
-"""Images and videos of prompts as files that reward workers can read, each written once.
+"""Images and videos as files that reward workers can read, each written once.
+
+Those of prompts, and the images that the turns of an episode observed.
 
 Runs in the driver. A folder of the run holds the files of one scoring, by hash, so that one which
 several prompts share, or many completions, is there once. Does not depend on reward workers.
@@ -7,20 +9,16 @@ several prompts share, or many completions, is there once. Does not depend on re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from trigon.errors import BadRow, DataError, RewardError
-from trigon.rewards.contract import RewardRequest
+from trigon.rewards.contract import RequestFiles, RewardRequest
 from trigon.system.temporary import private_folder
-from trigon.types import EncodedMedia
-
-MediaFiles = Mapping[str, Sequence[str]]
-"""The paths of "images" and of "videos"; one of them is empty."""
-
-NO_FILES: MediaFiles = {"images": (), "videos": ()}
+from trigon.types import EncodedMedia, ReadMedia
 
 
 class MediaFolder:
@@ -31,20 +29,31 @@ class MediaFolder:
         self._stack = ExitStack()
         self.path: Path = self._stack.enter_context(private_folder())
 
-    def write(self, requests: Sequence[RewardRequest]) -> list[MediaFiles]:
+    def write(self, requests: Sequence[RewardRequest]) -> list[RequestFiles]:
         """Write the media of requests, and return the paths for each; media are read once each.
 
         Raises: RewardError if some cannot be read or written.
         """
-        written: dict[int, MediaFiles] = {}  # by the identity of what gives the media
-        for request in requests:
-            if id(request.media) not in written:
+        written: dict[int, RequestFiles] = {}  # by the identity of what gives the media
+
+        def write(given: EncodedMedia | ReadMedia | None, owner: str) -> RequestFiles:
+            if id(given) not in written:
                 try:
-                    media = request.media() if callable(request.media) else request.media
-                    written[id(request.media)] = NO_FILES if media is None else self._write(media)
+                    media = given() if callable(given) else given
+                    written[id(given)] = RequestFiles() if media is None else self._write(media)
                 except (BadRow, DataError, OSError) as error:
-                    raise RewardError(f"the images of the prompt cannot be read: {error}") from error
-        return [written[id(request.media)] for request in requests]
+                    raise RewardError(f"the images of {owner} cannot be read: {error}") from error
+            return written[id(given)]
+
+        return [
+            replace(
+                write(request.media, "the prompt"),
+                turns=[
+                    write(each, "an observation").images for each in request.turn_media or [None] * len(request.turns)
+                ],
+            )
+            for request in requests
+        ]
 
     def clear(self) -> None:
         """Remove the files."""
@@ -55,7 +64,7 @@ class MediaFolder:
         """Remove the folder."""
         self._stack.close()
 
-    def _write(self, media: EncodedMedia) -> MediaFiles:
+    def _write(self, media: EncodedMedia) -> RequestFiles:
         paths = []
         for file in media.encoded:
             # The hashes of media are not used: they name what engines see.
@@ -63,7 +72,7 @@ class MediaFolder:
             if not path.exists():
                 path.write_bytes(file)
             paths.append(str(path))
-        return {**NO_FILES, "images" if media.kind == "image" else "videos": paths}
+        return RequestFiles(images=paths) if media.kind == "image" else RequestFiles(videos=paths)
 
 
 class MediaWriter:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from trigon.errors import RewardError
-from trigon.rewards.contract import RewardRequest, encode_request
-from trigon.rewards.media import MediaFiles, MediaFolder, MediaWriter
+from trigon.rewards.contract import RequestFiles, RewardRequest, encode_request
+from trigon.rewards.media import MediaFolder, MediaWriter
 from trigon.types import Score, ScoreOutcome
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -128,7 +128,7 @@ class Scoring:
         """
         return [self._seconds.get(index, 0.0) for index in sorted(self._scores)]
 
-    def _put(self, indexed: Sequence[tuple[int, RewardRequest]], files: Sequence[MediaFiles] | None) -> None:
+    def _put(self, indexed: Sequence[tuple[int, RewardRequest]], files: Sequence[RequestFiles] | None) -> None:
         group = object()
         each_files = [None] * len(indexed) if files is None else files
         self._added.put(
@@ -158,7 +158,7 @@ class Scoring:
         self._added.put(None)
         self._wake_pool()
 
-    def _encode(self, index: int, request: RewardRequest, files: MediaFiles | None, group: object) -> _EncodedRequest:
+    def _encode(self, index: int, request: RewardRequest, files: RequestFiles | None, group: object) -> _EncodedRequest:
         try:
             text, omitted = encode_request(request, files)
         except RewardError as error:

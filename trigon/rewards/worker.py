@@ -12,7 +12,8 @@ trigon.rewards.confinement.supervisor. Messages are lines of JSON:
     <- {"contract": "batch", "is_async": false, "takes_images": false}
                                                     or {"load_error": "..."}; then it exits
     -> {"chunk": "5f1c...", "requests": [reward_input, ...]}
-                                                    "images" and "videos" of each are paths
+                                                    "images" and "videos" of each are paths, and
+                                                    "images" of each of its turns
     <- {"scores": {"overall": 1.0}, "seconds": 0.1, ...}  for each reward_input, in order, or
        {"error": "...", "traceback": "...", "seconds": 0.1, ...}  if it failed for this one, or
        {"retry_singly": true, "error": ..., ...}    once, if it failed for several at once; error is
@@ -49,7 +50,7 @@ from trigon.rewards.contract import (
 )
 from trigon.rewards.lazy_images import with_images
 from trigon.rewards.limits import limit_resources
-from trigon.rewards.load import RewardSource, RewardTerm, declares_images, load_function
+from trigon.rewards.load import RewardSource, RewardTerm, load_function
 from trigon.rewards.weighted import weighted_sum
 from trigon.secrets import ARGUMENTS
 from trigon.system.signals import outlive_stop_signals
@@ -124,15 +125,16 @@ def _load_setup(setup: Mapping[str, Any]) -> LoadedFunction:
 
 def _load(source: RewardSource, kwargs: Mapping[str, Any], *, option: str = ARGUMENTS) -> LoadedFunction:
     """Return a function with its arguments bound. option: their name. Raises: RewardError."""
-    function, reward_type = load_function(source)
+    loaded = load_function(source)
+    function = loaded.function
     if is_class(function):  # once for each worker, so that it can load a model or open a connection
         function, kwargs = construct(function, kwargs, where=source.where, option=option), {}
-    contract = detect_contract(function, reward_type, kwargs, where=source.where)
+    contract = detect_contract(function, loaded.reward_type, kwargs, where=source.where)
     images_argument = has_images_argument(function, contract, kwargs, where=source.where)
     return LoadedFunction(
         bind_kwargs(function, contract, kwargs, where=source.where, option=option),
         contract,
         is_async=is_async(function),
-        takes_images=images_argument or declares_images(source),
+        takes_images=images_argument or loaded.takes_images,
         has_images_argument=images_argument,
     )

@@ -7,13 +7,14 @@ is scored as soon as it is sampled, while the engine samples other groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from trigon.errors import EngineError
-from trigon.rewards.contract import RewardRequest
+from trigon.rewards.contract import RewardRequest, turn_input
 from trigon.rewards.pool import RewardPool
 from trigon.rollout.protocol import RolloutEngine
-from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score
+from trigon.types import Completion, EncodedMedia, Phase, Prompt, Rollout, RolloutGroup, SamplingParams, Score, Vision
 
 
 def collect(
@@ -84,6 +85,7 @@ def dummy_requests(prompt: Prompt) -> list[RewardRequest]:
 
 
 def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
+    turns = _turns(completion)
     return RewardRequest(
         response=completion.text,
         response_length=completion.num_sampled,
@@ -91,17 +93,26 @@ def _request(prompt: Prompt, completion: Completion) -> RewardRequest:
         prompt=prompt.text,
         finish_reason=completion.finish_reason,
         row=prompt.row,
-        turns=_turns(completion),
+        turns=turns,
         media=prompt.vision if isinstance(prompt.vision, EncodedMedia) else prompt.read_media,
+        turn_media=_turn_media(completion) if turns else (),
     )
 
 
 def _turns(completion: Completion) -> list[dict[str, Any]]:
-    """Return the turns of an episode as a reward function gets them.
-
-    [] for a single turn without observation and reward.
-    """
-    has_rewards = any(turn.reward is not None for turn in completion.turns)
-    if completion.num_sampled == len(completion.token_ids) and not has_rewards:
+    """Return the turns of an episode as a reward function gets them; [] without (has_turns)."""
+    if not completion.has_turns:
         return []
-    return [{"observation": turn.observation, "text": turn.text, "reward": turn.reward} for turn in completion.turns]
+    return [turn_input(turn.observation, turn.text, turn.reward) for turn in completion.turns]
+
+
+def _turn_media(completion: Completion) -> list[EncodedMedia | None]:
+    """Return the images in the observation of each turn, None where there are none."""
+    media = completion.vision
+    assert not isinstance(media, Vision), "engines return the images of observations as files"
+    if media is None:
+        return [None] * len(completion.turns)
+    ends = accumulate(turn.num_images for turn in completion.turns)
+    spans = [slice(end - turn.num_images, end) for end, turn in zip(ends, completion.turns, strict=True)]
+    parts = [EncodedMedia(media.encoded[span], media.hashes[span]) for span in spans]
+    return [part if part.encoded else None for part in parts]

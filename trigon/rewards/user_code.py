@@ -1,0 +1,88 @@
+"""Runs the user's files and unpickles what a program gave: reward functions, environments, tools.
+
+The only place that does either. Called in the processes that run user code, and nowhere else. Does
+not know what is asked of the code: the callers' errors say that.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trigon.errors import TrigonError
+from trigon.suggestions import did_you_mean, missing_package
+
+
+def load_module(file: str, module: str, *, error: type[TrigonError]) -> ModuleType:
+    """Run a file, or import a module where file is "", and return the module. Once each.
+
+    The file's folder is appended to sys.path: the file can import others beside it, but a math.py
+    there does not replace the standard library's.
+    Args: error: of which type errors are. Raises: such an error if the code fails to run.
+    """
+    try:
+        return _run_file(file, error) if file else importlib.import_module(module)
+    except error:
+        raise
+    except (Exception, SystemExit) as failure:
+        raise error(f"{file or module} failed to load{missing_package(failure)}:\n{_trace(failure)}") from failure
+
+
+def take(module: ModuleType, name: str, *, where: str, wanted: str, error: type[TrigonError]) -> Callable[..., Any]:
+    """Return what a module names, which can be called.
+
+    Args: where: describes it in errors. wanted: what it should be, such as "function". error: as
+    for load_module.
+    Raises: such an error, with the nearest known name, if there is none or it cannot be called.
+    """
+    known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    if name not in vars(module):
+        has = f"; it has {', '.join(known) or 'none'}"
+        raise error(f"there is no {where}{did_you_mean(name, known) or has}")
+    value = vars(module)[name]
+    if not callable(value):
+        raise error(f"{where} is a {type(value).__name__}, not a {wanted}")
+    taken: Callable[..., Any] = value
+    return taken
+
+
+def unpickle(pickled: str, *, where: str, error: type[TrigonError]) -> Any:
+    """Return the object of base64 of a pickle that this package has made. Args, raises: as take."""
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(base64.b64decode(pickled))
+    except (Exception, SystemExit) as failure:
+        raise error(
+            f"{where} cannot be loaded in the process that runs it{missing_package(failure)}:\n{_trace(failure)}"
+        ) from failure
+
+
+def _run_file(file: str, error: type[TrigonError]) -> ModuleType:
+    # A name for each file: several functions may come from several files.
+    name = f"trigon_user_code_{abs(hash(file)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise error(f"{file} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module here
+    sys.path.append(str(Path(file).parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _trace(failure: BaseException) -> str:
+    return "".join(traceback.format_exception(failure))
