@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from trigon.build.memory_check import with_options
@@ -79,6 +80,7 @@ ROWS = (
 )
 
 
+@cache
 def predict(row: Published) -> RunPlan:
     """Return the plan of a published run, as EasyR1's trainer computes."""
     image_tokens = _IMAGE_TOKENS["qwen3_vl" if row.model.startswith("Qwen3") else "qwen2_5_vl"]

@@ -30,6 +30,8 @@ KEPT = {
     r"|\[(a misspelt option|a marker too few|a row twice|a reward function that hangs on nothing|large images)\]"
     r"|\[qwen2_5_vl_3b_geo3k_grpo\]",
     "integration/test_starter.py": None,
+    "unit/test_model_judge.py": r"^(?!test_no_count_is_lost_when_processes)",
+    "unit/test_rollout_vllm_arguments.py": r"^(?!test_importing_the_package)",
     "unit/test_tiny_model.py": r"^(?!test_the_same_arguments_give_the_same_bytes_in_another_process)",
     "unit/test_watchdog.py": r"\[hang_in_python\]|test_progress_from_another_thread|test_the_stacks_of",
     "unit/test_models_activations.py": r"measured_peak\[qwen2_5_vl-|autocast-checkpointing-lora|variable_lengths",

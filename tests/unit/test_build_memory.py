@@ -13,7 +13,7 @@ from support.engines import make_engine
 from support.published import CONFIGS, configured
 from trigon.build.engines import staged_bytes
 from trigon.build.memory import count_memory, size_of_model
-from trigon.build.memory_check import check_memory, find_hardware, find_remedies, with_options
+from trigon.build.memory_check import MemoryCounter, check_memory, find_hardware, find_remedies, with_options
 from trigon.build.memory_table import GIB, Hardware
 from trigon.config.schema import Config
 from trigon.errors import ConfigError
@@ -185,7 +185,7 @@ def test_what_helps_is_the_same_arithmetic_with_the_change():
     config = configured("Qwen2.5-VL-7B-Instruct")
     memory = count(config)
     worst = memory.worst(certain=True)
-    remedies = find_remedies(config, memory, worst, count)
+    remedies = find_remedies(config, memory, worst, MemoryCounter(config, H100, size_of_model(config)).count)
     assert len(remedies) == 3
     for remedy in remedies:
         changed = count(with_options(config, remedy.changes))

@@ -174,14 +174,15 @@ def check_episodes(
     """Begin an episode of the first prompt and end it, before the models are loaded.
 
     max_tokens: most tokens of a completion.
-    Raises: as first_observation; EpisodeError if the observation leaves no room for a turn.
+    Raises: EpisodeError as first_observation, or if the observation leaves no room for a turn.
     """
     if parts.code.environment is None:
         return
     assert prompts is not None, "val_only needs val_files"
-    observation = first_observation(config, processors, parts, pool, prompts[0])
-    if (problem := find_long_opening(len(observation.token_ids), max_tokens)) is not None:
-        raise EpisodeError(f"{parts.code.where} cannot begin {prompts[0].prompt_id}: {problem}")
+    prompt = prompts[0]
+    tokens = first_observation(config, processors, parts, pool, prompt)
+    if (problem := find_long_opening(len(tokens.token_ids), max_tokens)) is not None:
+        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {problem}")
 
 
 def first_observation(
@@ -196,13 +197,13 @@ def first_observation(
     while not (outcomes := pool.poll(1.0)):
         pass
     pool.stop(CHECKED_EPISODE)
-    where = f"{parts.code.where} fails at the reset for {prompt.prompt_id}"
-    if outcomes[0].error:
-        raise EpisodeError(f"{where}: {outcomes[0].error}")
+    [outcome] = outcomes
+    if outcome.error:
+        raise EpisodeError(f"{parts.code.where} fails at the reset for {prompt.prompt_id}: {outcome.error}")
     try:
-        return make_turn_template(config, processors, schemas=parts.schemas).opening(outcomes[0].observation)
+        return make_turn_template(config, processors, schemas=parts.schemas).opening(outcome.observation)
     except ObservationError as error:
-        raise EpisodeError(f"{where}: {error}") from error
+        raise EpisodeError(f"{parts.code.where} cannot begin {prompt.prompt_id}: {error}") from error
 
 
 def _find_environment(options: EpisodeOptions, code: EpisodeCode) -> CodeSource | None:

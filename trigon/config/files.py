@@ -164,18 +164,18 @@ def local_sources(config: Config) -> dict[str, str]:
 
 
 def find_missing_objects(config: Config, known: Collection[str]) -> list[str]:
-    """Return problems of datasets and reward functions that were another program's objects.
+    """Return problems of datasets and functions that were another program's objects.
 
     known: those that the caller has.
     """
-    data, reward = config.data, config.worker.reward
+    data, reward, rollout = config.data, config.worker.reward, config.worker.rollout
     train_files = () if config.trainer.val_only else data.train_files
     given = [("data.train_files", each) for each in train_files]
     given += [("data.val_files", each) for each in data.val_files]
     given += [("worker.reward.reward_function", each) for each in reward_specs(reward.reward_function)]
     given += [("worker.reward.val_reward_function", each) for each in reward_specs(reward.val_reward_function)]
-    given += [("worker.rollout.environment", each) for each in (config.worker.rollout.environment,) if each]
-    given += [("worker.rollout.tools", each) for each in config.worker.rollout.tools]
+    given += [("worker.rollout.environment", each) for each in (rollout.environment,) if each]
+    given += [("worker.rollout.tools", each) for each in rollout.tools]
     return [
         f"{key} is {text}, which a program gave to trigon.train as a Python object; give a file, or call trigon.train "
         "again"
