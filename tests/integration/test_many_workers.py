@@ -8,15 +8,14 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from support.clusters import MARK, marked, two_ray_nodes
 from support.runs import (
     assert_learned,
     finish,
@@ -36,7 +35,6 @@ STEPS = 4
 # Metrics that depend on the packing, which differs between numbers of workers, and one that engines
 # with tensor parallelism do not have: they are not started anew.
 LAYOUT_KEYS = ("actor/micro_batches", "actor/packed_tokens", "actor/packing_fill", "moved/", "rollout/engine_restarts")
-MARK = "TRIGON_TEST_RUN"
 
 
 def train(
@@ -82,20 +80,6 @@ def from_step(folder: Path, step: int, destination: Path) -> Path:
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(destination / f"global_step_{later}", ignore_errors=True)
     return destination
-
-
-def marked(mark: str) -> dict[int, str]:
-    """Return the command lines of the processes with this mark in their environment, by id."""
-    processes = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                processes[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return processes
 
 
 def kill_worker(process: subprocess.Popen[str], folder: Path, mark: str, *, method: str, after: int) -> None:
@@ -251,34 +235,8 @@ def assert_same(actual: list[dict], expected: list[dict]) -> None:
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start two Ray nodes with one CPU each, and yield the environment of a run on them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mark = secrets.token_hex(8)
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    ray = str(Path(sys.executable).with_name("ray"))
-    common = ["--num-cpus=1", "--disable-usage-stats", "--block"]
-    head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
-    environment = {**os.environ, **token, MARK: mark}
-    folder = tmp_path_factory.mktemp("nodes")
-    nodes: list[subprocess.Popen[bytes]] = []
-    try:
-        for number, role in enumerate((head, [f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.2"])):
-            log = folder / f"{number}.log"
-            with log.open("w") as output:
-                command = [ray, "start", *role, *common]
-                nodes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
-            while "Ray runtime started" not in log.read_text():
-                assert nodes[-1].poll() is None, log.read_text()
-                time.sleep(0.1)
-        yield {**token, "RAY_ADDRESS": f"127.0.0.1:{port}"}
-    finally:
-        while remaining := marked(mark):
-            for pid in remaining:
-                os.kill(pid, signal.SIGKILL)
-            for node in nodes:
-                node.wait()
-            time.sleep(0.1)
+    with two_ray_nodes(tmp_path_factory.mktemp("nodes")) as environment:
+        yield environment
 
 
 def test_a_cluster_of_two_nodes_has_the_numbers_of_one_worker(made, one_worker, two_nodes, tmp_path):
