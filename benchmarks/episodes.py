@@ -67,12 +67,14 @@ WORKS = (Work(64, target=TARGET), Work(16), Work(64, (8, 8)))
 
 @dataclass(slots=True)
 class Counts:
-    """What vLLM and the image processor did for the episodes of a call of generate.
+    """Tokens by vLLM's counters.
 
-    computed: tokens of the prefills of all turns but the first of each episode. new: those of them
-    that vLLM had not held before: the observation, and the token with which the turn before ended.
+    total: all that it computed. computed: those of the prefills of all turns but the first of each
+    episode. new: those of them that vLLM had not held before: the observation, and the token with
+    which the turn before ended.
     """
 
+    total: int = 0
     computed: int = 0
     new: int = 0
     held: dict[str, int] = field(default_factory=dict)  # by prompt and sample
@@ -80,11 +82,13 @@ class Counts:
     def add(self, output: Any) -> None:
         """Count a finished vllm.RequestOutput."""
         episode, turn, _ = output.request_id.rsplit(".", 2)
-        length = len(output.prompt_token_ids)
+        length, sampled = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        computed = length - output.num_cached_tokens
+        self.total += computed + sampled - 1  # the last token is not computed
         if turn != "0":
-            self.computed += length - output.num_cached_tokens
+            self.computed += computed
             self.new += length - (self.held[episode] - 1)
-        self.held[episode] = length + len(output.outputs[0].token_ids)
+        self.held[episode] = length + sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +97,24 @@ class Measured:
 
     seconds: float
     cpu_seconds: float
-    waited: float = 0.0
+    waited: float
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """All calls of one row, and what was counted in those with episodes."""
+    """All calls of one row. observed: tokens of an observation, on average."""
 
     work: Work
     one_turn: list[Measured]
     episodes: list[Measured]
-    counts: Counts
     processed_per_image: float
     observed: float
+
+    @property
+    def computed_per_new(self) -> float:
+        """The tokens that prefills of later turns computed, over those that were new."""
+        return sum(each.counts.computed for each in self.episodes) / sum(each.counts.new for each in self.episodes)
 
     def ratio(self, seconds: Callable[[Measured], float]) -> float:
         """Return the median of episodes, divided by that of one turn."""
@@ -173,7 +182,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
 
     config = load_config(None, options(folder, work, shape)).config
     processors = open_processors(config)
-    counts, sampled = Counts(), work.turn_tokens * TURNS
+    sampled = work.turn_tokens * TURNS
     with ExitStack() as stack:
         found = find_episodes(config, processors, stack)
         assert found is not None
@@ -189,7 +198,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         place = DevicePlacement(choose_device(config), SingleProcess())
         trainer, _ = open_models(config, processors, make_plan(config, num_train_prompts=len(prompts)), place)
         stack.callback(trainer.close)
-        stack.enter_context(cut_turns_end(counts.add))
+        stack.enter_context(cut_turns_end(lambda output: counts.add(output)))
         processed = stack.enter_context(images_processed())
         engine = open_rollout(config, processors, place, trainer, shows_videos=False, episodes=settings)
         stack.callback(engine.close)
@@ -200,9 +209,11 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
         [server] = found[1].process_ids
         idle = tree.descendants(server)
         num_observed = num_images = 0
+        counts = Counts()
 
         def generate(num_prompts: int, sampling: Any) -> Measured:
-            nonlocal num_observed, num_images
+            nonlocal num_observed, num_images, counts
+            counts = Counts()
             taken = [next(rows) for _ in range(num_prompts)]
             engine.pop_metrics()
             cpu, start = cpu_seconds(server, idle), time.perf_counter()
@@ -216,18 +227,20 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
                 num_images += sum(turn.num_images for turn in completion.turns)
             num_images += num_prompts
             waited = values(engine.pop_metrics()).get("perf/environment_wait_fraction", 0.0) * seconds
-            return Measured(seconds, cpu, waited)
+            return Measured(seconds, cpu, waited, counts)
 
         for sampling in (one_turn, episodes):
             generate(1, sampling)  # warm up
         sides: dict[bool, list[Measured]] = {True: [], False: []}
-        counts.computed = counts.new = num_observed = 0
+        num_observed = 0
         for number in range(repeats):
             order = (one_turn, episodes) if number % 2 == 0 else (episodes, one_turn)
             for sampling in order:
                 sides[sampling.one_turn].append(generate(shape.prompts, sampling))
     observed = num_observed / (repeats * shape.sequences * (TURNS - 1))
-    return Sides(work, sides[True], sides[False], counts, len(processed) / num_images, observed)
+    measured = Sides(work, sides[True], sides[False], len(processed) / num_images, observed)
+    print(f"{work}: {measured.ratio(_seconds):.2f}x", file=sys.stderr, flush=True)
+    return measured
 
 
 def cpu_seconds(server: int, idle: Collection[int]) -> float:
@@ -265,15 +278,13 @@ def measure(*, repeats: int, tiny: bool = False) -> tuple[list[Figure], str]:
     figures: list[Figure] = []
     for sides in found:
         work = sides.work
-        what = f"episodes / one turn, {work.turn_tokens} tokens a turn, observing {work.observation}"
+        what = f"episodes of {TURNS} turns / one turn, {work.turn_tokens} tokens a turn, observing {work.observation}"
         cpu = f"CPU seconds {sides.ratio(_cpu_seconds):.2f}x"
         figures.append(Figure(7, what, sides.ratio(_seconds), "x", at_most=work.target, note=cpu))
-    with_images = found[-1]
-    computed = with_images.counts.computed / with_images.counts.new
-    limit = None if tiny else MAX_COMPUTED
+    computed, processed = found[-1].computed_per_new, max(sides.processed_per_image for sides in found)
     figures += [
-        Figure(7, "tokens computed / new, prefills of turns after the first, images", computed, "x", at_most=limit),
-        Figure(7, "images processed / images", max(sides.processed_per_image for sides in found), "x", at_most=1.0),
+        Figure(7, "prefills of later turns with images: tokens computed / new", computed, "x", at_most=MAX_COMPUTED),
+        Figure(7, "images processed / images", processed, "x", at_most=1.0),
     ]
     return figures, tables_of(found, shape)
 
@@ -286,6 +297,10 @@ def _cpu_seconds(measured: Measured) -> float:
     return measured.cpu_seconds
 
 
+def _total(measured: Measured) -> float:
+    return measured.counts.total
+
+
 def _waited(measured: Measured) -> float:
     return measured.waited
 
@@ -294,15 +309,23 @@ def tables_of(found: Sequence[Sides], shape: Shape) -> str:
     """Return a table of times, and one of tokens and images."""
     times, tokens = [], []
     for sides in found:
-        work, counts = sides.work, sides.counts
+        work, count = sides.work, sides.episodes[0].counts
         cells: list[object] = [work.turn_tokens, work.observation]
         for seconds in (_seconds, _cpu_seconds):
             medians = [statistics.median(map(seconds, side)) for side in (sides.one_turn, sides.episodes)]
             cells += [*(f"{median:.2f}" for median in medians), f"{sides.ratio(seconds):.2f}"]
         times.append((*cells, f"{statistics.median(map(_waited, sides.episodes)):.2f}"))
-        ratio = counts.computed / counts.new
-        per_image = f"{sides.processed_per_image:.3g}"
-        tokens.append((*cells[:2], f"{sides.observed:.1f}", counts.new, counts.computed, f"{ratio:.2f}", per_image))
+        tokens.append(
+            (
+                *cells[:2],
+                f"{sides.observed:.1f}",
+                f"{sides.ratio(_total):.2f}",
+                count.new,
+                count.computed,
+                f"{sides.computed_per_new:.2f}",
+                f"{sides.processed_per_image:.3g}",
+            )
+        )
     first = ("tokens a turn", "observation")
     measured = ("one turn, s", "episodes, s", "ratio", "one turn, CPU s", "episodes, CPU s", "ratio")
     return "\n\n".join(
@@ -313,37 +336,38 @@ def tables_of(found: Sequence[Sides], shape: Shape) -> str:
                 times,
                 (*first, *measured, "only environments work, s"),
             ),
-            "Prefills of turns after the first; tokens observed are the mean of an observation:",
+            "Tokens of an observation with what the chat template writes around it; all tokens computed, episodes / "
+            "one turn; prefills of turns after the first, in one run of the episodes:",
             table(
                 tokens,
-                (*first, "tokens observed", "new tokens", "computed", "computed / new", "images processed / images"),
+                (*first, "observed", "all computed", "new", "computed", "computed / new", "images processed / images"),
             ),
         )
     )
 
 
-def compare_with_trl(*, steps: int) -> str:
+def compare_with_trl(*, steps: int, tiny: bool = False) -> str:
     """Return a table of whole training steps with tools, TRL's and Trigon's.
 
     Each side is a process; they alternate step by step, as in whole_step.py. A completion calls a
     tool three times, which takes 50 ms and returns a text or an image. A model with random weights
     calls none, so on both sides each turn is read as a call of the tool (side_trl_episodes.py,
-    side_trigon_episodes.py).
+    side_trigon_episodes.py). tiny: as for measure.
     """
     from peers import python_of
     from whole_step import HERE, Side
 
     rows = []
-    shape = replace(SHAPE, prompt=322, image_grid=(8, 8), response=32, n=8, prompts=1)
+    shape = replace(SHAPE, image_grid=(8, 8), response=8 if tiny else 32, n=8, prompts=1)
     for tool in ("listen", "look"):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            make_folder(folder / "model", vocabulary=1024, shape=shape)
+            make_folder(folder / "model", vocabulary=1024, shape=shape, tiny=tiny)
             write_chat_template(folder / "model", python_of("trl"))
             make_data(folder / "data.parquet", model=folder / "model", shape=shape, rows=shape.prompts * (steps + 2))
-            counts = (tool, *map(str, (shape.prompts, shape.n, TURNS, shape.response, steps)))
-            trl = [str(python_of("trl")), str(HERE / "side_trl_episodes.py"), str(folder), *counts]
-            trigon = [sys.executable, str(HERE / "side_trigon_episodes.py"), str(folder), *counts]
+            work = [str(folder), tool, *map(str, (shape.prompts, shape.n, TURNS, shape.response))]
+            trl = [str(python_of("trl")), str(HERE / "side_trl_episodes.py"), *work, str(steps)]
+            trigon = [sys.executable, str(HERE / "side_trigon_episodes.py"), *work, str(steps + 1)]
             sides = {"TRL": Side(trl, folder / "log.trl"), "Trigon": Side(trigon, folder / "log.trigon")}
             try:
                 sides["Trigon"].step()  # with the start of vLLM
@@ -354,6 +378,7 @@ def compare_with_trl(*, steps: int) -> str:
                 for side in sides.values():
                     side.close()
         medians = {side: statistics.median(pair[side]["seconds"] for pair in pairs) for side in sides}
+        print(f"{tool}: TRL {medians['TRL']:.2f} s, Trigon {medians['Trigon']:.2f} s", file=sys.stderr, flush=True)
         cells = [f"{medians['TRL']:.2f}", f"{medians['Trigon']:.2f}", f"{medians['TRL'] / medians['Trigon']:.2f}"]
         for side in ("TRL", "Trigon"):
             total = {key: sum(pair[side][key] for pair in pairs) for key in pairs[0][side]}
@@ -379,13 +404,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="8 episodes of the embedded tiny model: seconds")
+    parser.add_argument("--tiny", action="store_true", help="the embedded tiny model and few tokens: seconds")
     parser.add_argument("--trl", action="store_true", help="compare whole steps with tools with TRL instead")
     parser.add_argument("--steps", type=int, default=3, help="with --trl: steps counted on each side (%(default)s)")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
     if arguments.trl:
-        print(compare_with_trl(steps=arguments.steps))
+        print(compare_with_trl(steps=arguments.steps, tiny=arguments.tiny))
         return
     figures, tables = measure(repeats=arguments.repeats, tiny=arguments.tiny)
     print(f"{tables}\n\n{figures_table(figures)}")

@@ -36,7 +36,7 @@ class SlowEnvironment:
         """Wait, and return (observation, reward, done)."""
         time.sleep(SECONDS)
         self._turn += 1
-        observation: dict[str, Any] = {"text": f"Turn {self._turn} of {self._turns} is over. Go on."}
+        observation: dict[str, Any] = {"text": "Go on."}
         if self._image_grid is not None:
             observation["image"] = drawing(self._image_grid, f"{self._turn} {action}")
         return observation, 0.0, self._turn == self._turns
