@@ -51,6 +51,9 @@ def train(
     class Stepwise(TrainerCallback):
         started = 0.0
 
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            describe()  # what it counts begins with the first step
+
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             print("@waiting", flush=True)
             sys.stdin.readline()
