@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -223,7 +224,7 @@ def measure_work(work: Work, folder: Path, shape: Shape, *, repeats: int) -> Sid
             for completion in [completion for group in groups for completion in group]:
                 if completion.error or len(completion.sampling_logprobs) != sampled:
                     raise RuntimeError(f"a completion with {len(completion.turns)} turns: {completion.error}")
-                num_observed += len(completion.token_ids) - sampled
+                num_observed += sum(later.start - turn.end for turn, later in pairwise(completion.turns))
                 num_images += sum(turn.num_images for turn in completion.turns)
             num_images += num_prompts
             waited = values(engine.pop_metrics()).get("perf/environment_wait_fraction", 0.0) * seconds
