@@ -52,7 +52,13 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Figure], str]:
     return scale.measure(plot=arguments.plot)
 
 
-BARS: dict[str, Bar] = {"1": update, "2": whole_step, "3": logprobs, "5": start, "6": scale}
+def episodes(_: argparse.Namespace) -> tuple[list[Figure], str]:
+    import episodes
+
+    return episodes.measure(repeats=3)
+
+
+BARS: dict[str, Bar] = {"1": update, "2": whole_step, "3": logprobs, "5": start, "6": scale, "7": episodes}
 """Benchmarks by the number of the target (bar) they measure; whole_step measures bar 4 too."""
 
 

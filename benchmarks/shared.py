@@ -8,10 +8,12 @@ import os
 import platform
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 VOCABULARY = 8192
 QUESTION_WORDS = "Find the length of the side . How many corners can you see ? What is the measure of the angle ?"
@@ -159,14 +161,17 @@ def make_model(vocabulary: int, special: dict[str, int]) -> Any:
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
 
 
-def make_folder(folder: Path, *, vocabulary: int, shape: Shape) -> Path:
+def make_folder(folder: Path, *, vocabulary: int, shape: Shape, tiny: bool = False) -> Path:
     """Write the model as a Hugging Face folder for all trainers, with a tokenizer of 1024 tokens.
 
-    Its processors resize all images to the image tokens of the shape.
+    Its processors resize all images to the image tokens of the shape. tiny: the embedded tiny model
+    instead, with its own vocabulary and processors.
     """
     from trigon.tiny.model import make_tiny
 
     make_tiny(folder)  # for its tokenizer, its processors and its chat template
+    if tiny:
+        return folder
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     special = {key: value for key, value in config.items() if key.endswith("_token_id")}
     model = make_model(vocabulary, special)
@@ -240,6 +245,56 @@ def question_of(model: Path, shape: Shape) -> str:
     if length(count) != shape.prompt:
         raise SystemExit(f"no question gives a prompt of exactly {shape.prompt} tokens ({length(count)})")
     return " ".join(words[index % len(words)] for index in range(count))
+
+
+@contextmanager
+def images_processed() -> Iterator[list[int]]:
+    """Return a list that gets an entry for each image that an image processor is called for."""
+    from transformers.image_processing_utils import BaseImageProcessor
+
+    found: list[int] = []
+    call = BaseImageProcessor.__call__
+
+    def counted(processor: Any, images: Any, *arguments: Any, **options: Any) -> Any:
+        found.extend(_flat(images))
+        return call(processor, images, *arguments, **options)
+
+    with mock.patch.object(BaseImageProcessor, "__call__", counted):
+        yield found
+
+
+def _flat(images: Any) -> Iterator[int]:
+    if isinstance(images, list | tuple):
+        for each in images:
+            yield from _flat(each)
+    elif images is not None:
+        yield 1
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A sequence that a trainer computes the loss of. trainable: whether each token has a loss."""
+
+    token_ids: Sequence[int]
+    trainable: Sequence[bool]
+
+
+def count_different(sampled: Iterable[Sequence[tuple[int, Sequence[int]]]], trained: Sequence[Trained]) -> int:
+    """Return how many sampled tokens are not trained on where they were sampled.
+
+    sampled: for each sequence its turns, as the place of the first token and the token ids. The
+    order of sequences may differ: each is compared with the most similar one.
+    """
+
+    def different(turns: Sequence[tuple[int, Sequence[int]]], sequence: Trained) -> int:
+        trains = dict(enumerate(zip(sequence.token_ids, sequence.trainable, strict=True)))
+        return sum(
+            trains.get(start + index) != (token_id, True)
+            for start, token_ids in turns
+            for index, token_id in enumerate(token_ids)
+        )
+
+    return sum(min(different(turns, sequence) for sequence in trained) for turns in sampled)
 
 
 def arbitrary_rewards(reward_inputs: list[dict[str, Any]]) -> list[dict[str, float]]:

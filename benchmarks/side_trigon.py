@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +58,8 @@ def options(folder: Path, shape: Shape, steps: int) -> list[str]:
     ]
 
 
-def main(folder: Path, shape: Shape, steps: int) -> None:
-    """Train, telling after each step what it took."""
+def train(options: Sequence[str], steps: int, describe: Callable[[], dict[str, float]] = dict) -> None:
+    """Train, and print of each step the seconds and what describe returns."""
     made, started = 0, 0.0
 
     def wait() -> None:
@@ -70,14 +71,14 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
         nonlocal made
         seconds = time.perf_counter() - started
         made += 1
-        print(f"@step {json.dumps({'seconds': seconds})}", flush=True)
+        print(f"@step {json.dumps({'seconds': seconds} | describe())}", flush=True)
         if made == steps:
             return True
         wait()
         return False
 
     set_gc_threshold()  # as the command does
-    loaded = load_config(None, options(folder, shape, steps))
+    loaded = load_config(None, options)
     wait()  # the first step has the start in it, and is not counted
     logger_environment = LoggerEnvironment()
     run_training(
@@ -92,4 +93,5 @@ def main(folder: Path, shape: Shape, steps: int) -> None:
 
 if __name__ == "__main__":
     shapes = {shape.name: shape for shape in (SHORT, LONG, GEOMETRY)}
-    main(Path(sys.argv[1]), replace(shapes[sys.argv[2]], prompts=int(sys.argv[3])), int(sys.argv[4]))
+    shape = replace(shapes[sys.argv[2]], prompts=int(sys.argv[3]))
+    train(options(Path(sys.argv[1]), shape, int(sys.argv[4])), int(sys.argv[4]))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,37 @@ from shared import arbitrary_reward
 
 def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
     """Train, and print the seconds of each step."""
+    from trl import GRPOTrainer
+
+    train(folder, GRPOTrainer, prompts=prompts, n=n, response=response, steps=steps)
+
+
+def train(
+    folder: Path,
+    trainer_class: Any,
+    *,
+    prompts: int,
+    n: int,
+    response: int,
+    steps: int,
+    changes: Mapping[str, Any] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    describe: Callable[[], dict[str, float]] = dict,
+) -> None:
+    """Train, and print of each step the seconds and what describe returns.
+
+    Args: trainer_class: GRPOTrainer. response: sampled tokens of each completion. changes: to the
+    arguments of GRPOConfig. tools: functions that the model may call.
+    """
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
     class Stepwise(TrainerCallback):
         started = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            describe()  # what it counts begins with the first step
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             print("@waiting", flush=True)
@@ -33,7 +60,8 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
             self.started = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            print(f"@step {json.dumps({'seconds': time.perf_counter() - self.started})}", flush=True)
+            seconds = time.perf_counter() - self.started
+            print(f"@step {json.dumps({'seconds': seconds} | describe())}", flush=True)
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             length = logs.get("completions/mean_length")
@@ -49,7 +77,8 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         lambda row: {"prompt": [{"role": "user", "content": row["problem"].removeprefix("<image>")}]},
         remove_columns=["problem"],
     )
-    config = GRPOConfig(
+    make_config = partial(
+        GRPOConfig,
         output_dir=str(folder / "trl"),
         report_to="none",
         disable_tqdm=True,
@@ -75,11 +104,12 @@ def main(folder: Path, prompts: int, n: int, response: int, steps: int) -> None:
         logging_steps=1,
         save_strategy="no",
     )
-    trainer = GRPOTrainer(
+    trainer = trainer_class(
         model=str(folder / "model"),
         reward_funcs=[arbitrary_rewards],
-        args=config,
+        args=make_config(**changes or {}),
         train_dataset=data,
+        tools=list(tools) or None,
         callbacks=[Stepwise()],
     )
     warm_up(trainer.model)

@@ -51,10 +51,15 @@ class Side:
 
     def step(self) -> float:
         """Run one step and return its seconds. Raises: RuntimeError if the process ends instead."""
+        return self.report()["seconds"]
+
+    def report(self) -> dict[str, float]:
+        """Run one step and return what the process reports of it. Raises: as step."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has ended, see below
             print("go", file=self._process.stdin, flush=True)
-        return float(json.loads(self._read("@step "))["seconds"])
+        reported: dict[str, float] = json.loads(self._read("@step "))
+        return reported
 
     def _read(self, marker: str) -> str:
         """Return the rest of the next output line that contains a marker."""

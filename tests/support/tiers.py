@@ -36,6 +36,7 @@ KEPT = {
     "unit/test_watchdog.py": r"\[hang_in_python\]|test_progress_from_another_thread|test_the_stacks_of",
     "unit/test_models_activations.py": r"measured_peak\[qwen2_5_vl-|autocast-checkpointing-lora|variable_lengths",
     "integration/test_environment_pool.py": r"^(?!.*\[strict\b)",
+    "integration/test_episodes_benchmark.py": r"sampled_tokens_are_compared",
     "integration/test_episodes_combined.py": None,
     "integration/test_episodes_runs.py": r"turns_are_sampled|killed_in_the_middle",
     "integration/test_evaluation.py": None,
@@ -75,6 +76,7 @@ KEPT = {
 NEEDS_VLLM = {
     "integration/test_diverging_runs.py": r"test_two_workers_survive",
     "integration/test_environment.py": r"\[vllm\]",
+    "integration/test_episodes_benchmark.py": r"episodes_are_measured",
     "integration/test_export.py": r"test_an_export_has_the_same_logprobs_in_vllm_and_transformers",
     "integration/test_images_cost_once.py": r"-vllm\]",
     "integration/test_judge_served.py": r"",
