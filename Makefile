@@ -52,8 +52,8 @@ test-oldest: $(VENV_OLDEST)/.ready ## every test with the oldest supported trans
 test-loggers: $(VENV_LOGGERS)/.ready ## the loggers with their libraries, which need an environment of their own (one minute)
 	TRIGON_TEST_LOGGERS=1 $(VENV_LOGGERS)/bin/python -m pytest tests/loggers
 
-test-environments: $(VENV_ENVIRONMENTS)/.ready ## environments of Gymnasium and OpenEnv with their packages, in an environment of their own (one minute)
-	TRIGON_TEST_ENVIRONMENTS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(DURATIONS) tests/environments
+test-environments: $(VENV_ENVIRONMENTS)/.ready ## environments of Gymnasium and OpenEnv with their packages, in an environment of their own, and the gridworld (three minutes)
+	TRIGON_TEST_ENVIRONMENTS=1 $(VENV_ENVIRONMENTS)/bin/python -m pytest $(DURATIONS) tests/environments tests/learn/test_gridworld.py
 
 bench: $(VENV)/.ready ## every benchmark, with one table of results and targets (20 minutes on 2 idle cores)
 	$(VENV)/bin/python benchmarks/bench.py

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.models.policy import Policy
 from trigon.training.optim import Schedule, make_optimizer
-from trigon.types import Prompt, TrainGroup, TrainSequence
+from trigon.types import EncodedMedia, MicroBatch, Prompt, TrainGroup, TrainSequence, Vision
 
-Example = tuple[Prompt, tuple[int, ...]]
-"""A prompt, and the token ids of its target completion, end-of-sequence token included."""
+Example = tuple[Prompt, tuple[int, ...]] | TrainGroup
+"""A prompt, and the token ids of its target completion, end-of-sequence token included; or a prompt
+with targets from `as_target`, which may have several turns."""
 
 ACCURACY_WINDOW = 8
 """Number of updates over which the accuracy is averaged."""
@@ -40,10 +42,11 @@ def warm_start(
     """Train the policy in place up to target_accuracy, and return its accuracy.
 
     The loss is the mean negative log-probability of the target tokens. The accuracy is the mean
-    probability of a target completion, that of sampling at temperature 1. It is measured before
-    each update, on examples not trained on before (while there are any), and averaged over the last
-    ACCURACY_WINDOW updates. It rises suddenly, after a number of updates that depends on the seed,
-    so a number of updates would be no good criterion.
+    probability of a target completion, that of sampling at temperature 1; of completions with
+    several turns, that of a turn. It is measured before each update, on examples not trained on
+    before (while there are any), and averaged over the last ACCURACY_WINDOW updates. It rises
+    suddenly, after a number of updates that depends on the seed, so a number of updates would be no
+    good criterion.
 
     Args: make_example: makes the example of an index below num_examples, when it is drawn.
     batch_size: examples per update. seed: of their order. on_progress: called with the accuracy
@@ -67,14 +70,13 @@ def warm_start(
             groups, upcoming = upcoming.result(), thread.submit(draw)
             [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
             logprobs = policy(batch.packed).logprobs
-            completion_logprobs = torch.zeros(batch.num_sequences).index_add(0, batch.sequence_index, logprobs.detach())
-            recent.append(float(completion_logprobs.exp().mean()))
+            recent.append(_accuracy(batch, logprobs.detach()))
             accuracy = sum(recent) / ACCURACY_WINDOW  # too low until the window is full
             if on_progress is not None:
                 on_progress(accuracy)
             if accuracy >= target_accuracy:
                 break
-            loss = -logprobs.mean()
+            loss = -logprobs[batch.trainable].mean()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             for group in optimizer.param_groups:
@@ -84,15 +86,49 @@ def warm_start(
     return accuracy
 
 
-def _as_group(example: Example) -> TrainGroup:
-    prompt, token_ids = example
-    ones = torch.ones(len(token_ids))
-    sequence = TrainSequence(
+def as_target(
+    token_ids: tuple[int, ...],
+    *,
+    sampled: Sequence[tuple[int, int]] = (),
+    learned: Sequence[bool] = (),
+    vision: Vision | EncodedMedia | None = None,
+) -> TrainSequence:
+    """Return a target completion. The other fields are those of TrainSequence.
+
+    learned: whether each range of sampled is learned; otherwise it is context, as what was observed
+    is. If none are given, all are.
+    """
+    ranges = tuple(sampled) or ((0, len(token_ids)),)
+    loss_mask = torch.cat(
+        [
+            torch.full((end - start,), float(is_learned))
+            for (start, end), is_learned in zip(ranges, learned or [True] * len(ranges), strict=True)
+        ]
+    )
+    return TrainSequence(
         token_ids=token_ids,
-        loss_mask=ones,
-        advantages=ones,
-        sampling_logprobs=torch.zeros(len(token_ids)),
+        loss_mask=loss_mask,
+        advantages=torch.ones(len(loss_mask)),
+        sampling_logprobs=torch.zeros(len(loss_mask)),
         old_logprobs=None,
         ref_logprobs=None,
+        sampled=ranges,
+        vision=vision,
     )
-    return TrainGroup(prompt=prompt, sequences=(sequence,))
+
+
+def _as_group(example: Example) -> TrainGroup:
+    if isinstance(example, TrainGroup):
+        return example
+    prompt, token_ids = example
+    return TrainGroup(prompt=prompt, sequences=(as_target(token_ids),))
+
+
+def _accuracy(batch: MicroBatch, logprobs: Tensor) -> float:
+    """Return the mean probability of a turn that is learned. logprobs: [S], without gradient."""
+    lengths = [end - start for group in batch.packed.spans for completion in group.sampled for start, end in completion]
+    turn_index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    turn_logprobs = torch.zeros(len(lengths)).index_add(0, turn_index, logprobs)
+    is_learned = torch.zeros(len(lengths), dtype=torch.bool)
+    is_learned[turn_index[batch.trainable]] = True
+    return float(turn_logprobs[is_learned].exp().mean())

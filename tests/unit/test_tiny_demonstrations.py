@@ -1,0 +1,74 @@
+"""Demonstrations of episodes have the tokens of a run, of which the learned turns have a loss."""
+
+import torch
+from PIL import Image
+
+from support.builders import make_builder
+from trigon.data.turns import TurnTemplate
+from trigon.tiny.demonstrations import Demonstration, play
+from trigon.tiny.warm_start import as_target
+
+
+class Counter:
+    """Shows how often it was stepped, beside a picture, and ends after three steps."""
+
+    def reset(self, row):
+        self.num_steps, self.actions = 0, []
+        return {"text": row["problem"], "image": Image.new("RGB", (56, 56))}
+
+    def step(self, action):
+        self.num_steps += 1
+        self.actions.append(action)
+        return {"text": f"step {self.num_steps}", "image": Image.new("RGB", (84, 56))}, 0.0, self.num_steps == 3
+
+
+def play_counter(processors, *, max_turns=8, opens=True):
+    counter = Counter()
+    demonstration = Demonstration({"problem": "How many?"}, counter, lambda turn: (f"I see {turn}.", turn != 1))
+    template = TurnTemplate(processors, max_image_pixels=1_000_000)
+    target = play(demonstration, processors, template, opens=opens, role="user", max_turns=max_turns)
+    return counter, target
+
+
+def test_the_tokens_are_those_of_the_conversation(processors):
+    counter, target = play_counter(processors)
+    assert counter.actions == ["I see 0.", "I see 1.", "I see 2."]
+    image, text = {"type": "image"}, "text"
+    messages = [{"role": "user", "content": "How many?"}]
+    for number, shown in enumerate(("How many?", "step 1", "step 2")):
+        messages.append({"role": "user", "content": [image, {"type": text, text: shown}]})
+        messages.append({"role": "assistant", "content": f"I see {number}."})
+    rendered = processors.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+    for count in (4, 6, 6):  # 56 x 56 pixels, and 84 x 56, in tokens of 28 x 28
+        rendered = rendered.replace("<|image_pad|>", "<pads>" * count, 1)
+    prompt = make_builder(processors, generation_prompt=False).build({"problem": "How many?", "answer": ""}, "a")
+    ids = [*prompt.token_ids, *target.token_ids]
+    assert processors.tokenizer.decode(ids).replace("<|image_pad|>", "<pads>") == rendered
+    assert len(target.vision.encoded) == len(target.vision.hashes) == 3
+
+
+def test_what_the_script_wrote_is_sampled_and_some_of_it_learned(processors):
+    _, target = play_counter(processors)
+    texts = [processors.tokenizer.decode(target.token_ids[start:end]) for start, end in target.sampled]
+    assert texts == [f"I see {number}.<|im_end|>" for number in range(3)]
+    lengths = [end - start for start, end in target.sampled]
+    assert target.loss_mask.tolist() == [1.0] * lengths[0] + [0.0] * lengths[1] + [1.0] * lengths[2]
+
+
+def test_an_episode_ends_after_the_last_turn_without_another_observation(processors):
+    counter, target = play_counter(processors, max_turns=2)
+    assert counter.num_steps == 2
+    assert len(target.sampled) == 2
+    assert target.sampled[-1][1] == len(target.token_ids)
+    assert len(target.vision.encoded) == 2
+
+
+def test_without_a_first_observation_the_turn_follows_the_prompt(processors):
+    _, target = play_counter(processors, opens=False)
+    assert target.sampled[0][0] == 0
+
+
+def test_a_target_without_turns_is_learned_from_its_first_token():
+    target = as_target((5, 6, 7))
+    assert (target.sampled, target.vision) == (((0, 3),), None)
+    assert torch.equal(target.loss_mask, torch.ones(3))

@@ -1,0 +1,179 @@
+"""Plays episodes by a script, for the supervised warm start of a tiny model that acts in turns.
+
+The tokens are those of a run: the prompt, what the chat template writes between turns, and the
+script's texts in place of what a model samples. Used by the programs of examples/, by no run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trigon.data.media_processing import MediaProcessor
+from trigon.data.prompts import PromptBuilder
+from trigon.data.turns import TurnTemplate
+from trigon.data.vision import image_processor_of
+from trigon.environments.conversion import to_observation, to_step
+from trigon.environments.protocol import Environment
+from trigon.models.load import Processors, load_model, load_processors
+from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
+from trigon.models.weight_files import save_weights
+from trigon.names import ObservationRole
+from trigon.tiny.warm_start import as_target, warm_start
+from trigon.training.optim import Schedule
+from trigon.types import EncodedMedia, TrainGroup, TrainSequence
+
+_MAX_IMAGE_PIXELS = 1 << 24
+
+Script = Callable[[int], tuple[str, bool]]
+"""Returns what is written in a turn, of which it gets the number, from 0, and whether that is
+learned. It may look into the environment for what to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """An episode to play: a row of the dataset, its environment, and a script.
+
+    images: of the row, as the environment gets them.
+    """
+
+    row: Mapping[str, Any]
+    environment: Environment
+    script: Script
+    images: Sequence[Any] = ()
+
+
+def learn_demonstrations(
+    folder: Path,
+    demonstrate: Callable[[int], Demonstration],
+    *,
+    num_updates: int,
+    target_accuracy: float,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    max_turns: int = 8,
+    opens: bool = True,
+    role: ObservationRole = "user",
+    tools: Sequence[Mapping[str, Any]] = (),
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> float:
+    """Train the model of a folder on demonstrations, in place, and return its accuracy.
+
+    The rows have the columns problem, answer and, where there are images, images.
+
+    Args:
+        demonstrate: returns the episode of a number from 0; each is played once, in a thread.
+        num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
+            learning_rate: see warm_start. The accuracy is that of turns.
+        seed: of the order of the episodes.
+        max_turns: turns after which an episode ends if its environment does not end it.
+        opens: whether the environment has a first observation, which follows the prompt.
+        role: of observations that are not messages of tools.
+        tools: the schemas that the prompt has, in a run with tools.
+        min_pixels, max_pixels: data.min_pixels and data.max_pixels of the run.
+        on_progress: called with the accuracy before each update.
+    """
+    processors = load_processors(str(folder), min_pixels=min_pixels, max_pixels=max_pixels)
+    builder = PromptBuilder(
+        processors,
+        prompt_key="problem",
+        answer_key="answer",
+        image_key="images",
+        image_dir=None,
+        format_prompt=None,
+        system_prompt=None,
+        max_prompt_length=4096,
+        max_image_pixels=_MAX_IMAGE_PIXELS,
+        limit_images=0,
+        process_images=False,
+        tools=tools,
+        generation_prompt=not opens,
+    )
+    template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
+    image_processor = image_processor_of(processors)
+    assert image_processor is not None, "a tiny model that takes images"
+    media = MediaProcessor(image_processor, max_image_pixels=_MAX_IMAGE_PIXELS, num_workers=1, max_bytes=1 << 28)
+
+    def make_example(index: int) -> TrainGroup:
+        demonstration = demonstrate(index)
+        prompt = builder.build(dict(demonstration.row), f"demonstration:{index}")
+        target = play(demonstration, processors, template, opens=opens, role=role, max_turns=max_turns)
+        media.start_step()
+        [group] = media.process_groups([TrainGroup(prompt, (target,))])
+        return group
+
+    policy = Policy(
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    accuracy = warm_start(
+        policy,
+        make_example,
+        num_examples=num_updates * batch_size,
+        max_updates=num_updates,
+        target_accuracy=target_accuracy,
+        batch_size=batch_size,
+        schedule=Schedule(learning_rate, "constant", 10, num_updates, 0.0),
+        positions=positions_of(processors.family, processors.hf_config),
+        seed=seed,
+        on_progress=on_progress,
+    )
+    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")
+    return accuracy
+
+
+def play(
+    demonstration: Demonstration,
+    processors: Processors,
+    template: TurnTemplate,
+    *,
+    opens: bool,
+    role: ObservationRole,
+    max_turns: int,
+) -> TrainSequence:
+    """Play an episode, and return its tokens as a target, with images as encoded files.
+
+    Args: as of learn_demonstrations. template: of the conversation, as a run has it.
+    """
+    end_token_id = processors.stop_token_ids[0]
+    token_ids: list[int] = []
+    sampled: list[tuple[int, int]] = []
+    learned: list[bool] = []
+    files: list[bytes] = []
+    hashes: list[str] = []
+    environment = demonstration.environment
+    returned: object = environment.reset({**demonstration.row, "images": list(demonstration.images)})
+    for turn in range(max_turns):
+        seen = to_observation(returned, role=role, max_image_pixels=_MAX_IMAGE_PIXELS)
+        observed = None
+        if turn > 0:
+            if seen is None:
+                break
+            observed = template.reply(seen, last_token_id=end_token_id)
+        elif opens:
+            observed = template.opening(seen)
+        if observed is not None:
+            token_ids += observed.token_ids
+            if observed.media is not None:
+                files += observed.media.encoded
+                hashes += observed.media.hashes
+        text, is_learned = demonstration.script(turn)
+        start = len(token_ids)
+        token_ids += [*processors.tokenizer.encode(text), end_token_id]
+        sampled.append((start, len(token_ids)))
+        learned.append(is_learned)
+        returned, _, is_over = to_step(environment.step(text))
+        if is_over:
+            break
+    media = EncodedMedia(tuple(files), tuple(hashes)) if files else None
+    return as_target(tuple(token_ids), sampled=tuple(sampled), learned=learned, vision=media)
