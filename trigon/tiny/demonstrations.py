@@ -40,12 +40,14 @@ class Demonstration:
     """An episode to play: a row of the dataset, its environment, and a script.
 
     images: of the row, as the environment gets them.
+    shows_tools: whether the prompt describes the tools, if there are any.
     """
 
     row: Mapping[str, Any]
     environment: Environment
     script: Script
     images: Sequence[Any] = ()
+    shows_tools: bool = True
 
 
 def learn_demonstrations(
@@ -82,21 +84,24 @@ def learn_demonstrations(
         on_progress: called with the accuracy before each update.
     """
     processors = load_processors(str(folder), min_pixels=min_pixels, max_pixels=max_pixels)
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=4096,
-        max_image_pixels=_MAX_IMAGE_PIXELS,
-        limit_images=0,
-        process_images=False,
-        tools=tools,
-        generation_prompt=not opens,
-    )
+    builders = {
+        shows_tools: PromptBuilder(
+            processors,
+            prompt_key="problem",
+            answer_key="answer",
+            image_key="images",
+            image_dir=None,
+            format_prompt=None,
+            system_prompt=None,
+            max_prompt_length=4096,
+            max_image_pixels=_MAX_IMAGE_PIXELS,
+            limit_images=0,
+            process_images=False,
+            tools=tools if shows_tools else (),
+            generation_prompt=not opens,
+        )
+        for shows_tools in (True, False)
+    }
     template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
     image_processor = image_processor_of(processors)
     assert image_processor is not None, "a tiny model that takes images"
@@ -104,6 +109,7 @@ def learn_demonstrations(
 
     def make_example(index: int) -> TrainGroup:
         demonstration = demonstrate(index)
+        builder = builders[demonstration.shows_tools]
         prompt = builder.build(dict(demonstration.row), f"demonstration:{index}")
         target = play(demonstration, processors, template, opens=opens, role=role, max_turns=max_turns)
         media.start_step()
