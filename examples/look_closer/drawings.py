@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 PATTERNS = ("rows", "columns", "checks", "plain")
 """The answers, equally frequent."""
 
-PROBLEM = "<image>What is in the red frame: rows, columns, checks or plain?"
+PROBLEM = "<image>What is in the red frame?"
 
 SIDE = 256
 """Pixels of each side of a picture."""
@@ -36,6 +36,10 @@ EXTENT = 250
 _LINE, _FRAME, _MARGIN = 2, 12, 8  # pixels
 _INSIDE = EXTENT * SIDE // 1000
 _RED, _BLUE = (210, 30, 30), (40, 60, 210)
+_PAPERS = ((240, 200, 80), (110, 200, 80), (240, 200, 230), (110, 200, 230))
+"""Of the quarters: yellow, green, pink and light blue, more or less. The tiny model finds a place by
+the colour around it: red is left or right, blue is top or bottom."""
+_VARIATION = 12
 _GREY, _CONTRAST = 125, 100
 
 
@@ -61,9 +65,12 @@ def draw(rng: random.Random, index: int) -> Drawing:
     red = rng.randrange(len(REGIONS))
     patterns = [rng.choice(PATTERNS) for _ in REGIONS]
     patterns[red] = PATTERNS[index % len(PATTERNS)]
-    image = Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
+    image = Image.new("RGB", (SIDE, SIDE))
     pen = ImageDraw.Draw(image)
     for region, corner in enumerate(REGIONS):
+        x, y = (coordinate // 500 * SIDE // 2 for coordinate in corner)
+        paper = tuple(channel + rng.randint(-_VARIATION, _VARIATION) for channel in _PAPERS[region])
+        pen.rectangle((x, y, x + SIDE // 2 - 1, y + SIDE // 2 - 1), fill=paper)
         left, top = (coordinate * SIDE // 1000 for coordinate in corner)
         outer = (left - _FRAME, top - _FRAME, left + _INSIDE + _FRAME - 1, top + _INSIDE + _FRAME - 1)
         pen.rectangle(outer, fill=_RED if region == red else _BLUE)

@@ -23,7 +23,7 @@ from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.weight_files import save_weights
-from trigon.names import ObservationRole
+from trigon.names import LearningRateSchedule, ObservationRole
 from trigon.tiny.warm_start import as_target, warm_start
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup, TrainSequence
@@ -58,6 +58,7 @@ def learn_demonstrations(
     target_accuracy: float,
     batch_size: int,
     learning_rate: float,
+    scheduler: LearningRateSchedule = "constant",
     seed: int,
     max_turns: int = 8,
     opens: bool = True,
@@ -75,6 +76,7 @@ def learn_demonstrations(
         demonstrate: returns the episode of a number from 0; each is played once, in a thread.
         num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
             learning_rate: see warm_start. The accuracy is that of turns.
+        scheduler: of the learning rate, after ten updates in which it rises.
         seed: of the order of the episodes.
         max_turns: turns after which an episode ends if its environment does not end it.
         opens: whether the environment has a first observation, which follows the prompt.
@@ -129,7 +131,7 @@ def learn_demonstrations(
         max_updates=num_updates,
         target_accuracy=target_accuracy,
         batch_size=batch_size,
-        schedule=Schedule(learning_rate, "constant", 10, num_updates, 0.0),
+        schedule=Schedule(learning_rate, scheduler, 10, num_updates, 0.0),
         positions=positions_of(processors.family, processors.hf_config),
         seed=seed,
         on_progress=on_progress,
