@@ -37,8 +37,8 @@ _LINE, _FRAME, _MARGIN = 2, 12, 8  # pixels
 _INSIDE = EXTENT * SIDE // 1000
 _RED, _BLUE = (210, 30, 30), (40, 60, 210)
 _PAPERS = ((240, 200, 80), (110, 200, 80), (240, 200, 230), (110, 200, 230))
-"""Of the quarters: yellow, green, pink and light blue, more or less. The tiny model finds a place by
-the colour around it: red is left or right, blue is top or bottom."""
+"""Of the quarters: yellow, green, pink and light blue, more or less. The tiny model finds a place
+by the colour around it: more red is left, more blue is below."""
 _VARIATION = 12
 _GREY, _CONTRAST = 125, 100
 

@@ -1,4 +1,4 @@
-"""The example examples/look_closer: with the tool the accuracy rises, without it stays at chance."""
+"""examples/look_closer: with the tool the accuracy rises, and without it stays at chance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(made: Path, name: str, *overrides: str) -> list[dict[str, float]]:
-    """Run the example with the tool, or as the overrides say, and return the metrics of its steps."""
+    """Run the example, changed by overrides, and return the metrics of its steps."""
     run(
         *("-m", "trigon.cli", "train", "examples/look_closer/config.yaml"),
         f"data.train_files={made / 'train.parquet'}",
