@@ -1,8 +1,8 @@
 """Every recipe of examples/ trains two steps: its command line, a tiny model, small sizes.
 
-Generated data has the columns of the datasets that the recipes name. The models are warmed up to be
-correct about half of the time, so that the rewards of a group differ and online filtering keeps
-groups.
+Generated data has the columns of the datasets that the recipes name; environments are those of the
+recipes. The models are warmed up to be correct about half of the time, so that the rewards of a
+group differ and online filtering keeps groups.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import random
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import get_args
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -40,6 +42,7 @@ from trigon.environments.tools import describe_tools, load_tools
 from trigon.models.load import load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
+from trigon.tiny.demonstrations import Demonstration, learn_demonstrations
 from trigon.tiny.model_types import TinyModelType
 from trigon.tiny.warm_start import warm_start
 from trigon.training.optim import Schedule
@@ -129,10 +132,11 @@ COMPLETIONS = {
         '<think>.</think><answer>{"action": "click", "point": [900, 300]}</answer>',
     ),
     "visual_search": ("<think>I see.</think><answer>tan</answer>", CALL),
+    "environment": ("<action>tap(200, 100)</action>", "I see."),
 }
 """Reward -> a correct and a wrong completion, both well formatted; models are warmed up to both.
-
-With tools the wrong one is a call, after which the model does not know what to write."""
+With tools the wrong one is a call, after which the model does not know what to write; of an
+environment: turns with different rewards."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,6 +163,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         command = [str(prepare / script), "--local_dir", str(folder / output), "--source", str(folder / source)]
         subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=120)
+    sizes = ["--num-train", str(NUM_TRAIN), "--num-test", str(NUM_TEST)]
+    make = [sys.executable, str(ROOT / "examples" / "gui" / "make.py"), "--folder", str(folder / "datasets" / "gui")]
+    subprocess.run([*make, *sizes], check=True, capture_output=True, timeout=120)
     return folder
 
 
@@ -208,6 +215,11 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
     model = config.worker.actor.model.model_copy(update={"model_path": str(source)})
     actor = config.worker.actor.model_copy(update={"model": model})
     config = config.model_copy(update={"worker": config.worker.model_copy(update={"actor": actor})})
+    if config.worker.rollout.environment is not None:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        skill = warm_up_in_environment(config, folder)
+        assert skill >= 0.35, skill
+        return folder
     processors = open_processors(config)
     schemas = describe_tools(load_tools(find_tools(config.worker.rollout.tools)))
     prompts = open_prompts(
@@ -245,6 +257,29 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
     weights = {name: weight.contiguous() for name, weight in policy.named_weights()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def warm_up_in_environment(config: Config, folder: Path) -> float:
+    """Train the model in a folder to write both turns about equally often. Returns its accuracy."""
+    file, _, name = str(config.worker.rollout.environment).partition(":")
+    make = runpy.run_path(str(ROOT / file))[name]
+    rows = pq.read_table(config.data.train_files[0]).to_pylist()
+
+    def demonstrate(index: int) -> Demonstration:
+        rng = random.Random(index)
+        turns = COMPLETIONS[reward_of(config)]
+        return Demonstration(rows[index % len(rows)], make(), lambda turn: (rng.choice(turns), True))
+
+    return learn_demonstrations(
+        folder,
+        demonstrate,
+        num_updates=100,
+        target_accuracy=0.35,
+        batch_size=4,
+        learning_rate=3e-3,
+        seed=0,
+        max_turns=2,
+    )
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -286,6 +321,8 @@ def size_overrides(config: Config) -> list[str]:
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
     }
+    if config.worker.rollout.environment is not None:  # turns with a picture of at most 64 tokens
+        small |= {"data.max_response_length": 512, "worker.rollout.max_turns": 3}
     if config.worker.rollout.max_turn_tokens is not None:
         small["worker.rollout.max_turn_tokens"] = COMPLETION_TOKENS
     if config.data.mini_rollout_batch_size is not None:
@@ -315,8 +352,8 @@ def test_a_recipe_trains(
 ) -> None:
     monkeypatch.chdir(ROOT)
     environment = {"HOME": str(home)}
-    if found := re.search(r"DATA:-(datasets/.*)}", recipe.read_text(encoding="utf-8")):
-        environment["DATA"] = str(home / found[1])
+    if local := re.search(r"\bDATA:-(datasets/[\w-]+)\}", recipe.read_text(encoding="utf-8")):
+        environment["DATA"] = str(home / local[1])
 
     def configured(*overrides: str) -> tuple[Config, list[str]]:
         arguments = arguments_of(recipe, tmp_path / "bin", *overrides, environment=environment)

@@ -33,6 +33,7 @@ RECIPE_NAMES = [
     "qwen2_5_vl_7b_geo3k_reinforce",
     "qwen2_5_vl_7b_geo3k_sapo",
     "qwen2_5_vl_7b_geo3k_swanlab",
+    "qwen2_5_vl_7b_gui_agent_grpo",
     "qwen2_5_vl_7b_multi_image",
     "qwen2_5_vl_7b_visual_search_crop",
     "qwen3_14b_dapo17k_dapo",
@@ -42,7 +43,7 @@ RECIPE_NAMES = [
     "qwen3_vl_4b_geo3k_grpo",
     "qwen3_vl_4b_geo3k_grpo_lora",
 ]
-"""Names from EasyR1 and verl, the recommended recipe, and the recipes with episodes."""
+"""Names from EasyR1 and verl, the recommended recipe, and those with environments or tools."""
 
 
 def test_the_readme_lists_every_recipe_with_its_number_of_gpus(tmp_path):
@@ -112,6 +113,9 @@ def test_recipes_write_to_different_folders(tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_prompt_and_reward_of_a_recipe_match(path, tmp_path):
     config = configured(path, tmp_path)
+    if config.worker.rollout.environment is not None:  # which says what to write, and rewards it
+        assert (config.data.format_prompt, config.worker.reward.reward_function) == (None, "environment")
+        return
     prompt, reward = Path(config.data.format_prompt), Path(config.worker.reward.reward_function.partition(":")[0])
     assert prompt.stem == reward.stem
     assert reward.is_file()
@@ -170,6 +174,74 @@ def test_the_prompt_for_screens_contains_the_image_once(question):
     text = jinja2.Template(template).render(content=question)
     assert text.count("<image>") == 1
     assert "Open the settings." in text
+
+
+# -- gui/ ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gui(monkeypatch):
+    """Return the modules settings and make of examples/gui, which import each other by name."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "gui"))
+    modules = {}
+    for name in ("settings", "make"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        modules[name] = importlib.import_module(name)
+    yield modules
+    for name in modules:
+        del sys.modules[name]
+
+
+def begin(gui, seed=0):
+    """Return an episode of the settings, and functions that tap its group and its switch."""
+    row = gui["make"].row_of(seed)
+    episode = gui["settings"].Settings()
+    first = episode.reset(row)
+    group = next(name for name, switches in episode.groups.items() if row["switch"] in switches)
+
+    def tap(lines, name, x=200):
+        return episode.step(f"<think>{name}</think><action>tap({x}, {70 * (lines.index(name) + 1) + 35})</action>")
+
+    return row, episode, first, lambda: tap(list(episode.groups), group), lambda name: tap(episode.groups[group], name)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_taps_set_the_switch_of_a_task(gui, seed):
+    row, episode, first, tap_group, tap_switch = begin(gui, seed)
+    assert (first.width % 28, first.height % 28) == (0, 0)
+    second, reward, done = tap_group()
+    assert (reward, done) == (0.0, False)
+    assert second.tobytes() != first.tobytes()
+    assert tap_switch(row["switch"]) == (None, 1.0, True)
+    assert episode.is_on[row["switch"]] == (row["state"] == "on")
+
+
+def test_another_switch_ends_the_episode_without_a_reward(gui):
+    row, episode, _, tap_group, tap_switch = begin(gui)
+    tap_group()
+    other = next(name for name in episode.groups[episode.shown] if name != row["switch"])
+    assert tap_switch(other) == (None, 0.0, True)
+
+
+def test_the_arrow_leads_back_and_other_places_do_nothing(gui):
+    _, episode, first, tap_group, _ = begin(gui)
+    assert episode.step("tap(30, 30)")[0].tobytes() == first.tobytes()  # no arrow yet
+    second = tap_group()[0]
+    assert episode.step("tap(200, 690)")[0].tobytes() == second.tobytes()
+    assert episode.step("tap(30, 30)")[0].tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("text", ["", "tap(1)", "tap(1, 2) tap(3, 4)", "<think>tap(1, 2)</think>"])
+def test_a_turn_without_one_action_is_told_what_to_write(gui, text):
+    _, episode, _, _, _ = begin(gui)
+    assert episode.step(text) == ("Write one action: tap(x, y), with whole numbers.", -0.1, False)
+
+
+def test_the_rows_name_a_switch_and_its_state(gui, tmp_path):
+    assert gui["make"].main(["--folder", str(tmp_path), "--num-train", "3", "--num-test", "2"]) == 0
+    train, test = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "test"))
+    assert (len(train), len({row["seed"] for row in train + test})) == (3, 5)
+    assert all(f"Turn {row['state']} {row['switch']}." in row["problem"] for row in train)
 
 
 # -- data_preprocess/geo3k.py ----------------------------------------------------------------------

@@ -129,4 +129,6 @@ def _accuracy(batch: MicroBatch, logprobs: Tensor) -> float:
     lengths = [end - start for group in batch.packed.spans for completion in group.sampled for start, end in completion]
     turn_index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     turn_logprobs = torch.zeros(len(lengths)).index_add(0, turn_index, logprobs)
-    return float(turn_logprobs[turn_index[batch.trainable].unique()].exp().mean())
+    is_learned = torch.zeros(len(lengths), dtype=torch.bool)
+    is_learned[turn_index[batch.trainable]] = True
+    return float(turn_logprobs[is_learned].exp().mean())
