@@ -8,6 +8,7 @@ group differ and online filtering keeps groups.
 from __future__ import annotations
 
 import gc
+import hashlib
 import io
 import json
 import math
@@ -36,6 +37,8 @@ from trigon.config.load import load_config, split_arguments
 from trigon.config.options import options
 from trigon.config.schema import Config
 from trigon.data.dataset import open_prompts
+from trigon.environments.settings import find_tools
+from trigon.environments.tools import describe_tools, load_tools
 from trigon.models.load import load_model
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
@@ -47,6 +50,8 @@ from trigon.training.optim import Schedule
 STEPS = 2
 NUM_TRAIN, NUM_TEST = 8, 4
 PROMPT_TOKENS, COMPLETION_TOKENS = 640, 64
+TOOL_TOKENS, REGION_TOKENS = 640, 128
+"""Added to them for recipes with tools: their description, and a region that `crop` returns."""
 
 
 # -- data: the columns of each hub dataset ---------------------------------------------------------
@@ -89,6 +94,19 @@ def screen_rows(rng: random.Random, count: int) -> datasets.Dataset:
     )
 
 
+def search_rows(rng: random.Random, count: int) -> datasets.Dataset:
+    # visual_search.py splits the rows by the hash of the image: one of twenty is for the test.
+    files = sorted((png_bytes(rng) for _ in range(20 * count)), key=lambda file: hashlib.sha256(file).digest()[0] % 20)
+    files = files[:NUM_TEST] + files[-count:]
+    information = {"question": "Is the countertop tan or blue?", "answer": "The countertop is tan."}
+    return datasets.Dataset.from_dict(
+        {
+            "images": [[{"bytes": file, "path": ""}] for file in files],
+            "extra_info": [{**information, "index": str(number), "split": "train"} for number in range(len(files))],
+        }
+    )
+
+
 DATASETS = {
     "hiyouga/geometry3k": question_rows("<image>Find x.", "48", images=1),
     "hiyouga/math12k": question_rows("What is half of 96?", "48"),
@@ -97,8 +115,11 @@ DATASETS = {
     "leonardPKU/GEOQA_8K_R1V": question_rows("<image>∠A = 35°; what is ∠B?", "145°", images=1),
     "hiyouga/journeybench-multi-image-vqa": question_rows("<image>\n<image>\nHow many cups in both?", "5", images=2),
     "datasets/GUI-R1": screen_rows,
+    "datasets/deepeyes": search_rows,
 }
 """A hub dataset, or the folder that a recipe reads -> the function that generates its rows."""
+
+CALL = '<tool_call>{"name":"crop","arguments":{"bbox_2d":[0,0,9,9]}}</tool_call>'
 
 COMPLETIONS = {
     "math": ("<think>I see.</think>\\boxed{48}", "<think>I see.</think>\\boxed{47}"),
@@ -110,10 +131,12 @@ COMPLETIONS = {
         '<think>.</think><answer>{"action": "click", "point": [200, 300]}</answer>',
         '<think>.</think><answer>{"action": "click", "point": [900, 300]}</answer>',
     ),
+    "visual_search": ("<think>I see.</think><answer>tan</answer>", CALL),
     "environment": ("<action>tap(200, 100)</action>", "I see."),
 }
-"""Reward -> a correct and a wrong completion, both well formatted; models are warmed up to both. Of
-an environment: turns with different rewards."""
+"""Reward -> a correct and a wrong completion, both well formatted; models are warmed up to both.
+With tools the wrong one is a call, after which the model does not know what to write; of an
+environment: turns with different rewards."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,16 +150,19 @@ def _frozen_garbage() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the generated datasets and the output of geo3k.py for Geometry3K."""
+    """Return a folder with the generated datasets, and what data_preprocess/ makes of two."""
     folder = tmp_path_factory.mktemp("home")
     for name, make in DATASETS.items():
         (folder / name).mkdir(parents=True)
         for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
             make(random.Random(f"{name} {split}"), count).to_parquet(folder / name / f"{split}.parquet")
-    prepare = ROOT / "examples" / "data_preprocess" / "geo3k.py"
-    source = folder / "hiyouga" / "geometry3k"
-    command = [sys.executable, str(prepare), "--local_dir", str(folder / "data" / "geo3k"), "--source", str(source)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    prepare = ROOT / "examples" / "data_preprocess"
+    for script, source, output in (
+        ("geo3k.py", "hiyouga/geometry3k", "data/geo3k"),
+        ("visual_search.py", "datasets/deepeyes/train.parquet", "datasets/visual_search"),
+    ):
+        command = [str(prepare / script), "--local_dir", str(folder / output), "--source", str(folder / source)]
+        subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=120)
     sizes = ["--num-train", str(NUM_TRAIN), "--num-test", str(NUM_TEST)]
     make = [sys.executable, str(ROOT / "examples" / "gui" / "make.py"), "--folder", str(folder / "datasets" / "gui")]
     subprocess.run([*make, *sizes], check=True, capture_output=True, timeout=120)
@@ -195,9 +221,10 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
         assert skill >= 0.35, skill
         return folder
     processors = open_processors(config)
+    schemas = describe_tools(load_tools(find_tools(config.worker.rollout.tools)))
     prompts = open_prompts(
         config.data.train_files[0],
-        open_builder(config, processors),
+        open_builder(config, processors, process_images=True, schemas=schemas),
         filter_overlong_prompts=False,
         max_bad_row_fraction=0.0,
         num_workers=1,
@@ -273,9 +300,10 @@ def file_overrides(config: Config, home: Path) -> list[str]:
 def size_overrides(config: Config) -> list[str]:
     """Return the overrides that make a recipe small, without changing the algorithm."""
     updates = min(config.data.rollout_batch_size // config.worker.actor.global_batch_size, 2)
+    has_tools = bool(config.worker.rollout.tools)
     small: dict[str, object] = {
-        "data.max_prompt_length": PROMPT_TOKENS,
-        "data.max_response_length": COMPLETION_TOKENS,
+        "data.max_prompt_length": PROMPT_TOKENS + has_tools * TOOL_TOKENS,
+        "data.max_response_length": COMPLETION_TOKENS + has_tools * REGION_TOKENS,
         "data.rollout_batch_size": 2 * updates,
         "data.val_batch_size": NUM_TEST,
         "data.min_pixels": "null",
@@ -295,6 +323,7 @@ def size_overrides(config: Config) -> list[str]:
     }
     if config.worker.rollout.environment is not None:  # turns with a picture of at most 64 tokens
         small |= {"data.max_response_length": 512, "worker.rollout.max_turns": 3}
+    if config.worker.rollout.max_turn_tokens is not None:
         small["worker.rollout.max_turn_tokens"] = COMPLETION_TOKENS
     if config.data.mini_rollout_batch_size is not None:
         small["data.mini_rollout_batch_size"] = 4
@@ -349,6 +378,8 @@ def test_a_recipe_trains(
         assert "actor/pg_loss" in line["metrics"]
     assert max(line["metrics"]["actor/grad_norm"] for line in lines) > 1e-4, "no group had a gradient"
     assert (run / f"global_step_{STEPS}").is_dir()
+    if config.worker.rollout.tools:
+        assert max(line["metrics"]["rollout/num_turns"] for line in lines) > 1, "no tool was called"
 
     # The saved configuration is that of the recipe, except for the overrides.
     saved = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))

@@ -16,6 +16,7 @@ RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
 KEPT = {
     "learn/test_every_algorithm.py": None,
     "learn/test_gridworld.py": None,
+    "learn/test_learns_to_look_closer.py": None,
     "learn/test_smollm2.py": None,
     "invariants/test_ranks_change_nothing.py": r"\[(vision on 2|lora, hybrid|full kl, lora|bfloat16 weights)\]|"
     r"not_finite|\[2, read by 1 and 4\]|\[on 4, hybrid\]",

@@ -400,6 +400,7 @@ EXAMPLES_ROWS = {
     "baselines/qwen2_5_vl_3b_clevr": [("<image>How many?", answer) for answer in ("3", "5", "0", "10")],
     "baselines/qwen2_5_vl_3b_geoqa8k": [("<image>What is it?", answer) for answer in ("145°", "10√3", "25π", "5 cm")],
     "qwen2_5_vl_7b_multi_image": [("<image>\n<image>\nWhich?", answer) for answer in ("A", "two", "red", "no")],
+    "qwen2_5_vl_7b_visual_search_crop": [("<image>Is it?", answer) for answer in ("tan", "yes", "left", "no")],
     "qwen2_5_vl_3b_android_gui_grpo": [("Open it.", box) for box in ([0.1, 0.2, 0.3, 0.4], [0.5, 0.5, 0.6, 0.6])],
 }
 
@@ -425,7 +426,7 @@ def test_the_shipped_recipes_have_no_problem(name, tmp_path, tiny_vlm, monkeypat
         f"data.train_files={files[0]}",
         f"data.val_files={files[1]}",
         f"worker.actor.model.model_path={tiny_vlm}",
-        *("data.max_prompt_length=1024", "data.max_response_length=512", "data.rollout_batch_size=8"),
+        *("data.max_prompt_length=2048", "data.max_response_length=512", "data.rollout_batch_size=8"),
         *("worker.actor.global_batch_size=8", "data.mini_rollout_batch_size=8"),
         f"trainer.save_checkpoint_path={tmp_path / 'run'}",
         "worker.rollout.name=transformers",

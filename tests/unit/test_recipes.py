@@ -35,6 +35,7 @@ RECIPE_NAMES = [
     "qwen2_5_vl_7b_geo3k_swanlab",
     "qwen2_5_vl_7b_gui_agent_grpo",
     "qwen2_5_vl_7b_multi_image",
+    "qwen2_5_vl_7b_visual_search_crop",
     "qwen3_14b_dapo17k_dapo",
     "qwen3_4b_math_grpo",
     "qwen3_4b_math_grpo_lora",
@@ -42,7 +43,7 @@ RECIPE_NAMES = [
     "qwen3_vl_4b_geo3k_grpo",
     "qwen3_vl_4b_geo3k_grpo_lora",
 ]
-"""Names from EasyR1 and verl, the recommended recipe, and those with environments."""
+"""Names from EasyR1 and verl, the recommended recipe, and those with environments or tools."""
 
 
 def test_the_readme_lists_every_recipe_with_its_number_of_gpus(tmp_path):

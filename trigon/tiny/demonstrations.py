@@ -23,7 +23,7 @@ from trigon.models.load import Processors, load_model, load_processors
 from trigon.models.policy import Policy
 from trigon.models.positions import positions_of
 from trigon.models.weight_files import save_weights
-from trigon.names import ObservationRole
+from trigon.names import LearningRateSchedule, ObservationRole
 from trigon.tiny.warm_start import as_target, warm_start
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup, TrainSequence
@@ -40,12 +40,14 @@ class Demonstration:
     """An episode to play: a row of the dataset, its environment, and a script.
 
     images: of the row, as the environment gets them.
+    shows_tools: whether the prompt describes the tools, if there are any.
     """
 
     row: Mapping[str, Any]
     environment: Environment
     script: Script
     images: Sequence[Any] = ()
+    shows_tools: bool = True
 
 
 def learn_demonstrations(
@@ -56,6 +58,7 @@ def learn_demonstrations(
     target_accuracy: float,
     batch_size: int,
     learning_rate: float,
+    scheduler: LearningRateSchedule = "constant",
     seed: int,
     max_turns: int = 8,
     opens: bool = True,
@@ -73,6 +76,7 @@ def learn_demonstrations(
         demonstrate: returns the episode of a number from 0; each is played once, in a thread.
         num_updates: at most; fewer if target_accuracy is reached. target_accuracy, batch_size,
             learning_rate: see warm_start. The accuracy is that of turns.
+        scheduler: of the learning rate, after ten updates in which it rises.
         seed: of the order of the episodes.
         max_turns: turns after which an episode ends if its environment does not end it.
         opens: whether the environment has a first observation, which follows the prompt.
@@ -82,21 +86,24 @@ def learn_demonstrations(
         on_progress: called with the accuracy before each update.
     """
     processors = load_processors(str(folder), min_pixels=min_pixels, max_pixels=max_pixels)
-    builder = PromptBuilder(
-        processors,
-        prompt_key="problem",
-        answer_key="answer",
-        image_key="images",
-        image_dir=None,
-        format_prompt=None,
-        system_prompt=None,
-        max_prompt_length=4096,
-        max_image_pixels=_MAX_IMAGE_PIXELS,
-        limit_images=0,
-        process_images=False,
-        tools=tools,
-        generation_prompt=not opens,
-    )
+    builders = {
+        shows_tools: PromptBuilder(
+            processors,
+            prompt_key="problem",
+            answer_key="answer",
+            image_key="images",
+            image_dir=None,
+            format_prompt=None,
+            system_prompt=None,
+            max_prompt_length=4096,
+            max_image_pixels=_MAX_IMAGE_PIXELS,
+            limit_images=0,
+            process_images=False,
+            tools=tools if shows_tools else (),
+            generation_prompt=not opens,
+        )
+        for shows_tools in (True, False)
+    }
     template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
     image_processor = image_processor_of(processors)
     assert image_processor is not None, "a tiny model that takes images"
@@ -104,6 +111,7 @@ def learn_demonstrations(
 
     def make_example(index: int) -> TrainGroup:
         demonstration = demonstrate(index)
+        builder = builders[demonstration.shows_tools]
         prompt = builder.build(dict(demonstration.row), f"demonstration:{index}")
         target = play(demonstration, processors, template, opens=opens, role=role, max_turns=max_turns)
         media.start_step()
@@ -123,7 +131,7 @@ def learn_demonstrations(
         max_updates=num_updates,
         target_accuracy=target_accuracy,
         batch_size=batch_size,
-        schedule=Schedule(learning_rate, "constant", 10, num_updates, 0.0),
+        schedule=Schedule(learning_rate, scheduler, 10, num_updates, 0.0),
         positions=positions_of(processors.family, processors.hf_config),
         seed=seed,
         on_progress=on_progress,
