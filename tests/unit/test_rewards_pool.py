@@ -267,7 +267,7 @@ def test_values_that_json_cannot_represent_are_reported(pool_of):
 @pytest.mark.parametrize(
     ("text", "kwargs", "message"),
     [
-        ("def mian(reward_inputs): ...", {}, "did you mean 'mian'?"),
+        ("def mian(reward_inputs): ...", {}, "did you mean mian?"),
         ("def main(reward_inputs", {}, "SyntaxError"),
         ("REWARD_TYPE = 'function'\ndef main(reward_inputs): ...", {}, "REWARD_TYPE is 'function'"),
         ("def main(reward_inputs, weight=1): ...", {"wieght": 2}, "did you mean 'weight'?"),
