@@ -55,7 +55,7 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Figure], str]:
 def episodes(_: argparse.Namespace) -> tuple[list[Figure], str]:
     import episodes
 
-    return episodes.measure(repeats=3)
+    return episodes.measure(repeats=1)
 
 
 BARS: dict[str, Bar] = {"1": update, "2": whole_step, "3": logprobs, "5": start, "6": scale, "7": episodes}

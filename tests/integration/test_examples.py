@@ -96,8 +96,12 @@ def screen_rows(rng: random.Random, count: int) -> datasets.Dataset:
 
 def search_rows(rng: random.Random, count: int) -> datasets.Dataset:
     # visual_search.py splits the rows by the hash of the image: one of twenty is for the test.
-    files = sorted((png_bytes(rng) for _ in range(20 * count)), key=lambda file: hashlib.sha256(file).digest()[0] % 20)
-    files = files[:NUM_TEST] + files[-count:]
+    for_test: list[bytes] = []
+    for_training: list[bytes] = []
+    while len(for_test) < NUM_TEST or len(for_training) < count:
+        file = png_bytes(rng)
+        (for_training if hashlib.sha256(file).digest()[0] % 20 else for_test).append(file)
+    files = for_test[:NUM_TEST] + for_training[:count]
     information = {"question": "Is the countertop tan or blue?", "answer": "The countertop is tan."}
     return datasets.Dataset.from_dict(
         {

@@ -21,6 +21,8 @@ require("minigrid")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gridworld"
+pytestmark = pytest.mark.timeout(1300)  # of the fixture too, on busy cores
+
 STEPS = 16
 GOAL = 12  # the state after the twelve in which an episode may start
 
@@ -61,8 +63,9 @@ def test_the_success_rises_above_every_plan_that_does_not_look(trained):
     success = metric(trained, "reward/success")
     assert len(success) == STEPS
     before, after = sum(success[:2]) / 2, sum(success[-4:]) / 4
-    assert after >= before + 0.15, success  # 0.31 when it was written
-    assert after >= 0.6, success  # see best_plan
+    # Reading begins suddenly: 0.68 to 0.95 with four seeds, and 0.92 to 0.99 afterwards.
+    assert after > before, success
+    assert after >= 0.8, success  # 0.5 without looking: see best_plan
 
 
 def test_engine_and_trainer_have_equal_logprobs_in_every_step(trained):

@@ -18,10 +18,14 @@ _MAX_NODES = 200_000
 
 _INFINITE = 1 << 62
 
+_SEQUENCES = (str, bytes, list, tuple)
+
 _OTHER = 30
 """Characters of a number, an undefined value or another object, about."""
 
-_DIGITS = re.compile(r"\d{4,}")
+_PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\d+|\*)?(?:\.(\d+|\*))?")
+_BRACE_FIELD = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
+_DIGITS = re.compile(r"\d+")
 
 
 def announce_operations() -> None:
@@ -67,23 +71,36 @@ def _operation(values: Mapping[str, Any]) -> int:
     left, right = values["left"], values["right"]
     match values["operator"]:
         case "*":
-            numbers = [value for value in (left, right) if isinstance(value, int)]
-            others = [value for value in (left, right) if not isinstance(value, int)]
-            if len(numbers) == 2:
-                return sum(number.bit_length() for number in numbers) // 3
-            return text_size(others) * max(numbers[0], 0) if numbers else 0
+            if isinstance(left, int) and isinstance(right, int):
+                return (left.bit_length() + right.bit_length()) // 3
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, _SEQUENCES) and isinstance(other, int):
+                    return text_size(one) * max(other, 0)
         case "%" if isinstance(left, (str, bytes)):
-            return _formatted(str(left), "%", right)
-        case "+":
-            return text_size((left, right)) if isinstance(left, (str, bytes, list, tuple)) else 0
+            text = str(left)
+            widths = [width for field in _PERCENT_FIELD.findall(text) for width in field if width]
+            return _formatted(text, text.count("%"), widths, right, has_widths="*" in widths)
+        case "+" if isinstance(left, _SEQUENCES):
+            return text_size((left, right))
     return 0
 
 
-def _formatted(text: str, mark: str, arguments: Any) -> int:
-    """Return the size of a formatted text: every field may have any argument, and any width."""
-    widths = [int(digits) if len(digits) < 12 else _INFINITE for digits in _DIGITS.findall(text)]
-    numbers = [value for value in _flat(arguments) if isinstance(value, int)]
-    return len(text) + text.count(mark) * max([text_size(arguments) + 1000, *widths, *numbers])
+def _braces(text: str, arguments: Any) -> int:
+    """Return the size of `text.format(...)`."""
+    fields = _BRACE_FIELD.findall(text)
+    widths = [digits for field in fields for digits in _DIGITS.findall(field)]
+    return _formatted(text, len(fields), widths, arguments, has_widths=any("{" in field[1:] for field in fields))
+
+
+def _formatted(text: str, num_fields: int, widths: Collection[str], arguments: Any, *, has_widths: bool) -> int:
+    """Return the size of a formatted text: every field may have any argument, and any width.
+
+    widths: those in the text. has_widths: whether arguments may be widths.
+    """
+    sizes = [int(width) if len(width) < 12 else _INFINITE for width in widths if width != "*"]
+    if has_widths:
+        sizes += [value for value in _flat(arguments) if isinstance(value, int)]
+    return len(text) + num_fields * (text_size(arguments) + max(sizes, default=0))
 
 
 def _flat(arguments: Any) -> Collection[Any]:
@@ -94,17 +111,17 @@ def _flat(arguments: Any) -> Collection[Any]:
 
 def _method(values: Mapping[str, Any]) -> int:
     """Return the size of the result of a text's method."""
-    method, arguments = values["_SandboxedEnvironment__obj"], values["args"]
+    method, arguments = values["_SandboxedEnvironment__obj"], [*values["args"], *values["kwargs"].values()]
     text = getattr(method, "__self__", None)
     if not isinstance(text, (str, bytes)) or not arguments:
         return 0
     first = arguments[0]
-    match method.__name__:
+    match getattr(method, "__name__", ""):
         case "center" | "ljust" | "rjust" | "zfill" if isinstance(first, int):
             return max(first, len(text))
         case "expandtabs" if isinstance(first, int):
             return len(text) * max(first, 1)
-        case "replace" if len(arguments) > 1 and isinstance(first, type(text)) and isinstance(arguments[1], type(text)):
+        case "replace" if len(arguments) > 1 and all(isinstance(each, (str, bytes)) for each in arguments[:2]):
             return _replaced(text, first, arguments[1])
         case "join":
             return _joined(first, text)
@@ -118,8 +135,8 @@ def _replaced(text: Any, old: Any, new: Any) -> int:
 
 
 def _joined(items: Any, separator: Any) -> int:
-    count = len(items) if isinstance(items, Collection) else 1000
-    return text_size(items) + count * len(separator)
+    # What an iterator yields is counted when it does.
+    return text_size(items) + (len(items) if isinstance(items, Collection) else 1000) * len(separator)
 
 
 def _filter_join(values: Mapping[str, Any]) -> int:
@@ -140,11 +157,12 @@ def _filter_indent(values: Mapping[str, Any]) -> int:
 
 
 def _filter_format(values: Mapping[str, Any]) -> int:
-    return _formatted(str(values["value"]), "%", (*values["args"], *values["kwargs"].values()))
+    arguments = values["kwargs"] or values["args"]
+    return _operation({"operator": "%", "left": str(values["value"]), "right": arguments})
 
 
 def _str_format(values: Mapping[str, Any]) -> int:
-    return _formatted(values["f_self"], "{", (*values["args"], *values["kwargs"].values()))
+    return _braces(values["f_self"], [*values["args"], *values["kwargs"].values()])
 
 
 def _filter_parts(values: Mapping[str, Any]) -> int:
@@ -153,7 +171,7 @@ def _filter_parts(values: Mapping[str, Any]) -> int:
 
 
 def _json(values: Mapping[str, Any]) -> int:
-    indent, value = values.get("indent"), values["x"] if "x" in values else values["value"]
+    indent, value = values.get("indent"), values.get("x", values.get("value"))
     return text_size(value) * (1 + (indent if isinstance(indent, int) else len(indent or "")))
 
 

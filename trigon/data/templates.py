@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,6 +53,10 @@ class TemplateFailure(Exception):
 
 class TemplateLimitError(TemplateFailure):
     """A rendering took too long or wrote too much."""
+
+
+class _LimitReached(BaseException):
+    """Raised while a template is rendered: Jinja catches Exception in some places."""
 
 
 def check_template(source: str, where: str) -> None:
@@ -101,20 +106,31 @@ def bounded_rendering() -> Iterator[None]:
     """
     deadline = time.thread_time() + MAX_SECONDS
     num_written = num_made = 0
-    # Variables that were measured. They cannot change, as templates cannot change lists; they are
-    # kept, so that no other value gets their identity.
-    measured: dict[int, Any] = {}
+    # Variables that were measured, with the entries that were: buffers of Jinja's own grow, all
+    # else cannot change. They are kept, so that no other value gets their identity.
+    measured: dict[int, tuple[Any, int]] = {}
 
     def make(size: int) -> None:
         nonlocal num_made
         num_made += size
-        if size > MAX_CHARACTERS or num_made > MAX_MADE:
-            raise TemplateLimitError(f"it makes a text or a list of more than {MAX_CHARACTERS:,} entries")
+        if size > MAX_CHARACTERS:
+            raise _LimitReached(f"it makes a text or a list of more than {MAX_CHARACTERS:,} entries")
+        if num_made > MAX_MADE:
+            raise _LimitReached(f"its operations make more than {MAX_MADE:,} characters together")
+
+    def measure(value: Any) -> None:
+        known, num_entries = measured.get(id(value), (None, 0))
+        if known is not value:
+            measured[id(value)] = (value, len(value))
+            make(text_size(value))
+        elif type(value) is list and len(value) > num_entries:
+            measured[id(value)] = (value, len(value))
+            make(text_size(value[num_entries:]))
 
     def trace(frame: FrameType, event: str, value: Any) -> Any:
         nonlocal num_written
         if time.thread_time() > deadline:
-            raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} seconds; does it loop without end?")
+            raise _LimitReached(f"it takes more than {MAX_SECONDS:g} seconds; does it loop without end?")
         code = frame.f_code
         is_own = code.co_filename == _TEMPLATE
         if event == "call":
@@ -125,22 +141,26 @@ def bounded_rendering() -> Iterator[None]:
                 if code.co_name in MEASURED_CALLS:
                     make(expected_size(code.co_name, frame.f_locals))
         elif event == "return":
-            num_written += len(value) if is_own and isinstance(value, str) else 0
+            if is_own:
+                num_written += len(value) if isinstance(value, str) else 0
+            elif code.co_flags & CO_GENERATOR and isinstance(value, _GROWING):
+                make(text_size(value))  # an entry of an iterator
             if num_written > MAX_CHARACTERS:
-                raise TemplateLimitError(f"it writes more than {MAX_CHARACTERS:,} characters")
+                raise _LimitReached(f"it writes more than {MAX_CHARACTERS:,} characters")
             if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARACTERS:
                 make(len(value))
         if is_own:
             for variable in frame.f_locals.values():
-                if type(variable) in _GROWING and measured.get(id(variable)) is not variable:
-                    measured[id(variable)] = variable
-                    make(text_size(variable))
+                if type(variable) in _GROWING:
+                    measure(variable)
         return trace
 
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
         yield
+    except _LimitReached as error:
+        raise TemplateLimitError(str(error)) from None
     except TemplateFailure:
         raise
     except RecursionError as error:
