@@ -104,10 +104,18 @@ MUTATIONS = (
     Mutation(
         "a template ends",
         "data/templates.py",
-        "if time.monotonic() > deadline:",
+        "if time.thread_time() > deadline:",
         "if False:",
         "unit/test_data_prompts.py",
         "template",
+    ),
+    Mutation(
+        "a template makes no large text",
+        "data/templates.py",
+        "make(expected_size(code.co_name, frame.f_locals))",
+        "pass",
+        "unit/test_data_template_sizes.py",
+        "fill_the_memory",
     ),
     Mutation(
         "a reward is a number",
