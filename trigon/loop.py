@@ -200,6 +200,7 @@ def finish_step(run: Run, progress: Progress, batch: Batch, metrics: Metrics) ->
             run.report.warn(f"the validation of step {step} is left out: it takes longer than trainer.grace_seconds")
         else:
             # With the engine's counts, which a run that resumes after this step would not have.
+            # With workers, moved/* and perf/images_processed of a validation are in the next step.
             metrics = merge(metrics, validation, run.rollout.pop_metrics())
             run.grace.score = validation["val/reward_score"].value
     watched = run.watch.observe(step, metrics)

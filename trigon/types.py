@@ -66,8 +66,9 @@ class Vision:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMedia:
-    """The images or videos of one prompt as encoded files, the form that is sent between processes.
+    """The media of one prompt or observation as encoded files, as they are sent between processes.
 
+    Images or videos of a prompt; images of an observation, or of all observations of a completion.
     Equal hashes are equal files, so that completions with images can be compared.
     encoded: the bytes of each file, in order; at least one. hashes: the SHA-256 of each, as hex.
     """

@@ -16,6 +16,7 @@ from trigon.build.options import (
     make_loss_terms,
     make_sampling_params,
     make_validation_sampling_params,
+    max_completion_tokens,
     needs_old_logprobs,
     needs_reference,
 )
@@ -67,6 +68,16 @@ def test_an_override_of_validation_applies_even_if_it_is_zero_and_changes_nothin
     assert getattr(training, field) != value
     others = [name for name in SamplingParams.__slots__ if name != field]
     assert [getattr(validation, name) for name in others] == [getattr(training, name) for name in others]
+
+
+@pytest.mark.parametrize(("val_only", "most"), [(False, 64), (True, 9)])
+def test_completions_are_those_of_validation_only_if_nothing_else_is_sampled(val_only, most):
+    config = make_config(
+        data={"max_response_length": 64},
+        worker={"rollout": {"val_override_config": {"max_tokens": 9}}},
+        trainer={"val_only": val_only},
+    )
+    assert max_completion_tokens(config) == most
 
 
 KL = [

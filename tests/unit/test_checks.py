@@ -350,6 +350,16 @@ def test_an_environment_is_begun_and_its_reward_is_no_problem_without_turns(run)
     assert "not judged" in report.result("reward").findings.summary
 
 
+def test_the_room_for_a_first_observation_is_that_of_the_runs_completions(run):
+    plant_environment(run, MAZE)
+    run.options["worker.rollout.val_override_config.max_tokens"] = 6
+    assert "environment.fails" not in found(check(run))
+    run.options["trainer.val_only"] = True
+    [message] = [each.message for each in check(run).problems if each.kind == "environment.fails"]
+    assert "cannot begin validation:0: its first observation has" in message
+    assert "a completion has at most 6 tokens" in message
+
+
 def test_a_function_that_reads_the_texts_of_episodes_is_judged(run):
     plant_environment(run, MAZE)
     run.options["worker.reward.reward_function"] = f"{run.folder / 'reward.py'}:score"

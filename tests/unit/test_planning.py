@@ -137,7 +137,41 @@ def test_what_is_not_known_of_turns_is_said(geo3k):
     ):
         planned(lengths=replace(LENGTHS, observed_tokens=200))
     assumed = planned(MAZE, lengths=LengthOptions(observed_tokens=500)).lengths
-    assert (assumed.response_tokens, assumed.completion_tokens) == (524, 1024)
+    assert (assumed.response_tokens, assumed.completion_tokens) == (774, 1274)
+    many = planned(MAZE, lengths=LengthOptions(observed_tokens=1500))
+    assert (many.lengths.response_tokens, many.lengths.longest_response) == (274, 548)
+    assert "assumed: half of what observations leave of data.max_response_length" in "\n".join(many.assumptions)
+    images = planned(MAZE, lengths=LengthOptions(observed_image_tokens=300)).lengths
+    assert (images.observed_tokens, images.response_tokens) == (300, 874)
+    assert len(images.observed_grids) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"response_tokens": 2049},
+            r"has 2,049 sampled tokens \(--response-length\), but at most .*_length=2048 tokens",
+        ),
+        ({"response_tokens": 549, "observed_tokens": 1500}, "has 549 sampled .* and 1,500 observed .*, but at most"),
+        ({"response_tokens": 549, "observed_image_tokens": 1500}, "and 1,500 observed"),
+        ({"observed_tokens": 2048}, "observes 2,048 tokens .*leaves none to sample, .*raise data.max_response_length"),
+    ],
+)
+def test_given_tokens_that_no_completion_has_room_for_are_an_error(given, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(MAZE, lengths=LengthOptions(**given))
+    assert (
+        planned(MAZE, lengths=LengthOptions(response_tokens=548, observed_tokens=1500)).lengths.response_tokens == 548
+    )
+
+
+def test_the_table_says_which_tokens_are_without_observed_ones(geo3k):
+    from trigon.planning.tables import as_text
+
+    observing = planned(MAZE, lengths=replace(LENGTHS, observed_tokens=200))
+    assert "without observed ones" not in as_text(geo3k, width=160)
+    assert "of sequences, without observed ones; " in as_text(observing, width=160)
 
 
 def test_log_probabilities_that_no_term_needs_cost_nothing():

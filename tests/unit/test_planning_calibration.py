@@ -7,10 +7,12 @@ are the first step and the three fastest ones, since the machine had other work 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from trigon.build.memory_check import with_options
 from trigon.config.schema import Config
 from trigon.errors import DataError
 from trigon.planning.calibration import calibrate, observe
@@ -69,6 +71,22 @@ def test_a_run_predicts_itself(runs):
     time, measured = predicted(runs, "base", "base"), seconds_of("base")
     for phase in PHASES:
         assert time.phases[phase] == pytest.approx(measured[phase], rel=0.01), phase
+
+
+def test_a_run_with_less_room_for_observations_than_the_plan_calibrates_it(runs, tmp_path):
+    import yaml
+
+    shutil.copytree(runs["base"], tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["worker"]["rollout"].update(environment="games.mazes:Maze", ignore_eos=False)
+    file.write_text(yaml.safe_dump(config))
+    most = Config.model_validate(config).data.max_response_length
+    longer = with_options(Config.model_validate(config), {"data.max_response_length": 4 * most})
+    lengths = LengthOptions(prompt_tokens=39, image_tokens=16, observed_tokens=2 * most)
+    made = plan(longer, calibrate_with=tmp_path / "run", lengths=lengths)
+    assert made.time.calibrated
+    assert made.lengths.observed_tokens == 2 * most
 
 
 def test_the_first_step_is_not_used_and_the_others_by_their_median():

@@ -183,8 +183,8 @@ def test_what_is_given_comes_first_then_the_data_then_a_finished_run(tiny_model,
     assert (measured.response_tokens, measured.longest_response) == (33, 512)
     remote = with_options(config, {"data.train_files": ["someone/data"]})
     assert find_lengths(remote, hf_config, LengthOptions(), observed=observed).mean_prompt == 77
-    given = LengthOptions(prompt_tokens=50, response_tokens=9000, num_prompts=5)
+    given = LengthOptions(prompt_tokens=50, response_tokens=500, num_prompts=5)
     lengths = find_lengths(config, hf_config, given, observed=observed)
-    assert (lengths.mean_prompt, lengths.response_tokens, lengths.num_prompts) == (50, 512, 5)
+    assert (lengths.mean_prompt, lengths.response_tokens, lengths.num_prompts) == (50, 500, 5)
     fixed = with_options(config, {"worker.rollout.ignore_eos": True})
     assert find_lengths(fixed, hf_config, replace(given, response_tokens=3)).response_tokens == 512

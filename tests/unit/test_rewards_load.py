@@ -110,6 +110,12 @@ def test_a_file_with_another_suffix_is_an_error(tmp_path):
         load_function(RewardSource(file=str(tmp_path / "reward.txt"), module="", function="main"))
 
 
+def test_an_error_of_the_package_that_the_users_file_raises_has_its_traceback(tmp_path):
+    text = "from trigon.errors import RewardError\nraise RewardError('no table of answers')"
+    with pytest.raises(RewardError, match=r"(?s)reward\.py failed to load.*line 2.*no table of answers"):
+        load_text(tmp_path, text)
+
+
 def test_a_package_that_is_not_installed_is_named(tmp_path):
     (tmp_path / "reward.py").write_text("from no_such_package.parts import score\n")
     with pytest.raises(

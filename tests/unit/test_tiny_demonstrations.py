@@ -1,11 +1,17 @@
 """Demonstrations of episodes have the tokens of a run, of which the learned turns have a loss."""
 
+import shutil
+from contextlib import nullcontext
+
+import pytest
 import torch
 from PIL import Image
 
 from support.builders import make_builder
+from trigon.data.media_processing import MediaProcessor
 from trigon.data.turns import TurnTemplate
-from trigon.tiny.demonstrations import Demonstration, play
+from trigon.errors import DataError
+from trigon.tiny.demonstrations import Demonstration, learn_demonstrations, play
 from trigon.tiny.warm_start import as_target
 
 
@@ -66,6 +72,45 @@ def test_an_episode_ends_after_the_last_turn_without_another_observation(process
 def test_without_a_first_observation_the_turn_follows_the_prompt(processors):
     _, target = play_counter(processors, opens=False)
     assert target.sampled[0][0] == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_environment_is_closed_at_the_end_also_if_it_raises(processors, fails):
+    closed = []
+
+    class Closing(Counter):
+        def step(self, action):
+            assert not fails
+            return super().step(action)
+
+        def close(self):
+            closed.append(self)
+
+    environment = Closing()
+    demonstration = Demonstration({"problem": "How many?"}, environment, lambda turn: ("I see.", True))
+    template = TurnTemplate(processors, max_image_pixels=1_000_000)
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        play(demonstration, processors, template, opens=True, role="user", max_turns=8)
+    assert closed == [environment]
+
+
+def test_a_batch_without_a_learned_turn_is_refused_and_the_processor_of_media_closed(tiny_vlm, tmp_path, monkeypatch):
+    closed = []
+    close = MediaProcessor.close
+    monkeypatch.setattr(MediaProcessor, "close", lambda self: (close(self), closed.append(self)))
+    folder = shutil.copytree(tiny_vlm, tmp_path / "model")
+    row = {"problem": "How many?", "answer": ""}
+    with pytest.raises(DataError, match="no turn of the 2 examples of update 1 is learned"):
+        learn_demonstrations(
+            folder,
+            lambda index: Demonstration(row, Counter(), lambda turn: ("I see.", False)),
+            num_updates=1,
+            target_accuracy=1.0,
+            batch_size=2,
+            learning_rate=1e-3,
+            seed=0,
+        )
+    assert len(closed) == 1
 
 
 def test_a_target_without_turns_is_learned_from_its_first_token():

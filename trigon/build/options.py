@@ -134,6 +134,12 @@ def make_validation_sampling_params(config: Config) -> SamplingParams:
     )
 
 
+def max_completion_tokens(config: Config) -> int:
+    """Return the most tokens of a completion: of training, or with val_only of validation."""
+    make = make_validation_sampling_params if config.trainer.val_only else make_sampling_params
+    return make(config).max_tokens
+
+
 def make_group_filter(config: Config) -> GroupFilter | None:
     """Return the filter of online_filtering; None: all groups are trained on."""
     algorithm = config.algorithm

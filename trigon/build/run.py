@@ -30,7 +30,7 @@ from trigon.build.options import (
     make_initial_kl,
     make_intervals,
     make_sampling_params,
-    make_validation_sampling_params,
+    max_completion_tokens,
     model_path,
     needs_old_logprobs,
 )
@@ -155,10 +155,8 @@ def run_training(
         if val_rewards is not None and val_prompts is not None:
             check_rewards(val_rewards, val_prompts)
         if episodes is not None:
-            sampling, first = make_sampling_params(config), train_prompts
-            if first is None:
-                sampling, first = make_validation_sampling_params(config), val_prompts
-            check_episodes(config, processors, *episodes, first, max_tokens=sampling.max_tokens)
+            first = val_prompts if train_prompts is None else train_prompts
+            check_episodes(config, processors, *episodes, first, max_tokens=max_completion_tokens(config))
         plan = make_plan(config, num_train_prompts=0 if train_prompts is None else train_prompts.prompts_per_epoch)
         prompts = None
         if train_prompts is not None:

@@ -7,10 +7,12 @@ what an environment answers to a model, only a model can show.
 from __future__ import annotations
 
 from trigon.build.episodes import first_observation
+from trigon.build.options import max_completion_tokens
 from trigon.checks.result import Findings, Problem
 from trigon.checks.rewards import build, first_dataset
 from trigon.checks.rows import show_prompt
 from trigon.checks.subject import Subject
+from trigon.rollout.episodes import find_long_opening
 
 _ONE_TURN = "none: completions have one turn"
 
@@ -41,17 +43,14 @@ def check_episode(subject: Subject) -> Findings:
     dataset = first_dataset(subject.datasets.require())
     facts = dataset.usable[0]
     tokens = first_observation(config, processors, parts, pool, build(dataset, facts))
-    number, limit = len(tokens.token_ids), config.data.max_response_length
+    number, limit = len(tokens.token_ids), max_completion_tokens(config)
     text = show_prompt(processors.tokenizer, tokens.token_ids, collapsed=processors.banned_token_ids)
     problems = []
-    if number >= limit:
-        message = (
-            f"the first observation for {facts.name} has {number} tokens, which count as its completion, and "
-            f"data.max_response_length={limit} leaves no room for a turn"
-        )
-        advice = "raise data.max_response_length, or make observations smaller (data.max_pixels for their images)"
+    if (problem := find_long_opening(number, limit)) is not None:
+        message = f"{parts.code.where} cannot begin {facts.name}: {problem}"
+        advice = "observations count as tokens of the completion; data.max_pixels makes their images smaller"
         problems.append(Problem("environment.fails", True, message, advice))
     num_images = 0 if tokens.media is None else len(tokens.media.encoded)
     images = f" with {num_images} image{'s' * (num_images > 1)}" if num_images else ""
-    summary = f"the first observation for {facts.name} has {number} of data.max_response_length={limit} tokens{images}"
+    summary = f"the first observation for {facts.name} has {number} tokens{images}, of a completion's at most {limit}"
     return Findings(summary, tuple(problems), text)

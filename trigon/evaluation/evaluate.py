@@ -19,7 +19,7 @@ from trigon.build.episodes import check_episodes, find_episodes
 from trigon.build.memory_check import find_hardware
 from trigon.build.models import choose_device
 from trigon.build.objects import EpisodeCode, RunObjects, make_episode_code
-from trigon.build.options import make_validation_sampling_params
+from trigon.build.options import make_validation_sampling_params, max_completion_tokens
 from trigon.build.rewards import check_rewards, open_rewards, open_validation_rewards
 from trigon.build.run import (
     check_environment,
@@ -271,8 +271,7 @@ def evaluate_model(
         prompts = scan_datasets(config, data.val_files, (), builder, report, max_rows=request.limit)
         check_rewards(rewards, prompts)
         if episodes is not None:
-            max_tokens = make_validation_sampling_params(config).max_tokens
-            check_episodes(config, processors, *episodes, prompts, max_tokens=max_tokens)
+            check_episodes(config, processors, *episodes, prompts, max_tokens=max_completion_tokens(config))
         check_columns([prompts[0].row], request.by)  # all rows of a table have the same columns
         plan, store = make_plan(config, num_train_prompts=0), open_store(config, folder, console)
         if worker_group is None:

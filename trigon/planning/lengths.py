@@ -145,7 +145,8 @@ def find_lengths(
         observed: those of the run that calibrates the plan, used where nothing else is known.
         download: read the tokenizer and the datasets from the hub if they are not here.
         opened: the datasets that are Python objects, by what the configuration has for them.
-    Raises: DataError or ModelError for files that are here and cannot be read.
+    Raises: DataError or ModelError for files that are here and cannot be read. ConfigError for
+    given completions that are longer than a completion may be.
     """
     observed = observed or LengthOptions()
     sources: list[tuple[str, str]] = []
@@ -191,9 +192,13 @@ def _observations(
 ) -> tuple[float, tuple[Grid, ...], str]:
     """Return tokens and images that a completion observes, and where they come from; "" if nowhere.
 
-    Raises: ConfigError for observations of completions that have one turn.
+    Raises: ConfigError for observations of completions that have one turn, and for given tokens
+    that no completion has room for.
     """
     given, image = options.observed_tokens, options.observed_image_tokens or 0.0
+    if given is None and image:
+        given = image
+    _check_room(config, options.response_tokens, max(given or 0.0, image))
     if not has_episodes(config):
         if given is not None or options.observed_image_tokens is not None:
             raise ConfigError(
@@ -204,13 +209,31 @@ def _observations(
     uncounted = "the time of environments and tools is not counted"
     if given is None:
         return 0.0, (), f"counted as sampled tokens, without images (--observed-length); {uncounted}"
-    tokens = min(max(given, image), config.data.max_response_length - 1)
+    tokens = max(given, image)
     grids: tuple[Grid, ...] = ()
     images = "without images"
     if dimensions is not None and dimensions.vision is not None and image:
-        grids = (_square_grid(min(image, tokens), dimensions.vision.merge),)
+        grids = (_square_grid(image, dimensions.vision.merge),)
         images = f"with images of {image:,.0f} tokens, counted as one image"
     return tokens, grids, f"given, {images}; {uncounted}, nor the memory of their images in an update"
+
+
+def _check_room(config: Config, response: float | None, observed: float) -> None:
+    """Raise ConfigError if the given tokens of a completion are more than it may have.
+
+    response: sampled ones; None: not given, of which there is one at least.
+    """
+    limit = config.data.max_response_length
+    if round(max(response or 0, 1)) + round(observed) <= limit:
+        return
+    if response is None:
+        has = f"a completion observes {observed:,.0f} tokens (--observed-length), which leaves none to sample"
+    else:
+        has = f"a completion has {response:,.0f} sampled tokens (--response-length)"
+        has += f" and {observed:,.0f} observed ones (--observed-length)" if observed else ""
+    raise ConfigError(
+        f"{has}, but at most data.max_response_length={limit} tokens: raise data.max_response_length, or give less"
+    )
 
 
 def _response_tokens(
@@ -218,19 +241,19 @@ def _response_tokens(
 ) -> tuple[float, int, str]:
     """Return the mean, the longest of a step, and where they come from.
 
-    limit: most sampled tokens of a completion.
+    limit: most sampled tokens of a completion; see _check_room for those that are given.
     """
+    room = "data.max_response_length"
+    if limit < config.data.max_response_length:
+        room = f"what observations leave of {room}"
     if config.worker.rollout.ignore_eos:
-        return float(limit), limit, "data.max_response_length, since worker.rollout.ignore_eos is true"
+        return float(limit), limit, f"{room}, since worker.rollout.ignore_eos is true"
     if options.response_tokens is not None:
-        mean, source = min(options.response_tokens, limit), "given"
+        mean, source = min(options.response_tokens, limit), "given"  # less by a fraction, if at all
     elif observed.response_tokens is not None:
         mean, source = min(observed.response_tokens, limit), "the mean of the run that calibrates"
     else:
-        mean, source = (
-            max(1, limit - config.data.max_response_length / 2),
-            "assumed: half of data.max_response_length (--response-length)",
-        )
+        mean, source = max(1, limit / 2), f"assumed: half of {room} (--response-length)"
     return float(mean), limit, f"{source}; the longest of a step has data.max_response_length"
 
 

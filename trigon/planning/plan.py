@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,14 @@ def _calibration(folder: Path, gpus: str | None, model_config: Path | None, give
     if given.prompt_tokens is not None or given.image_tokens is not None:  # else they are measured in its data
         own = replace(own, prompt_tokens=observed.lengths.prompt_tokens, image_tokens=given.image_tokens)
     if has_episodes(config):  # its metrics count sampled tokens alone
-        own = replace(own, observed_tokens=given.observed_tokens, observed_image_tokens=given.observed_image_tokens)
+        # It may have left less room for observations than the plan does.
+        room = max(0, config.data.max_response_length - ceil(own.response_tokens or 1))
+        tokens, images = given.observed_tokens, given.observed_image_tokens
+        own = replace(
+            own,
+            observed_tokens=None if tokens is None else min(tokens, room),
+            observed_image_tokens=None if images is None else min(images, room),
+        )
     planner = Planner(_on(config, place), place, model_config, own, None, observed=observed.lengths)
     seconds, completions = planner.uncalibrated(learned_share=observed.learned_share)
     return calibrate(observed, seconds, completions=completions, source=str(folder))

@@ -133,6 +133,7 @@ def _batches(plan: RunPlan) -> list[tuple[str, str]]:
     filtered = ledger.sampled_prompts - ledger.prompts
     sampled = f"{ledger.sampled_prompts:,} prompts x {ledger.completions} = {ledger.sampled:,} completions"
     observed = f" and {lengths.observed_tokens:,.0f} observed ones" if lengths.observed_tokens else ""
+    unobserved = ", without observed ones" if lengths.observed_tokens else ""
     epochs = f", in {ledger.epochs} passes over the step" if ledger.epochs > 1 else ""
     return [
         ("sampled", sampled + (f" ({filtered:,} prompts filtered)" if filtered else "")),
@@ -154,7 +155,8 @@ def _batches(plan: RunPlan) -> list[tuple[str, str]]:
         ("scoring passes", f"{ledger.score_rows} on each {device}, of at most {ledger.score_budget:,} tokens"),
         (
             "tokens",
-            f"{ledger.sequence_tokens:,.0f} of sequences; {ledger.row_tokens:,.0f} computed, prompts shared",
+            f"{ledger.sequence_tokens:,.0f} of sequences{unobserved}; {ledger.row_tokens:,.0f} computed, prompts "
+            "shared",
         ),
     ]
 

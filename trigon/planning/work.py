@@ -52,8 +52,9 @@ class Ledger:
     update_budget, score_budget: most tokens of a row.
     prompt_tokens: of the step's prompts, each once. response_tokens: of its completions, those that
     are sampled. observed_tokens: those that they observe.
-    sequence_tokens: of its sequences, each with its prompt: perf/total_num_tokens.
-    row_tokens: of all rows of all updates: actor/packed_tokens.
+    sequence_tokens: of its sequences, each with its prompt and without what it observes:
+    perf/total_num_tokens.
+    row_tokens: of all rows of all updates, observed tokens included: actor/packed_tokens.
     learned_groups_share: of the groups, those with a gradient.
     """
 

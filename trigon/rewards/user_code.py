@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import importlib
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +26,15 @@ def load_module(file: str, module: str, *, error: type[TrigonError]) -> ModuleTy
 
     The file's folder is appended to sys.path: the file can import others beside it, but a math.py
     there does not replace the standard library's.
-    Args: error: of which type errors are. Raises: such an error if the code fails to run.
+    Args: error: of which type errors are. Raises: such an error if the code fails to run, with its
+    traceback, also where the code raises one of this type.
     """
+    # A name for each file: several functions may come from several files.
+    spec = spec_from_file_location(f"trigon_user_code_{abs(hash(file)):x}", file) if file else None
+    if file and (spec is None or spec.loader is None):
+        raise error(f"{file} is not a Python file; its name must end in .py")
     try:
-        return _run_file(file, error) if file else importlib.import_module(module)
-    except error:
-        raise
+        return importlib.import_module(module) if spec is None else _run_file(file, spec)
     except (Exception, SystemExit) as failure:
         raise error(f"{file or module} failed to load{missing_package(failure)}:\n{_trace(failure)}") from failure
 
@@ -65,21 +69,17 @@ def unpickle(pickled: str, *, where: str, error: type[TrigonError]) -> Any:
         ) from failure
 
 
-def _run_file(file: str, error: type[TrigonError]) -> ModuleType:
-    # A name for each file: several functions may come from several files.
-    name = f"trigon_user_code_{abs(hash(file)):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise error(f"{file} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up a class's module here
+def _run_file(file: str, spec: ModuleSpec) -> ModuleType:
+    if spec.name in sys.modules:
+        return sys.modules[spec.name]
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module here
     sys.path.append(str(Path(file).parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[spec.name]
         raise
     return module
 

@@ -388,6 +388,7 @@ def find_long_opening(num_tokens: int, max_tokens: int) -> str | None:
     if num_tokens < max_tokens:
         return None
     return (
-        f"its first observation has {num_tokens} tokens, and data.max_response_length is {max_tokens}: raise it, or "
-        "make the observation smaller"
+        f"its first observation has {num_tokens} tokens, and a completion has at most {max_tokens} tokens "
+        "(data.max_response_length, or max_tokens of worker.rollout.val_override_config): raise it, or make the "
+        "observation smaller"
     )

@@ -7,6 +7,7 @@ script's texts in place of what a model samples. Used by the programs of example
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,35 +108,38 @@ def learn_demonstrations(
     template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
     image_processor = image_processor_of(processors)
     assert image_processor is not None, "a tiny model that takes images"
-    media = MediaProcessor(image_processor, max_image_pixels=_MAX_IMAGE_PIXELS, num_workers=1, max_bytes=1 << 28)
-
-    def make_example(index: int) -> TrainGroup:
-        demonstration = demonstrate(index)
-        builder = builders[demonstration.shows_tools]
-        prompt = builder.build(dict(demonstration.row), f"demonstration:{index}")
-        target = play(demonstration, processors, template, opens=opens, role=role, max_turns=max_turns)
-        media.start_step()
-        [group] = media.process_groups([TrainGroup(prompt, (target,))])
-        return group
-
     policy = Policy(
         load_model(str(folder), dtype=torch.float32, device="cpu"),
         processors.family,
         temperature=1.0,
         banned_token_ids=processors.banned_token_ids,
     )
-    accuracy = warm_start(
-        policy,
-        make_example,
-        num_examples=num_updates * batch_size,
-        max_updates=num_updates,
-        target_accuracy=target_accuracy,
-        batch_size=batch_size,
-        schedule=Schedule(learning_rate, scheduler, 10, num_updates, 0.0),
-        positions=positions_of(processors.family, processors.hf_config),
-        seed=seed,
-        on_progress=on_progress,
-    )
+    # The maker of examples uses it in a thread, which has ended when warm_start returns or raises.
+    with closing(
+        MediaProcessor(image_processor, max_image_pixels=_MAX_IMAGE_PIXELS, num_workers=1, max_bytes=1 << 28)
+    ) as media:
+
+        def make_example(index: int) -> TrainGroup:
+            demonstration = demonstrate(index)
+            builder = builders[demonstration.shows_tools]
+            prompt = builder.build(dict(demonstration.row), f"demonstration:{index}")
+            target = play(demonstration, processors, template, opens=opens, role=role, max_turns=max_turns)
+            media.start_step()
+            [group] = media.process_groups([TrainGroup(prompt, (target,))])
+            return group
+
+        accuracy = warm_start(
+            policy,
+            make_example,
+            num_examples=num_updates * batch_size,
+            max_updates=num_updates,
+            target_accuracy=target_accuracy,
+            batch_size=batch_size,
+            schedule=Schedule(learning_rate, scheduler, 10, num_updates, 0.0),
+            positions=positions_of(processors.family, processors.hf_config),
+            seed=seed,
+            on_progress=on_progress,
+        )
     save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")
     return accuracy
 
@@ -151,6 +155,7 @@ def play(
 ) -> TrainSequence:
     """Play an episode, and return its tokens as a target, with images as encoded files.
 
+    The environment's close() is called at the end, if it has one, also if something raises.
     Args: as of learn_demonstrations. template: of the conversation, as a run has it.
     """
     end_token_id = processors.stop_token_ids[0]
@@ -160,28 +165,31 @@ def play(
     files: list[bytes] = []
     hashes: list[str] = []
     environment = demonstration.environment
-    returned: object = environment.reset({**demonstration.row, "images": list(demonstration.images)})
-    for turn in range(max_turns):
-        seen = to_observation(returned, role=role, max_image_pixels=_MAX_IMAGE_PIXELS)
-        observed = None
-        if turn > 0:
-            if seen is None:
+    with ExitStack() as stack:
+        if callable(close := getattr(environment, "close", None)):
+            stack.callback(close)
+        returned: object = environment.reset({**demonstration.row, "images": list(demonstration.images)})
+        for turn in range(max_turns):
+            seen = to_observation(returned, role=role, max_image_pixels=_MAX_IMAGE_PIXELS)
+            observed = None
+            if turn > 0:
+                if seen is None:
+                    break
+                observed = template.reply(seen, last_token_id=end_token_id)
+            elif opens:
+                observed = template.opening(seen)
+            if observed is not None:
+                token_ids += observed.token_ids
+                if observed.media is not None:
+                    files += observed.media.encoded
+                    hashes += observed.media.hashes
+            text, is_learned = demonstration.script(turn)
+            start = len(token_ids)
+            token_ids += [*processors.tokenizer.encode(text), end_token_id]
+            sampled.append((start, len(token_ids)))
+            learned.append(is_learned)
+            returned, _, is_over = to_step(environment.step(text))
+            if is_over:
                 break
-            observed = template.reply(seen, last_token_id=end_token_id)
-        elif opens:
-            observed = template.opening(seen)
-        if observed is not None:
-            token_ids += observed.token_ids
-            if observed.media is not None:
-                files += observed.media.encoded
-                hashes += observed.media.hashes
-        text, is_learned = demonstration.script(turn)
-        start = len(token_ids)
-        token_ids += [*processors.tokenizer.encode(text), end_token_id]
-        sampled.append((start, len(token_ids)))
-        learned.append(is_learned)
-        returned, _, is_over = to_step(environment.step(text))
-        if is_over:
-            break
     media = EncodedMedia(tuple(files), tuple(hashes)) if files else None
     return as_target(tuple(token_ids), sampled=tuple(sampled), learned=learned, vision=media)

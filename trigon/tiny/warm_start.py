@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trigon.data.packing import Positions, pack_train, tokens_of
+from trigon.errors import DataError
 from trigon.models.policy import Policy
 from trigon.training.optim import Schedule, make_optimizer
 from trigon.types import EncodedMedia, MicroBatch, Prompt, TrainGroup, TrainSequence, Vision
@@ -51,6 +52,7 @@ def warm_start(
     Args: make_example: makes the example of an index below num_examples, when it is drawn.
     batch_size: examples per update. seed: of their order. on_progress: called with the accuracy
     before each update.
+    Raises: DataError if no turn of a batch is learned, see as_target: it has no loss.
     """
     optimizer = make_optimizer(
         policy.parameters(), strategy="adamw", learning_rate=schedule.peak, betas=(0.9, 0.99), weight_decay=0.0
@@ -69,6 +71,11 @@ def warm_start(
         for update in range(1, max_updates + 1):
             groups, upcoming = upcoming.result(), thread.submit(draw)
             [batch] = pack_train(groups, max_tokens=sum(tokens_of(group) for group in groups), positions=positions)
+            if not batch.trainable.any():
+                raise DataError(
+                    f"no turn of the {batch_size} examples of update {update} is learned: let more turns be learned, "
+                    "or make batches larger"
+                )
             logprobs = policy(batch.packed).logprobs
             recent.append(_accuracy(batch, logprobs.detach()))
             accuracy = sum(recent) / ACCURACY_WINDOW  # too low until the window is full
