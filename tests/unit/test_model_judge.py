@@ -336,7 +336,7 @@ def scores_by_workers(endpoint, cache, responses, monkeypatch, *, kwargs=None, *
 
 def test_workers_share_the_endpoint_the_cache_and_the_budget(tmp_path, monkeypatch):
     responses = [str(number) for number in range(30)]
-    with Endpoint(9, seconds=0.1) as endpoint:
+    with Endpoint(9, seconds=0.5) as endpoint:
         kwargs = {"max_requests": 20}
         scores = scores_by_workers(endpoint, tmp_path, responses, monkeypatch, kwargs=kwargs)
         assert endpoint.most_running > 4  # more than one of the two workers has calls at a time
