@@ -239,6 +239,17 @@ def _tool(text: str) -> Callable[[PlantedRun], None]:
     return plant
 
 
+TOOL = """
+def look(where: str) -> str:
+    \"\"\"
+    Look at a part of the drawing.
+
+    Args:
+        where: the part
+    \"\"\"
+    return where
+"""
+
 MAZE = """\
 def reset(self, row):
     return f"You are at {row['answer']}."

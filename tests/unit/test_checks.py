@@ -17,7 +17,7 @@ import pytest
 
 import trigon.tiny
 from support.images import png
-from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, good_run, plant_environment
+from support.planted import FAULTS, GIB, MACHINE, MAZE, TOGETHER, TOOL, good_run, plant_environment
 from support.recipes import EXAMPLES, ROOT, arguments_of
 from trigon.checks.catalogue import CHECKS, check_run
 from trigon.checks.completions import asked_formats, final_answer
@@ -48,18 +48,6 @@ def _own_cache(own_datasets_cache):
 @pytest.fixture
 def run(tmp_path, tiny_vlm):
     return good_run(tmp_path, tiny_vlm)
-
-
-TOOL = """
-def look(where: str) -> str:
-    \"\"\"
-    Look at a part of the drawing.
-
-    Args:
-        where: the part
-    \"\"\"
-    return where
-"""
 
 
 def check(run):

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from support.models import processors_of
+from support.planted import TOOL
 from support.videos import make_video
 from trigon.build.data import open_builder
 from trigon.build.episodes import load_episodes
@@ -66,22 +67,10 @@ def test_measured_prompts_are_those_that_are_built(tiny_model, tmp_path, family)
     assert lengths.sources[0] == ("prompts", f"measured in {data}")
 
 
-TOOLS = """
-def look(where: str) -> str:
-    \"\"\"
-    Look at a part of the drawing.
-
-    Args:
-        where: the part
-    \"\"\"
-    return where
-"""
-
-
 def test_prompts_are_measured_with_the_descriptions_of_tools_where_these_can_be_loaded(tiny_model, tmp_path):
     model = tiny_model("qwen3")
     data = write_rows(tmp_path, [{"problem": "What is it?", "answer": "a"}])
-    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "tools.py").write_text(TOOL)
     code = {"worker.rollout.tools": (f"{tmp_path}/tools.py:look",)}
     plain, described = (
         find_lengths(configured(model, data, **each), load_hf_config(model), LengthOptions()) for each in ({}, code)

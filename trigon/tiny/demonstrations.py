@@ -12,20 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trigon.data.media_processing import MediaProcessor
 from trigon.data.prompts import PromptBuilder
 from trigon.data.turns import TurnTemplate
 from trigon.data.vision import image_processor_of
 from trigon.environments.conversion import to_observation, to_step
 from trigon.environments.protocol import Environment
-from trigon.models.load import Processors, load_model, load_processors
-from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
-from trigon.models.weight_files import save_weights
+from trigon.models.load import Processors, load_processors
 from trigon.names import LearningRateSchedule, ObservationRole
-from trigon.tiny.warm_start import as_target, warm_start
+from trigon.tiny.warm_start import as_target, warm_start_folder
 from trigon.training.optim import Schedule
 from trigon.types import EncodedMedia, TrainGroup, TrainSequence
 
@@ -108,12 +103,6 @@ def learn_demonstrations(
     template = TurnTemplate(processors, tools=tools, max_image_pixels=_MAX_IMAGE_PIXELS)
     image_processor = image_processor_of(processors)
     assert image_processor is not None, "a tiny model that takes images"
-    policy = Policy(
-        load_model(str(folder), dtype=torch.float32, device="cpu"),
-        processors.family,
-        temperature=1.0,
-        banned_token_ids=processors.banned_token_ids,
-    )
     # The maker of examples uses it in a thread, which has ended when warm_start returns or raises.
     with closing(
         MediaProcessor(image_processor, max_image_pixels=_MAX_IMAGE_PIXELS, num_workers=1, max_bytes=1 << 28)
@@ -128,19 +117,18 @@ def learn_demonstrations(
             [group] = media.process_groups([TrainGroup(prompt, (target,))])
             return group
 
-        accuracy = warm_start(
-            policy,
+        accuracy = warm_start_folder(
+            folder,
+            processors,
             make_example,
             num_examples=num_updates * batch_size,
             max_updates=num_updates,
             target_accuracy=target_accuracy,
             batch_size=batch_size,
             schedule=Schedule(learning_rate, scheduler, 10, num_updates, 0.0),
-            positions=positions_of(processors.family, processors.hf_config),
             seed=seed,
             on_progress=on_progress,
         )
-    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")
     return accuracy
 
 

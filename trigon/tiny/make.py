@@ -95,15 +95,11 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
 
     chosen: the arguments of the command.
     """
-    import torch
     from pyarrow.parquet import read_table
 
     from trigon.data.prompts import PromptBuilder
-    from trigon.models.load import load_model, load_processors
-    from trigon.models.policy import Policy
-    from trigon.models.positions import positions_of
-    from trigon.models.weight_files import save_weights
-    from trigon.tiny.warm_start import Example, warm_start
+    from trigon.models.load import load_processors
+    from trigon.tiny.warm_start import Example, warm_start_folder
     from trigon.training.optim import Schedule
 
     processors = load_processors(str(folder))
@@ -126,24 +122,17 @@ def warm_up(folder: Path, train: Path, chosen: Namespace, console: Console) -> N
         completion = f"<think>I see it in the picture.</think>\\boxed{{{prompt.ground_truth}}}"
         return prompt, (*processors.tokenizer.encode(completion), processors.stop_token_ids[0])
 
-    policy = Policy(
-        load_model(str(folder), dtype=torch.float32, device="cpu"),
-        processors.family,
-        temperature=1.0,
-        banned_token_ids=processors.banned_token_ids,
-    )
     with console.progress("warm up the model", None) as advance:
-        accuracy = warm_start(
-            policy,
+        accuracy = warm_start_folder(
+            folder,
+            processors,
             make_example,
             num_examples=min(len(rows), chosen.max_updates * WARM_START_BATCH),
             max_updates=chosen.max_updates,
             target_accuracy=chosen.skill,
             batch_size=WARM_START_BATCH,
             schedule=Schedule(WARM_START_RATE, "constant", WARM_START_WARMUP, chosen.max_updates, 0.0),
-            positions=positions_of(processors.family, processors.hf_config),
             seed=chosen.seed,
             on_progress=lambda _: advance(1),
         )
     console.print(f"accuracy after the warm start: {accuracy:.0%}")
-    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")

@@ -9,13 +9,17 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trigon.data.packing import Positions, pack_train, tokens_of
 from trigon.errors import DataError
+from trigon.models.load import Processors, load_model
 from trigon.models.policy import Policy
+from trigon.models.positions import positions_of
+from trigon.models.weight_files import save_weights
 from trigon.training.optim import Schedule, make_optimizer
 from trigon.types import EncodedMedia, MicroBatch, Prompt, TrainGroup, TrainSequence, Vision
 
@@ -25,6 +29,42 @@ with targets from `as_target`, which may have several turns."""
 
 ACCURACY_WINDOW = 8
 """Number of updates over which the accuracy is averaged."""
+
+
+def warm_start_folder(
+    folder: Path,
+    processors: Processors,
+    make_example: Callable[[int], Example],
+    *,
+    num_examples: int,
+    max_updates: int,
+    target_accuracy: float,
+    batch_size: int,
+    schedule: Schedule,
+    seed: int,
+    on_progress: Callable[[float], None] | None = None,
+) -> float:
+    """Train the model of a folder in place, and return its accuracy. See warm_start."""
+    policy = Policy(
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+        processors.family,
+        temperature=1.0,
+        banned_token_ids=processors.banned_token_ids,
+    )
+    accuracy = warm_start(
+        policy,
+        make_example,
+        num_examples=num_examples,
+        max_updates=max_updates,
+        target_accuracy=target_accuracy,
+        batch_size=batch_size,
+        schedule=schedule,
+        positions=positions_of(processors.family, processors.hf_config),
+        seed=seed,
+        on_progress=on_progress,
+    )
+    save_weights({name: weight.contiguous() for name, weight in policy.named_weights()}, folder / "model.safetensors")
+    return accuracy
 
 
 def warm_start(
