@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,6 +89,34 @@ def _repeatable() -> None:
     if torch is not None:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(autouse=True)
+def _stop_signals_as_before() -> Iterator[None]:
+    """Fail a test that leaves a stop signal ignored, blocked or handled in this process.
+
+    The processes that later tests start would inherit it, and not end when they are told to.
+    """
+    before = _stop_signals()
+    yield
+    assert _stop_signals() == before, "(signal, handler, ignored, blocked) differ from those before the test"
+
+
+def _stop_signals() -> list[tuple[str, object, bool, bool]]:
+    """Return each stop signal with its handler, and whether this thread ignores and blocks it.
+
+    An ignored signal also as a C library has it, which Python does not know: Linux only.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ignored = 0
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return [
+        (number.name, signal.getsignal(number), bool(ignored >> (number - 1) & 1), number in blocked)
+        for number in numbers
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def run_tests(copied: Path, mutation: Mutation) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*command, f"tests/{mutation.test}", "-k", mutation.names],
         cwd=copied,
-        env={**os.environ, "PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=400,

@@ -17,6 +17,12 @@ from trigon.system.gpu_memory import gpu_memory_metrics
 GIB = 2**30
 
 
+@pytest.fixture(autouse=True)
+def _signals_of_this_process(monkeypatch):
+    """The processes that later tests start would inherit ignored signals."""
+    monkeypatch.setattr("trigon.distributed.worker.ignore_stop_signals", lambda: None)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU of this process, and one that it does not use."""
@@ -29,8 +35,7 @@ def gpu(monkeypatch):
     return lambda *, in_use: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
 
 
-def test_a_worker_reports_the_memory_of_its_gpu(gpu, monkeypatch):
-    monkeypatch.setattr("trigon.distributed.worker.ignore_stop_signals", lambda: None)  # of this process
+def test_a_worker_reports_the_memory_of_its_gpu(gpu):
     gpu(in_use=True)
     worker = Worker(0)
     trainer = SimpleNamespace(step=lambda groups: {"actor/loss": Max(1.0)})
