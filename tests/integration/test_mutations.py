@@ -32,7 +32,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_tests(copied: Path, mutation: Mutation) -> subprocess.CompletedProcess[str]:
     """Run the tests of a mutation with the package in `copied`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "90"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", str(mutation.seconds)]
     return subprocess.run(
         [*command, f"tests/{mutation.test}", "-k", mutation.names],
         cwd=copied,

@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,17 @@ def uninterrupted_of_two(made: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def has(folder: Path, pattern: str) -> Callable[[], bool]:
-    return lambda: any(folder.glob(pattern))
+    """Return whether a file has been written since this call: not by the run before."""
+    before = modified(folder, pattern)
+    return lambda: bool(modified(folder, pattern) - before)
+
+
+def modified(folder: Path, pattern: str) -> set[tuple[Path, int]]:
+    found = set()
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            found.add((path, path.stat().st_mtime_ns))
+    return found
 
 
 def saved_steps(folder: Path) -> set[int]:

@@ -9,7 +9,8 @@ class Mutation(NamedTuple):
     """One edit of a source file.
 
     guard: what it breaks. file: below trigon/. old: text that occurs once in it. new: replaces it.
-    test: a file below tests/. names: the expression of `pytest -k` that selects its tests.
+    test: a file below tests/. names: the expression of `pytest -k` that selects its tests. seconds:
+    a test that takes longer has noticed the edit, which makes it wait for ever.
     """
 
     guard: str
@@ -18,6 +19,7 @@ class Mutation(NamedTuple):
     new: str
     test: str
     names: str
+    seconds: int = 90
 
 
 MUTATIONS = (
@@ -108,6 +110,7 @@ MUTATIONS = (
         "if False:",
         "unit/test_data_prompts.py",
         "template",
+        seconds=30,
     ),
     Mutation(
         "a template makes no large text",
@@ -132,6 +135,7 @@ MUTATIONS = (
         "if False]:",
         "integration/test_reward_pool_faults.py",
         "affects_only_its_completion",
+        seconds=30,
     ),
     Mutation(
         "an invalid message of a reward process",
