@@ -8,6 +8,7 @@ weights calls no tool: what TRL parses calls with returns one for each turn.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class RecordingTrainer(GRPOTrainer):  # type: ignore[misc]
 
 def main(folder: Path, tool: str, prompts: int, n: int, turns: int, turn_tokens: int, steps: int) -> None:
     """Train, and print of each step the seconds, and what was sampled and processed."""
+    config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
     function = getattr(slow_environment, f"{tool}_async")
     function.__name__ = tool
     trainers: list[RecordingTrainer] = []
@@ -96,7 +98,12 @@ def main(folder: Path, tool: str, prompts: int, n: int, turns: int, turn_tokens:
             changes={
                 "max_completion_length": turns * turn_tokens + MAX_OBSERVED,
                 "max_tool_calling_iterations": turns - 1,
-                "generation_kwargs": {"min_new_tokens": turn_tokens, "max_new_tokens": turn_tokens},
+                "generation_kwargs": {
+                    "min_new_tokens": turn_tokens,
+                    "max_new_tokens": turn_tokens,
+                    # With random weights it may sample one, which the next turn has no image for.
+                    "suppress_tokens": [config["image_token_id"], config["video_token_id"]],
+                },
             },
             tools=[function],
             describe=describe,

@@ -48,7 +48,7 @@ os.environ.update(
 # `make test` tries the same few inputs each time, `make test-faults` many others.
 settings.register_profile("quick", max_examples=30, derandomize=True, database=None, deadline=None)
 settings.register_profile(
-    "faults", max_examples=1000, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "faults", max_examples=500, print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("quick")
 

@@ -110,7 +110,6 @@ MUTATIONS = (
         "if False:",
         "unit/test_data_prompts.py",
         "template",
-        seconds=30,
     ),
     Mutation(
         "a template makes no large text",
