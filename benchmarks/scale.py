@@ -50,7 +50,7 @@ from trigon.train_groups import build_reward_batch, build_train_groups
 from trigon.training.fake import FakeTrainEngine
 from trigon.training.protocol import Sizes
 from trigon.training.trace import LocalTracer
-from trigon.types import Rollout, RolloutGroup, Score
+from trigon.types import Completion, Prompt, Rollout, RolloutGroup, SamplingParams, Score
 
 CONTROLLED = (64, 512, 8192)
 ANSWERS = 8
@@ -68,6 +68,14 @@ WORKERS = (1, 2)
 
 
 # -- the controller --
+
+
+class EngineWithoutMedia(FakeEngine):
+    """Samples without the images, which the workers of a real engine process themselves."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any) -> list[list[Completion]]:
+        """See RolloutEngine."""
+        return super().generate([replace(prompt, vision=None) for prompt in prompts], sampling, **options)
 
 
 def controller(prompts: int, folder: Path) -> dict[str, float]:
@@ -93,7 +101,7 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
     loaded = load_config(None, [*options(folder, SHORT, 3), *changes])
 
     def open_fakes(config: Any, processors: Any, *_: Any, **__: Any) -> Engines:
-        rollout = FakeEngine(
+        rollout = EngineWithoutMedia(
             tokenizer=processors.tokenizer,
             stop_token_id=processors.stop_token_ids[0],
             complete=lambda prompt, version, seed: f"\\boxed{{{seed % 7}}}",
@@ -105,9 +113,10 @@ def controller(prompts: int, folder: Path) -> dict[str, float]:
     def nobody_asks(*_: Any) -> Any:
         raise AssertionError("trainer.auto_micro_batch is false")
 
-    def open_builder(config: Config, processors: Any) -> PromptBuilder:
+    def open_builder(config: Config, processors: Any, *, schemas: Sequence[Any] = ()) -> PromptBuilder:
         several = config.model_copy(update={"trainer": config.trainer.model_copy(update={"n_gpus_per_node": 2})})
-        return real_builder(several, processors)  # to several workers images go as files, which they process themselves
+        # To several workers images go as files, which they process themselves.
+        return real_builder(several, processors, schemas=schemas)
 
     real_builder = build_data.open_builder
     with mock.patch.multiple(build_run, open_engines=open_fakes, open_builder=open_builder):
