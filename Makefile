@@ -41,7 +41,7 @@ test-all: test laptop-model ## the same, then every algorithm, model family, rec
 test-unit: $(VENV)/.ready ## unit tests only
 	$(VENV)/$(PYTEST) $(PARALLEL) tests/unit
 
-test-faults: $(VENV)/.ready ## every fault and attack of docs/reliability.md, and longer fuzzing (under 25 minutes on 2 cores)
+test-faults: $(VENV)/.ready ## every fault and attack of docs/reliability.md, and longer fuzzing (half an hour on 2 cores)
 	$(VENV)/$(PYTEST) $(PARALLEL) $(DURATIONS) --hypothesis-profile faults -m "faults and not alone"
 	$(VENV)/$(PYTEST) $(DURATIONS) --hypothesis-profile faults -m "faults and alone"
 
