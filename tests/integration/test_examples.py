@@ -25,10 +25,8 @@ from typing import get_args
 import datasets
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 from PIL import Image
-from safetensors.torch import save_file
 
 from support.recipes import RECIPES, ROOT, arguments_of, name_of
 from trigon.build.data import open_builder, open_processors
@@ -39,12 +37,9 @@ from trigon.config.schema import Config
 from trigon.data.dataset import open_prompts
 from trigon.environments.settings import find_tools
 from trigon.environments.tools import describe_tools, load_tools
-from trigon.models.load import load_model
-from trigon.models.policy import Policy
-from trigon.models.positions import positions_of
 from trigon.tiny.demonstrations import Demonstration, learn_demonstrations
 from trigon.tiny.model_types import TinyModelType
-from trigon.tiny.warm_start import warm_start
+from trigon.tiny.warm_start import warm_start_folder
 from trigon.training.optim import Schedule
 
 STEPS = 2
@@ -219,8 +214,8 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
     model = config.worker.actor.model.model_copy(update={"model_path": str(source)})
     actor = config.worker.actor.model_copy(update={"model": model})
     config = config.model_copy(update={"worker": config.worker.model_copy(update={"actor": actor})})
+    shutil.copytree(source, folder, dirs_exist_ok=True)
     if config.worker.rollout.environment is not None:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
         skill = warm_up_in_environment(config, folder)
         assert skill >= 0.35, skill
         return folder
@@ -239,27 +234,18 @@ def warm_up(config: Config, source: Path, folder: Path) -> Path:
         for text in COMPLETIONS[reward_of(config)]
     ]
     assert max(len(token_ids) for _, token_ids in examples) <= COMPLETION_TOKENS
-    policy = Policy(
-        load_model(str(source), dtype=torch.float32, device="cpu"),
-        processors.family,
-        temperature=1.0,
-        banned_token_ids=processors.banned_token_ids,
-    )
-    skill = warm_start(
-        policy,
+    skill = warm_start_folder(
+        folder,
+        processors,
         examples.__getitem__,
         num_examples=len(examples),
         max_updates=100,
         target_accuracy=0.35,
         batch_size=4,
         schedule=Schedule(3e-3, "constant", 5, 100, 0.0),
-        positions=positions_of(processors.family, processors.hf_config),
         seed=0,
     )
     assert skill >= 0.35, skill
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    weights = {name: weight.contiguous() for name, weight in policy.named_weights()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
